@@ -1,0 +1,179 @@
+"""Logprobs of packed documents, by unmodified Hugging Face models."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from primerl._optional import require
+from primerl.loss.ratio import upcast
+
+PACKED_ATTENTION = "primerl_packed"
+# These build a square mask over the whole pack; the per-document attention replaces them.
+MASKED_ATTENTION = ("eager", "sdpa")
+
+
+def token_logprobs(
+    logits: Float[Tensor, "t v"],
+    labels: Int[Tensor, " t"],
+    *,
+    temperature: float | Float[Tensor, " t"] = 1.0,
+) -> Float[Tensor, " t"]:
+    """The processed logprob of each label: ``log softmax(logits / temperature)[labels]``.
+
+    Computed in at least float32.
+    """
+    logits = upcast(logits)
+    divisor = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
+    scaled = logits / divisor
+    chosen = scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return chosen - scaled.logsumexp(-1)
+
+
+def model_logprobs(
+    model: nn.Module,
+    token_ids: Int[Tensor, " t"],
+    position_ids: Int[Tensor, " t"],
+    labels: Int[Tensor, " t"],
+    *,
+    temperature: float | Float[Tensor, " t"] = 1.0,
+) -> Float[Tensor, " t"]:
+    """The processed logprob that a causal language model gives each row's label.
+
+    Documents lie end to end; one begins wherever ``position_ids`` is 0, and no document sees
+    another. A model that attends by ``sdpa`` or ``eager`` is switched, by its public
+    ``set_attn_implementation``, to attend document by document, so that no t x t mask is ever
+    built; flash attention reads the positions itself and is left alone.
+
+    Args:
+        model: an unmodified ``transformers`` causal language model.
+        token_ids: the packed tokens.
+        position_ids: each token's place in its document.
+        labels: the token to score in each row (any valid id where the row is masked).
+        temperature: of the sampler, for all rows or for each.
+
+    Raises:
+        ValueError: the pack does not begin with a document, or the model attends in a way that
+            the per-document attention does not compute (sinks, windows shorter than a document,
+            sparse indices, linear attention).
+    """
+    _use_packed_attention(model)
+    bounds = _document_bounds(position_ids)
+    if len(bounds) > 2:
+        _refuse_state_across_documents(model)
+    output = model(
+        input_ids=token_ids.unsqueeze(0),
+        position_ids=position_ids.unsqueeze(0),
+        use_cache=False,
+        document_bounds=bounds,
+    )
+    return token_logprobs(output.logits.squeeze(0), labels, temperature=temperature)
+
+
+def _document_bounds(position_ids: Tensor) -> tuple[int, ...]:
+    starts = (position_ids == 0).nonzero().flatten().tolist()
+    if not starts or starts[0] != 0:
+        raise ValueError(
+            "position_ids must begin with 0: documents are packed whole, one after the other"
+        )
+    return (*starts, position_ids.numel())
+
+
+def _use_packed_attention(model: nn.Module) -> None:
+    config: Any = model.config
+    if config._attn_implementation in MASKED_ATTENTION:
+        transformers = require("transformers", extra="transformers")
+        transformers.AttentionInterface.register(PACKED_ATTENTION, _packed_attention)
+        switch: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
+        switch(PACKED_ATTENTION)
+
+
+def _refuse_state_across_documents(model: nn.Module) -> None:
+    config: Any = model.config
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    carrying = kinds - {"full_attention", "sliding_attention"}
+    if carrying:
+        raise ValueError(
+            f"{config.model_type} has {', '.join(sorted(carrying))} layers, which would carry "
+            "state from one packed document into the next; pack one document per batch"
+        )
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: Float[Tensor, "1 heads t d"],
+    key: Float[Tensor, "1 kv_heads s d"],
+    value: Float[Tensor, "1 kv_heads s dv"],
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    document_bounds: tuple[int, ...] | None = None,
+    sliding_window: int | None = None,
+    **other: Any,
+) -> tuple[Float[Tensor, "1 t heads dv"], None]:
+    """Causal attention within each document: an entry of transformers' ``AttentionInterface``."""
+    if document_bounds is None:
+        # Plain use of the same model, by a caller who knows nothing of packing.
+        document_bounds = (0, query.shape[2])
+        if attention_mask is not None or query.shape[2] != key.shape[2]:
+            raise ValueError(
+                "this model was switched to packed attention by primerl.loss.model_logprobs; to "
+                "generate or to pad, call model.set_attn_implementation('sdpa') first"
+            )
+    longest = max(b - a for a, b in pairwise(document_bounds))
+    if sliding_window is not None and longest > sliding_window:
+        raise ValueError(
+            f"a document of {longest} tokens exceeds the attention window of "
+            f"{sliding_window}; packed attention computes full causal attention"
+        )
+    for name in ("s_aux", "indices", "softcap"):
+        if other.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} asks for {name!r}, which packed attention does not "
+                "compute; use flash attention for this model"
+            )
+    order, back, shapes = _by_length(document_bounds, query.device)
+    q, k, v = (x.squeeze(0).index_select(1, order) for x in (query, key, value))
+    outputs, start = [], 0
+    for count, length in shapes:
+        # [heads, documents * length, d] -> [documents, heads, length, d]
+        parts = (
+            x.narrow(1, start, count * length).unflatten(1, (count, length)).transpose(0, 1)
+            for x in (q, k, v)
+        )
+        attended = F.scaled_dot_product_attention(
+            *parts,
+            dropout_p=dropout,
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        start += count * length
+    return torch.cat(outputs).index_select(0, back).unsqueeze(0), None
+
+
+@lru_cache(maxsize=8)  # once per batch, not once per layer
+def _by_length(
+    bounds: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
+    """Rows reordered so that documents of one length lie together and attend in one call.
+
+    Returns the order, its inverse, and ``(documents, length)`` of each run.
+    """
+    starts: dict[int, list[int]] = {}
+    for begin, end in pairwise(bounds):
+        starts.setdefault(end - begin, []).append(begin)
+    rows = [
+        (torch.tensor(begins).unsqueeze(1) + torch.arange(length)).flatten()
+        for length, begins in starts.items()
+    ]
+    order = torch.cat(rows)
+    shapes = [(len(begins), length) for length, begins in starts.items()]
+    return order.to(device), order.argsort().to(device), shapes

@@ -1,0 +1,48 @@
+"""Rollouts: engines that sample, environments that play, and the worker that runs both.
+
+The only package that is asynchronous. Its one torch-dependent part, ``TransformersEngine``, loads
+on first use, so a process that only collects rollouts never imports torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from primerl.rollout.buffer import Buffer
+from primerl.rollout.conversation import Conversation
+from primerl.rollout.engine import Engine
+from primerl.rollout.environment import Environment, RewardError, single_turn
+from primerl.rollout.groups import run_group
+from primerl.rollout.staleness import (
+    check_schedule,
+    may_start,
+    oldest_version,
+    token_staleness,
+)
+from primerl.rollout.workers import Worker, worker
+
+if TYPE_CHECKING:
+    from primerl.rollout.transformers_engine import TransformersEngine
+
+__all__ = [
+    "Buffer",
+    "Conversation",
+    "Engine",
+    "Environment",
+    "RewardError",
+    "TransformersEngine",
+    "Worker",
+    "check_schedule",
+    "may_start",
+    "oldest_version",
+    "run_group",
+    "single_turn",
+    "token_staleness",
+    "worker",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TransformersEngine":
+        from primerl.rollout.transformers_engine import TransformersEngine
+
+        return TransformersEngine
+    raise AttributeError(f"module 'primerl.rollout' has no attribute {name!r}")

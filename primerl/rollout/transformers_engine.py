@@ -1,0 +1,405 @@
+"""An engine in this process: transformers' continuous batching, with weights updated in flight."""
+
+import asyncio
+import copy
+import inspect
+import itertools
+import math
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from primerl._optional import require
+from primerl.types import Completion, SamplingParams
+
+# A temperature so low that any two different float32 logits decide the sample: greedy, per request.
+GREEDY_TEMPERATURE = 1e-10
+PAGE_TOKENS = 32
+STOP_S = 30.0
+
+
+@attrs.define(eq=False)
+class _Request:
+    """A request in flight. It outlives its id: a recomputed one is submitted again."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    done: "asyncio.Future[Completion]"
+    id: str = ""
+    resumed_at: int = 0
+    """Tokens that were sampled before the current submission, and are part of its prompt."""
+    token_ids: list[int] = attrs.Factory(list)
+    logprobs: list[float] = attrs.Factory(list)
+    versions: list[int] = attrs.Factory(list)
+
+
+class TransformersEngine:
+    """Serves a copy of a Hugging Face causal language model, on CPU or CUDA.
+
+        with rollout.TransformersEngine(model) as engine:
+            completion = await engine.generate(prompt_ids, SamplingParams(max_tokens=64))
+
+    Every token carries its processed logprob and the version of the weights that sampled it.
+    ``update_weights`` takes effect between two tokens, while requests are in flight:
+
+    - ``on_update="recompute"``: what a request has so far is processed again under the new
+      weights. Each token's logprob is that of a plain forward pass under its version.
+    - ``on_update="keep"``: the cache stays, so tokens sampled after an update attend to keys and
+      values of older weights. Cheaper, and slightly off every version's policy.
+
+    Prefixes are never shared between requests: a shared block would survive an update. With
+    transformers 5.17, whose batching cannot be paused, an update waits until the requests in
+    flight have ended, and new ones wait for it; the two modes are then the same.
+
+    All state lives on an event loop of the engine's own, so ``generate`` may be awaited on any
+    loop and ``update_weights`` called from any thread.
+
+    Args:
+        model: a causal language model with full or sliding attention; it is copied.
+        on_update: what an update does to requests in flight.
+        max_concurrent: requests that are decoded together.
+        cache_tokens: capacity of the key-value cache, in tokens.
+        seed: of the process's sampling generator. Requests in flight share it, so the order in
+            which they are batched decides what each draws.
+
+    Raises:
+        ValueError: continuous batching cannot run this model.
+        RuntimeError: inference mode is on; its tensors can't be updated.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        on_update: str = "recompute",
+        max_concurrent: int = 128,
+        cache_tokens: int = 16_384,
+        seed: int | None = None,
+    ) -> None:
+        self._transformers = require("transformers", extra="transformers")
+        if on_update not in ("recompute", "keep"):
+            raise ValueError(f"on_update={on_update!r}; expected 'recompute' or 'keep'")
+        _refuse_inference_mode()
+        _refuse_unsupported(model)
+        self._model: Any = copy.deepcopy(model)
+        self._model.zero_grad()
+        self._model.requires_grad_(False)
+        self._model.set_attn_implementation("sdpa")
+        self._weights = _named_tensors(self._model)
+        self._on_update = on_update
+        self._max_concurrent = max_concurrent
+        self._cache_tokens = cache_tokens
+        self._seed = seed
+        self._version = 0
+        self._ids = itertools.count()
+        self._requests: dict[str, _Request] = {}
+        self._cancelled: list[str] = []
+        self._open = asyncio.Event()
+        self._open.set()
+        self._manager: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that sample the next token."""
+        return self._version
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens of one request: the model's positions, or the cache if it is smaller."""
+        positions: int = self._model.config.get_text_config().max_position_embeddings
+        return min(positions, self._cache_tokens)
+
+    def __enter__(self) -> "TransformersEngine":
+        _refuse_inference_mode()
+        loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=loop.run_forever, name="primerl-engine", daemon=True
+        )
+        self._thread.start()
+        self._loop = loop
+        self._manager = self._start_batching()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        loop, thread, manager = self._loop, self._thread, self._manager
+        self._loop = None
+        if manager is not None:
+            manager.stop(block=True, timeout=STOP_S, **_supported(manager.stop, hard_stop=True))
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(self._fail_all, RuntimeError("the engine was closed"))
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(STOP_S)
+            loop.close()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    ) -> Completion:
+        """Sample one completion; cancelling the awaiting task cancels the request.
+
+        ``temperature=0`` is greedy, with a processed logprob of 0.
+
+        Raises:
+            ValueError: the request is longer than the context, or asks for what this engine does
+                not sample (``top_p``, ``top_k``, a seed per request).
+            RuntimeError: the engine is not running, or generation failed.
+        """
+        prompt = [int(token) for token in prompt_ids]
+        self._check(prompt, params)
+        return await asyncio.wrap_future(self._submit_coroutine(self._generate(prompt, params)))
+
+    def update_weights(
+        self, tensors: Mapping[str, Tensor], *, version: int, timeout_s: float = 600.0
+    ) -> None:
+        """Serve new weights from the next token on; returns when they are in place.
+
+        Args:
+            tensors: by name: the parameters and saved buffers of the model, a shared tensor under
+                either name.
+            version: the policy version that they are.
+            timeout_s: how long the requests in flight may take to come to a halt.
+
+        Raises:
+            ValueError: names or shapes are not the model's, or the version goes back. The weights
+                are then as they were.
+            RuntimeError: it took longer than ``timeout_s``.
+        """
+        _refuse_inference_mode()
+        if version < self._version:
+            raise ValueError(f"version {version} is older than {self._version}, which is served")
+        pairs = self._match(tensors)
+        future = self._submit_coroutine(self._update(pairs, version))
+        try:
+            future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise RuntimeError(f"the weight update took longer than {timeout_s:.0f} s") from None
+
+    def _start_batching(self) -> Any:
+        transformers = self._transformers
+        generation = transformers.GenerationConfig(
+            do_sample=True,
+            temperature=0.5,  # any value but 1, so that each request may set its own
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=-1,
+            max_new_tokens=1,
+        )
+        config = transformers.ContinuousBatchingConfig
+        options = _supported(
+            config,
+            page_size=PAGE_TOKENS,
+            num_blocks=math.ceil(self._cache_tokens / PAGE_TOKENS),
+            max_batch_tokens=max(512, self._max_concurrent),
+            max_requests_per_batch=self._max_concurrent,
+            allow_block_sharing=False,
+            use_async_batching=False,  # an update must fall between two whole steps
+            use_cuda_graph=False,
+            return_logprobs=True,
+            per_request_processors=True,
+            auto_switch_to_flash=False,
+            seed=self._seed,
+        )
+        if "page_size" not in options:
+            options["block_size"] = PAGE_TOKENS
+        manager = self._model.init_continuous_batching(
+            generation_config=generation, continuous_batching_config=config(**options)
+        )
+        manager.start()
+        return manager
+
+    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+        if not prompt:
+            raise ValueError("the prompt is empty; a completion needs at least one token before it")
+        if len(prompt) + params.max_tokens > self.context_length:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} exceed the "
+                f"context of {self.context_length} tokens"
+            )
+        if params.top_p < 1 or params.top_k != -1:
+            raise ValueError(
+                f"top_p={params.top_p}, top_k={params.top_k}: this engine samples from the full "
+                "distribution (top_p=1, top_k=-1)"
+            )
+        if params.seed is not None:
+            raise ValueError("this engine has no seed per request; pass TransformersEngine(seed=)")
+
+    def _submit_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        if self._loop is None:
+            coroutine.close()
+            raise RuntimeError("the engine is not running; use it as `with TransformersEngine(...)`")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _match(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of (served tensor, new tensor), covering every served tensor."""
+        pairs, covered = [], set()
+        aliases = self._model.state_dict()
+        for name, tensor in tensors.items():
+            if name not in aliases or aliases[name].shape != tensor.shape:
+                expected = tuple(aliases[name].shape) if name in aliases else "no such tensor"
+                raise ValueError(
+                    f"weights for {name!r} have shape {tuple(tensor.shape)}; the served model has "
+                    f"{expected}"
+                )
+            covered.add(aliases[name].data_ptr())
+            pairs.append((aliases[name], tensor))
+        missing = [n for n, served in self._weights.items() if served.data_ptr() not in covered]
+        if missing:
+            raise ValueError(
+                f"no weights were given for {', '.join(missing[:5])} ({len(missing)} tensors)"
+            )
+        return pairs
+
+    # ---- on the engine's event loop ----
+
+    async def _generate(self, prompt: list[int], params: SamplingParams) -> Completion:
+        assert self._loop is not None
+        request = _Request(prompt, params, self._loop.create_future())
+        await self._open.wait()
+        self._submit(request)
+        try:
+            return await request.done
+        finally:
+            self._requests.pop(request.id, None)
+            if request.done.cancelled():
+                self._manager.cancel_request(request.id)
+                self._cancelled.append(request.id)
+
+    def _submit(self, request: _Request) -> None:
+        """Hand a request, and what it has so far, to the batching loop."""
+        request.resumed_at = len(request.token_ids)
+        request.id = f"primerl-{next(self._ids)}"
+        self._requests[request.id] = request
+        self._manager.register_result_handler(request.id, self._receive)
+        accepted = self._manager.add_request(
+            request.prompt_ids + request.token_ids,
+            request_id=request.id,
+            max_new_tokens=request.params.max_tokens - len(request.token_ids),
+            streaming=True,
+            eos_token_id=list(request.params.stop_token_ids),
+            temperature=float(request.params.temperature or GREEDY_TEMPERATURE),
+        )
+        if accepted is None:
+            raise RuntimeError("generation has stopped; see the log of transformers for the cause")
+
+    def _receive(self, output: Any) -> None:
+        """Take in what a request has sampled; called after every token."""
+        request = self._requests.get(output.request_id)
+        if request is None or request.done.done():
+            return
+        fresh = slice(len(request.token_ids) - request.resumed_at, None)
+        request.token_ids.extend(output.generated_tokens[fresh])
+        request.logprobs.extend(output.logprobs[fresh])
+        request.versions.extend([self._version] * len(output.generated_tokens[fresh]))
+        if output.error is not None:
+            request.done.set_exception(RuntimeError(f"generation failed: {output.error}"))
+        elif output.is_finished():
+            stopped = request.token_ids[-1] in request.params.stop_token_ids
+            request.done.set_result(
+                Completion(
+                    token_ids=request.token_ids,
+                    logprobs=request.logprobs,
+                    versions=request.versions,
+                    finish_reason="stop" if stopped else "length",
+                )
+            )
+
+    async def _update(self, pairs: list[tuple[Tensor, Tensor]], version: int) -> None:
+        if not hasattr(self._manager, "pause"):  # transformers < 5.19
+            return await self._drain_and_load(pairs, version)
+        restart = list(self._requests.values()) if self._on_update == "recompute" else []
+        for request in restart:
+            self._manager.cancel_request(request.id)
+            self._cancelled.append(request.id)
+        with self._manager.pause():
+            # The loop is parked between two steps. Results that it delivered are queued here, in
+            # order; let them be received, so that each token gets the version that sampled it.
+            await asyncio.sleep(0)
+            self._load(pairs, version)
+            for request in restart:
+                if self._requests.pop(request.id, None) and not request.done.done():
+                    self._submit(request)
+            self._forget_cancelled()
+
+    async def _drain_and_load(self, pairs: list[tuple[Tensor, Tensor]], version: int) -> None:
+        self._open.clear()
+        try:
+            while self._requests:
+                waiting = [request.done for request in self._requests.values()]
+                await asyncio.wait(waiting)
+                await asyncio.sleep(0)  # let the finished ones leave the table
+            self._load(pairs, version)
+        finally:
+            self._open.set()
+
+    def _load(self, pairs: list[tuple[Tensor, Tensor]], version: int) -> None:
+        with torch.no_grad():
+            for served, new in pairs:
+                served.copy_(new)
+        self._version = version
+
+    def _forget_cancelled(self) -> None:
+        """Drop the handlers of cancelled requests, which end without a last result."""
+        handlers = self._manager.output_router.result_handlers
+        for request_id in self._cancelled:
+            handlers.pop(request_id, None)
+        self._cancelled.clear()
+
+    def _fail_all(self, error: Exception) -> None:
+        for request in self._requests.values():
+            if not request.done.done():
+                request.done.set_exception(error)
+
+
+def _refuse_unsupported(model: nn.Module) -> None:
+    config: Any = model.config
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    reason = None
+    if not hasattr(model, "init_continuous_batching"):
+        reason = "is not a generative transformers model"
+    elif getattr(text, "kv_lora_rank", None):
+        reason = "has latent attention (MLA)"
+    elif getattr(text, "index_topk", None):
+        reason = "has sparse attention"
+    elif kinds - {"full_attention", "sliding_attention"}:
+        reason = f"has layers of the kind {', '.join(sorted(kinds))}"
+    if reason:
+        raise ValueError(
+            f"{config.model_type} {reason}, which transformers' continuous batching cannot run; "
+            "serve this model with vLLM"
+        )
+
+
+def _refuse_inference_mode() -> None:
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "TransformersEngine cannot run under torch.inference_mode, whose tensors can't be "
+            "updated in place; leave it, or use torch.no_grad"
+        )
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers, a shared tensor once."""
+    unique: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        unique.setdefault(tensor.data_ptr(), (name, tensor))
+    return dict(unique.values())
+
+
+def _supported(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Those of ``options`` that this version of the library knows."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in known}

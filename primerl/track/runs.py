@@ -1,0 +1,222 @@
+"""A run: one folder with everything that is worth keeping."""
+
+import json
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import attrs
+import numpy as np
+
+from primerl.track.sinks import Sink
+from primerl.types import Group, TrainingSample
+
+SUMMARY = ("eval_before", "eval_after", "steps", "wall_s", "staleness_max", "mismatch_kl_mean")
+# Totals that become a rate per second, and those that become the step's own share.
+RATES = ("rollout_tokens",)
+SHARES = ("trainer_wait_s", "rollout_wait_s")
+
+
+class Run:
+    """Records a run in ``folder``; use it as a context manager.
+
+        with track.Run(folder, args=args, decode=tokenizer.decode) as run:
+            for step in range(steps):
+                ...
+                run.log(step, groups=groups, samples=samples, totals=rollouts.stats(),
+                        metrics={"loss": loss})
+            run.finish(save=save, eval_before=0.4, eval_after=0.8)
+
+    - ``args.json``: what the run was asked to do.
+    - ``metrics.jsonl``: a line for each step.
+    - ``rollouts.jsonl``: every trained sequence with its text, reward and per-token arrays.
+    - ``summary.json``: the outcome, also of a run that failed; null where a figure does not apply.
+    - ``final/``: what ``save`` writes.
+
+    Args:
+        folder: is made; must not hold another run.
+        args: an attrs value or a mapping.
+        decode: token ids to text.
+        sinks: functions ``(step, metrics) -> None``.
+
+    Raises:
+        ValueError: the folder holds a run.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        args: Any = None,
+        decode: Callable[[list[int]], str] | None = None,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / "metrics.jsonl").exists():
+            raise ValueError(f"{self.folder} holds a run already; choose another folder")
+        self.staleness: Counter[int] = Counter()
+        """Trained tokens by staleness, over the run."""
+        self.summary: dict[str, Any] = dict.fromkeys(SUMMARY)
+        self._decode = decode
+        self._sinks = tuple(sinks)
+        self._metrics_file = _open(self.folder / "metrics.jsonl")
+        self._rollouts_file = _open(self.folder / "rollouts.jsonl")
+        self._began = self._step_began = time.perf_counter()
+        self._totals: dict[str, float] = {}
+        self._mismatch = [0.0, 0]
+        values = attrs.asdict(args) if attrs.has(type(args)) else dict(args or {})
+        _write_json(self.folder / "args.json", values)
+
+    def __enter__(self) -> "Run":
+        self._began = self._step_began = time.perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.summary["wall_s"] = time.perf_counter() - self._began
+        if error is not None:
+            self.summary["error"] = f"{type(error).__name__}: {error}"
+        _write_json(self.folder / "summary.json", self.summary)
+        self._metrics_file.close()
+        self._rollouts_file.close()
+        for sink in self._sinks:
+            close = getattr(sink, "close", None)
+            if close is not None:
+                close()
+
+    def log(
+        self,
+        step: int,
+        *,
+        groups: Sequence[Group],
+        samples: Sequence[TrainingSample],
+        totals: Mapping[str, Any] | None = None,
+        mismatch: tuple[Any, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Record one policy step, and return its metrics.
+
+        Args:
+            step: the version of the weights that the batch was applied to.
+            groups: that were trained.
+            samples: what ``advantage.assign`` made of them.
+            totals: running totals, as ``Worker.stats`` gives them; their growth since the last
+                step is recorded.
+            mismatch: the sum and count that ``loss.mismatch_kl`` returned, added over the step.
+            metrics: further numbers, under their own names.
+        """
+        now = time.perf_counter()
+        seconds, self._step_began = now - self._step_began, now
+        line = {"step": step, **_batch_metrics(step, groups, samples)}
+        growth = self._growth(totals or {})
+        line["step_s"] = seconds
+        line["train_tokens_per_s"] = line["tokens"] / max(
+            seconds - growth.get("trainer_wait_s", 0.0), 1e-9
+        )
+        line |= {f"{name}_per_s": growth[name] / seconds for name in RATES if name in growth}
+        line |= {name: growth[name] for name in SHARES if name in growth}
+        line["mismatch_kl"] = self._add_mismatch(mismatch)
+        line |= {name: _plain(value) for name, value in (metrics or {}).items()}
+        for sample in samples:
+            stale = step - sample.versions[sample.loss_mask]
+            self.staleness.update(stale.tolist())
+        self._write_rollouts(step, groups, samples)
+        _write_line(self._metrics_file, line)
+        self.summary["steps"] = step + 1
+        self.summary["staleness_max"] = max(self.staleness, default=None)
+        for sink in self._sinks:
+            sink(step, line)
+        return line
+
+    def finish(self, *, save: Callable[[Path], None] | None = None, **summary: Any) -> None:
+        """Record the outcome, and write ``final/`` by calling ``save`` with its path."""
+        self.summary |= {name: _plain(value) for name, value in summary.items()}
+        if save is not None:
+            save(self.folder / "final")
+
+    def _growth(self, totals: Mapping[str, Any]) -> dict[str, float]:
+        grown = {
+            name: totals[name] - self._totals.get(name, 0.0)
+            for name in (*RATES, *SHARES)
+            if name in totals
+        }
+        self._totals = {name: totals[name] for name in grown}
+        return grown
+
+    def _add_mismatch(self, mismatch: tuple[Any, Any] | None) -> float | None:
+        total, count = (float(x) for x in mismatch or (0.0, 0))
+        self._mismatch = [self._mismatch[0] + total, self._mismatch[1] + count]
+        if self._mismatch[1]:
+            self.summary["mismatch_kl_mean"] = self._mismatch[0] / self._mismatch[1]
+        return total / count if count else None
+
+    def _write_rollouts(
+        self, step: int, groups: Sequence[Group], samples: Sequence[TrainingSample]
+    ) -> None:
+        trained = iter(samples)
+        for group in groups:
+            for rollout in group.rollouts:
+                for sample in rollout.samples:
+                    if not sample.loss_mask.any():
+                        continue
+                    one = next(trained)
+                    record = {
+                        "step": step,
+                        "task_id": group.task_id,
+                        "reward": rollout.reward,
+                        "stop": rollout.stop,
+                        "metrics": dict(rollout.metrics),
+                        "text": self._decode(one.token_ids.tolist()) if self._decode else None,
+                        "temperature": one.temperature,
+                        "token_ids": one.token_ids.tolist(),
+                        "loss_mask": one.loss_mask.astype(int).tolist(),
+                        "behavior_logprobs": one.behavior_logprobs.tolist(),
+                        "versions": one.versions.tolist(),
+                        "advantages": one.advantages.tolist(),
+                    }
+                    _write_line(self._rollouts_file, record)
+
+
+def _batch_metrics(
+    step: int, groups: Sequence[Group], samples: Sequence[TrainingSample]
+) -> dict[str, Any]:
+    rewards = np.concatenate([group.rewards for group in groups]) if groups else np.zeros(0)
+    stale = [step - sample.versions[sample.loss_mask] for sample in samples]
+    staleness = np.concatenate(stale) if stale else np.zeros(0, np.int64)
+    return {
+        "reward": float(rewards.mean()) if len(rewards) else None,
+        "tokens": sum(len(sample.token_ids) for sample in samples),
+        "trained_tokens": len(staleness),
+        "staleness_max": int(staleness.max()) if len(staleness) else None,
+        "staleness_mean": float(staleness.mean()) if len(staleness) else None,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A tensor or numpy number as Python's own; a number that JSON lacks as null."""
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _open(path: Path) -> TextIO:
+    return path.open("x", encoding="utf-8", buffering=1)  # a whole line at a time
+
+
+def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
+    file.write(json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,202 @@
+"""The values that cross package boundaries: frozen, numpy, lengths checked when they are built.
+
+Axes: t tokens, s sequences, g rollouts of a group. On the host, entry i of every per-token array
+describes token i; ``packing`` shifts once, and nothing else does. Stages are separate classes
+(``Completion -> Sample -> TrainingSample -> PackedBatch``): nothing is filled in later.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NewType
+
+import attrs
+import numpy as np
+from jaxtyping import Bool, Float32, Float64, Int32
+
+PolicyVersion = NewType("PolicyVersion", int)
+"""Number of policy steps taken by the weights that sampled a token."""
+
+NOT_SAMPLED = -1
+"""The version of a token that no policy sampled: a prompt, a tool's reply."""
+
+
+def _array(dtype: type) -> Any:
+    """A converter to a read-only array, so that a frozen value is frozen all the way down."""
+
+    def convert(values: Any) -> np.ndarray:
+        array = np.array(values, dtype=dtype)
+        array.setflags(write=False)
+        return array
+
+    return convert
+
+
+def _optional_array(dtype: type) -> Any:
+    return attrs.converters.optional(_array(dtype))
+
+
+def _require_lengths(value: Any, length: int, **arrays: np.ndarray | None) -> None:
+    for name, array in arrays.items():
+        if array is not None and array.shape != (length,):
+            raise ValueError(
+                f"{type(value).__name__}.{name} has shape {array.shape}, expected ({length},): "
+                "one entry for each token"
+            )
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class SamplingParams:
+    """How one completion is sampled. ``temperature=0`` is greedy.
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    seed: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}, expected at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}, expected a number >= 0")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}, expected 0 < top_p <= 1")
+        if self.top_k == 0 or self.top_k < -1:
+            raise ValueError(f"top_k is {self.top_k}, expected a positive number, or -1 for all")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Completion:
+    """One engine call: the sampled tokens, their logprobs and the weights that sampled each.
+
+    ``logprobs`` are *processed*: of the distribution that was sampled, after temperature.
+    ``finish_reason`` is ``"stop"`` or ``"length"``.
+    """
+
+    token_ids: Int32[np.ndarray, " t"] = attrs.field(converter=_array(np.int32))
+    logprobs: Float32[np.ndarray, " t"] = attrs.field(converter=_array(np.float32))
+    versions: Int32[np.ndarray, " t"] = attrs.field(converter=_array(np.int32))
+    finish_reason: str
+    routes: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        _require_lengths(
+            self, len(self.token_ids), logprobs=self.logprobs, versions=self.versions
+        )
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Sample:
+    """One flat sequence as it was sampled; prompt and completion differ only in ``loss_mask``.
+
+    ``behavior_logprobs`` and ``versions`` mean something where ``loss_mask`` is set; elsewhere
+    they are 0 and ``NOT_SAMPLED``. Token 0 has nothing before it and cannot be trained.
+
+    Raises:
+        ValueError: lengths differ, token 0 is in the mask, or a masked-in token has no version or
+            no finite logprob.
+    """
+
+    token_ids: Int32[np.ndarray, " t"] = attrs.field(converter=_array(np.int32))
+    loss_mask: Bool[np.ndarray, " t"] = attrs.field(converter=_array(np.bool_))
+    behavior_logprobs: Float32[np.ndarray, " t"] = attrs.field(converter=_array(np.float32))
+    versions: Int32[np.ndarray, " t"] = attrs.field(converter=_array(np.int32))
+    temperature: float = 1.0
+    routes: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        name = type(self).__name__
+        _require_lengths(
+            self,
+            len(self.token_ids),
+            loss_mask=self.loss_mask,
+            behavior_logprobs=self.behavior_logprobs,
+            versions=self.versions,
+        )
+        if len(self.token_ids) == 0:
+            raise ValueError(f"{name} has no tokens")
+        if self.loss_mask[0]:
+            raise ValueError(f"{name}.loss_mask[0] is set, but nothing precedes token 0")
+        if not np.isfinite(self.behavior_logprobs[self.loss_mask]).all():
+            raise ValueError(f"{name}.behavior_logprobs is not finite at a token to be trained")
+        if (self.versions[self.loss_mask] < 0).any():
+            raise ValueError(f"{name}.versions is negative at a token to be trained")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"{name}.temperature is {self.temperature}, expected a number >= 0")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class TrainingSample(Sample):
+    """A ``Sample`` with its advantages: what ``advantage.assign`` makes and ``packing`` takes."""
+
+    advantages: Float32[np.ndarray, " t"] = attrs.field(converter=_array(np.float32))
+    ref_logprobs: Float32[np.ndarray, " t"] | None = attrs.field(
+        default=None, converter=_optional_array(np.float32)
+    )
+    weights: Float32[np.ndarray, " t"] | None = attrs.field(
+        default=None, converter=_optional_array(np.float32)
+    )
+
+    def __attrs_post_init__(self) -> None:
+        Sample.__attrs_post_init__(self)  # super() does not find its class in slotted ones
+        _require_lengths(
+            self,
+            len(self.token_ids),
+            advantages=self.advantages,
+            ref_logprobs=self.ref_logprobs,
+            weights=self.weights,
+        )
+        if self.temperature == 0 and self.loss_mask.any():
+            raise ValueError("a greedy sample (temperature=0) can't be trained: it has no density")
+        if not np.isfinite(self.advantages[self.loss_mask]).all():
+            raise ValueError("TrainingSample.advantages is not finite at a token to be trained")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Rollout:
+    """One episode: the sequences that it produced and what they earned.
+
+    ``stop`` says why it ended: ``"stop"``, ``"length"``, ``"context"`` or the environment's word.
+
+    Raises:
+        ValueError: the reward is not finite.
+    """
+
+    samples: tuple[Sample, ...] = attrs.field(converter=tuple)
+    reward: float = attrs.field(converter=float)
+    metrics: Mapping[str, float] = attrs.field(factory=dict)
+    stop: str = "stop"
+    agent: str = "policy"
+    episode_id: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        if not np.isfinite(self.reward):
+            raise ValueError(f"the reward is {self.reward}, expected a finite number")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Group:
+    """Rollouts of one task, compared with each other."""
+
+    task_id: str
+    rollouts: tuple[Rollout, ...] = attrs.field(converter=tuple)
+
+    @property
+    def rewards(self) -> Float64[np.ndarray, " g"]:
+        """The reward of each rollout."""
+        return np.array([rollout.reward for rollout in self.rollouts], dtype=np.float64)
+
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """All sequences of all rollouts, in order."""
+        return [sample for rollout in self.rollouts for sample in rollout.samples]
+
+    @property
+    def versions(self) -> Int32[np.ndarray, " t"]:
+        """The version of each token to be trained, over all sequences."""
+        parts = [sample.versions[sample.loss_mask] for sample in self.samples]
+        return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)

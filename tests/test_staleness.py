@@ -154,6 +154,7 @@ def cached_group(version):
 
 def group_of(versions, rewards):
     group = make_group(rewards)
+
     def versioned(sample):
         at = np.resize(np.array(versions, np.int32), 4)
         at[0] = versions[0]
@@ -162,8 +163,7 @@ def group_of(versions, rewards):
         return evolve(sample, versions=full)
 
     rollouts = [
-        evolve(one, samples=[versioned(sample) for sample in one.samples])
-        for one in group.rollouts
+        evolve(one, samples=[versioned(sample) for sample in one.samples]) for one in group.rollouts
     ]
     return evolve(group, rollouts=rollouts)
 

@@ -49,7 +49,7 @@ def forward_logprobs(model, prompt, completion, temperature):
 
 def packed_logprobs(model, prompt_ids, completions, temperature):
     documents = [p + c.token_ids.tolist() for p, c in zip(prompt_ids, completions, strict=True)]
-    token_ids = torch.tensor(sum(documents, []))
+    token_ids = torch.tensor([token for document in documents for token in document])
     positions = torch.cat([torch.arange(len(document)) for document in documents])
     logprobs = loss.model_logprobs(
         model, token_ids, positions, token_ids.roll(-1), temperature=temperature
@@ -73,9 +73,7 @@ def test_logprobs_equal_the_packed_forward_of_the_trainer(family, temperature):
     ):
         assert len(completion.token_ids) == 10
         assert completion.finish_reason == "length"
-        torch.testing.assert_close(
-            ours, torch.tensor(completion.logprobs), atol=TOLERANCE, rtol=0
-        )
+        torch.testing.assert_close(ours, torch.tensor(completion.logprobs), atol=TOLERANCE, rtol=0)
 
 
 def run_with_updates(engine, models, *, requests=12, tokens=60):

@@ -39,9 +39,7 @@ def test_lengths_must_agree():
     with pytest.raises(ValueError, match=r"Completion.logprobs has shape \(1,\), expected \(2,\)"):
         Completion(token_ids=[5, 6], logprobs=[0.0], versions=[0, 0], finish_reason="stop")
     with pytest.raises(ValueError, match="Sample.versions has shape"):
-        Sample(
-            token_ids=[5, 6], loss_mask=[False, True], behavior_logprobs=[0, 0], versions=[0]
-        )
+        Sample(token_ids=[5, 6], loss_mask=[False, True], behavior_logprobs=[0, 0], versions=[0])
 
 
 @pytest.mark.parametrize(

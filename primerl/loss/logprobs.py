@@ -126,37 +126,49 @@ def _packed_attention(
                 "this model was switched to packed attention by primerl.loss.model_logprobs; to "
                 "generate or to pad, call model.set_attn_implementation('sdpa') first"
             )
-    longest = max(b - a for a, b in pairwise(document_bounds))
-    if sliding_window is not None and longest > sliding_window:
-        raise ValueError(
-            f"a document of {longest} tokens exceeds the attention window of "
-            f"{sliding_window}; packed attention computes full causal attention"
-        )
-    for name in ("s_aux", "indices", "softcap"):
-        if other.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} asks for {name!r}, which packed attention does not "
-                "compute; use flash attention for this model"
-            )
+    _refuse_other_attention(module, document_bounds, {**other, "sliding_window": sliding_window})
     order, back, shapes = _by_length(document_bounds, query.device)
     q, k, v = (x.squeeze(0).index_select(1, order) for x in (query, key, value))
+    options: dict[str, Any] = {
+        "dropout_p": dropout,
+        "is_causal": True,
+        "scale": scaling,
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
     outputs, start = [], 0
     for count, length in shapes:
-        # [heads, documents * length, d] -> [documents, heads, length, d]
-        parts = (
-            x.narrow(1, start, count * length).unflatten(1, (count, length)).transpose(0, 1)
-            for x in (q, k, v)
-        )
         attended = F.scaled_dot_product_attention(
-            *parts,
-            dropout_p=dropout,
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            _documents(q, start, count, length),
+            _documents(k, start, count, length),
+            _documents(v, start, count, length),
+            **options,
         )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
         start += count * length
     return torch.cat(outputs).index_select(0, back).unsqueeze(0), None
+
+
+def _refuse_other_attention(
+    module: nn.Module, bounds: tuple[int, ...], asked: dict[str, Any]
+) -> None:
+    longest, window = max(b - a for a, b in pairwise(bounds)), asked["sliding_window"]
+    if window is not None and longest > window:
+        raise ValueError(
+            f"a document of {longest} tokens exceeds the attention window of {window}; packed "
+            "attention computes full causal attention"
+        )
+    for name in ("s_aux", "indices", "softcap"):
+        if asked.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} asks for {name!r}, which packed attention does not "
+                "compute; use flash attention for this model"
+            )
+
+
+def _documents(x: Tensor, start: int, count: int, length: int) -> Tensor:
+    """Rows ``[heads, t, d]`` from ``start`` on, as ``[documents, heads, length, d]``."""
+    rows = x[:, start : start + count * length]
+    return rows.reshape(x.shape[0], count, length, x.shape[-1]).transpose(0, 1)
 
 
 @lru_cache(maxsize=8)  # once per batch, not once per layer

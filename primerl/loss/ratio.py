@@ -13,7 +13,7 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def log_ratio(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
-    """``logprobs - behavior_logprobs`` within +-20; beyond, the value is held and the gradient 0."""
+    """``logprobs - behavior_logprobs`` within +-20: held beyond, with zero gradient."""
     difference = upcast(logprobs) - upcast(behavior_logprobs)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 

@@ -2,11 +2,9 @@
 
 import asyncio
 import copy
-import inspect
 import itertools
-import math
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -16,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from primerl._optional import require
+from primerl.rollout.continuous_batching import refuse_unsupported, start_batching, supported
 from primerl.types import Completion, SamplingParams
 
 # A temperature so low that any two different float32 logits decide the sample: greedy, per request.
 GREEDY_TEMPERATURE = 1e-10
-PAGE_TOKENS = 32
 STOP_S = 30.0
 
 
@@ -82,15 +80,15 @@ class TransformersEngine:
         cache_tokens: int = 16_384,
         seed: int | None = None,
     ) -> None:
-        self._transformers = require("transformers", extra="transformers")
+        require("transformers", extra="transformers")
         if on_update not in ("recompute", "keep"):
             raise ValueError(f"on_update={on_update!r}; expected 'recompute' or 'keep'")
         _refuse_inference_mode()
-        _refuse_unsupported(model)
-        self._model: Any = copy.deepcopy(model)
-        self._model.zero_grad()
-        self._model.requires_grad_(False)
-        self._model.set_attn_implementation("sdpa")
+        refuse_unsupported(model)
+        served: Any = copy.deepcopy(model).requires_grad_(False)
+        served.zero_grad()
+        served.set_attn_implementation("sdpa")
+        self._model = served
         self._weights = _named_tensors(self._model)
         self._on_update = on_update
         self._max_concurrent = max_concurrent
@@ -120,12 +118,15 @@ class TransformersEngine:
     def __enter__(self) -> "TransformersEngine":
         _refuse_inference_mode()
         loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=loop.run_forever, name="primerl-engine", daemon=True
-        )
+        self._thread = threading.Thread(target=loop.run_forever, name="primerl-engine", daemon=True)
         self._thread.start()
         self._loop = loop
-        self._manager = self._start_batching()
+        self._manager = start_batching(
+            self._model,
+            max_concurrent=self._max_concurrent,
+            cache_tokens=self._cache_tokens,
+            seed=self._seed,
+        )
         return self
 
     def __exit__(
@@ -137,7 +138,7 @@ class TransformersEngine:
         loop, thread, manager = self._loop, self._thread, self._manager
         self._loop = None
         if manager is not None:
-            manager.stop(block=True, timeout=STOP_S, **_supported(manager.stop, hard_stop=True))
+            manager.stop(block=True, timeout=STOP_S, **supported(manager.stop, hard_stop=True))
         if loop is not None and thread is not None:
             loop.call_soon_threadsafe(self._fail_all, RuntimeError("the engine was closed"))
             loop.call_soon_threadsafe(loop.stop)
@@ -145,7 +146,11 @@ class TransformersEngine:
             loop.close()
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,  # noqa: ARG002  one replica: every session is at home
     ) -> Completion:
         """Sample one completion; cancelling the awaiting task cancels the request.
 
@@ -187,39 +192,6 @@ class TransformersEngine:
             future.cancel()
             raise RuntimeError(f"the weight update took longer than {timeout_s:.0f} s") from None
 
-    def _start_batching(self) -> Any:
-        transformers = self._transformers
-        generation = transformers.GenerationConfig(
-            do_sample=True,
-            temperature=0.5,  # any value but 1, so that each request may set its own
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=-1,
-            max_new_tokens=1,
-        )
-        config = transformers.ContinuousBatchingConfig
-        options = _supported(
-            config,
-            page_size=PAGE_TOKENS,
-            num_blocks=math.ceil(self._cache_tokens / PAGE_TOKENS),
-            max_batch_tokens=max(512, self._max_concurrent),
-            max_requests_per_batch=self._max_concurrent,
-            allow_block_sharing=False,
-            use_async_batching=False,  # an update must fall between two whole steps
-            use_cuda_graph=False,
-            return_logprobs=True,
-            per_request_processors=True,
-            auto_switch_to_flash=False,
-            seed=self._seed,
-        )
-        if "page_size" not in options:
-            options["block_size"] = PAGE_TOKENS
-        manager = self._model.init_continuous_batching(
-            generation_config=generation, continuous_batching_config=config(**options)
-        )
-        manager.start()
-        return manager
-
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         if not prompt:
             raise ValueError("the prompt is empty; a completion needs at least one token before it")
@@ -239,7 +211,9 @@ class TransformersEngine:
     def _submit_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
         if self._loop is None:
             coroutine.close()
-            raise RuntimeError("the engine is not running; use it as `with TransformersEngine(...)`")
+            raise RuntimeError(
+                "the engine is not running; use it as `with TransformersEngine(...)`"
+            )
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _match(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -363,26 +337,6 @@ class TransformersEngine:
                 request.done.set_exception(error)
 
 
-def _refuse_unsupported(model: nn.Module) -> None:
-    config: Any = model.config
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    reason = None
-    if not hasattr(model, "init_continuous_batching"):
-        reason = "is not a generative transformers model"
-    elif getattr(text, "kv_lora_rank", None):
-        reason = "has latent attention (MLA)"
-    elif getattr(text, "index_topk", None):
-        reason = "has sparse attention"
-    elif kinds - {"full_attention", "sliding_attention"}:
-        reason = f"has layers of the kind {', '.join(sorted(kinds))}"
-    if reason:
-        raise ValueError(
-            f"{config.model_type} {reason}, which transformers' continuous batching cannot run; "
-            "serve this model with vLLM"
-        )
-
-
 def _refuse_inference_mode() -> None:
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
@@ -397,9 +351,3 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict().items():
         unique.setdefault(tensor.data_ptr(), (name, tensor))
     return dict(unique.values())
-
-
-def _supported(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Those of ``options`` that this version of the library knows."""
-    known = inspect.signature(function).parameters
-    return {name: value for name, value in options.items() if name in known}

@@ -48,7 +48,7 @@ def worker(
         max_staleness: the bound, in policy steps; 0 is the synchronous loop.
         publish_every: how often the recipe publishes weights, in policy steps.
         keep: filters; a group that one refuses is counted under its name and replaced.
-        timeout_s: how long a wait may see no group end before it raises.
+        timeout_s: how long a wait may see no group that is kept before it raises.
         isolation: ``"thread"``: in this process, on an event loop of its own.
 
     Raises:
@@ -110,7 +110,7 @@ class Worker:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._failures_in_a_row = 0
-        self._ended = 0
+        self._kept = 0
         self._tokens = 0
         self._trainer_wait_s = 0.0
         self._rollout_wait_s = 0.0
@@ -143,20 +143,20 @@ class Worker:
         Raises:
             RuntimeError: the engine serves weights too old for any rollout to be used (nothing
                 was published); rollouts keep failing; the reward function failed; or no group
-                ended for ``timeout_s``.
+                was kept for ``timeout_s`` (none ended, or the filters refused them all).
         """
         began = time.perf_counter()
         with self._changed:
-            ended, deadline = self._ended, began + self._timeout_s
+            kept, deadline = self._kept, began + self._timeout_s
             while (groups := self._buffer.take(version=version)) is None:
                 self._require_progress(version)
                 self._changed.wait(min(1.0, self._timeout_s))
-                if self._ended != ended:
-                    ended, deadline = self._ended, time.perf_counter() + self._timeout_s
+                if self._kept != kept:
+                    kept, deadline = self._kept, time.perf_counter() + self._timeout_s
                 elif time.perf_counter() > deadline:
                     raise RuntimeError(
-                        f"no group ended for {self._timeout_s:.0f} s while step {version} waited "
-                        f"for {self._buffer.groups_per_step}; {self._describe()}"
+                        f"no group was kept for {self._timeout_s:.0f} s while step {version} "
+                        f"waited for {self._buffer.groups_per_step}; {self._describe()}"
                     )
             self._trainer_wait_s += time.perf_counter() - began
         return groups
@@ -302,7 +302,7 @@ class Worker:
                 if group is None:
                     self._buffer.drop(reason)
                 else:
-                    self._buffer.put(group)
+                    self._kept += self._buffer.put(group)
                     self._tokens += len(group.versions)
             except Exception as filter_error:  # a user's filter raised: the run cannot go on
                 self._buffer.drop("failed")
@@ -312,7 +312,6 @@ class Worker:
                 isinstance(error, RewardError) or self._failures_in_a_row >= self._max_failures
             ):
                 self._error = error
-            self._ended += 1
             self._changed.notify_all()
 
 

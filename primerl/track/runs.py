@@ -101,7 +101,7 @@ class Run:
         groups: Sequence[Group],
         samples: Sequence[TrainingSample],
         totals: Mapping[str, Any] | None = None,
-        mismatch: tuple[Any, Any] | None = None,
+        mismatch: Any = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Record one policy step, and return its metrics.
@@ -144,6 +144,17 @@ class Run:
         if save is not None:
             save(self.folder / "final")
 
+    def report(self) -> str:
+        """The outcome in a few lines: evaluation, staleness, mismatch, folder."""
+        rows = [("evaluation", _arrow(self.summary["eval_before"], self.summary["eval_after"]))]
+        tokens = sum(self.staleness.values())
+        for stale, count in sorted(self.staleness.items()):
+            rows.append((f"staleness {stale}", f"{count / tokens:7.2%} of {tokens:,} tokens"))
+        mismatch = self.summary["mismatch_kl_mean"]
+        rows.append(("mismatch_kl", "-" if mismatch is None else f"{mismatch:.1e}"))
+        rows.append(("run folder", str(self.folder)))
+        return "\n".join(f"{name:<12}  {value}" for name, value in rows)
+
     def _growth(self, totals: Mapping[str, Any]) -> dict[str, float]:
         grown = {
             name: totals[name] - self._totals.get(name, 0.0)
@@ -153,8 +164,8 @@ class Run:
         self._totals = {name: totals[name] for name in grown}
         return grown
 
-    def _add_mismatch(self, mismatch: tuple[Any, Any] | None) -> float | None:
-        total, count = (float(x) for x in mismatch or (0.0, 0))
+    def _add_mismatch(self, mismatch: Any) -> float | None:
+        total, count = (0.0, 0.0) if mismatch is None else (float(x) for x in mismatch)
         self._mismatch = [self._mismatch[0] + total, self._mismatch[1] + count]
         if self._mismatch[1]:
             self.summary["mismatch_kl_mean"] = self._mismatch[0] / self._mismatch[1]
@@ -200,6 +211,10 @@ def _batch_metrics(
         "staleness_max": int(staleness.max()) if len(staleness) else None,
         "staleness_mean": float(staleness.mean()) if len(staleness) else None,
     }
+
+
+def _arrow(before: float | None, after: float | None) -> str:
+    return " -> ".join("-" if score is None else f"{score:.4f}" for score in (before, after))
 
 
 def _plain(value: Any) -> Any:

@@ -20,6 +20,6 @@ def wandb_sink(*, project: str, **init: Any) -> Sink:
 
     def sink(step: int, metrics: Mapping[str, Any]) -> None:
         numbers = {name: value for name, value in metrics.items() if value is not None}
-        run.log(numbers, step=step)
+        run.log(numbers, step=step, commit=True)
 
     return sink

@@ -1,0 +1,76 @@
+"""Setting up transformers' continuous batching, across the versions that have it."""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+from primerl._optional import require
+
+PAGE_TOKENS = 32
+
+
+def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: int | None) -> Any:
+    """Start and return a batching manager whose loop runs in a thread of its own.
+
+    It reports processed logprobs, takes a temperature with each request, keeps every step whole
+    (an update must fall between two steps) and shares no cache between requests.
+    """
+    transformers = require("transformers", extra="transformers")
+    generation = transformers.GenerationConfig(
+        do_sample=True,
+        temperature=0.5,  # any value but 1 makes room for one with each request
+        top_k=0,
+        top_p=1.0,
+        eos_token_id=-1,
+        max_new_tokens=1,
+    )
+    config = transformers.ContinuousBatchingConfig
+    options = supported(
+        config,
+        page_size=PAGE_TOKENS,
+        num_blocks=math.ceil(cache_tokens / PAGE_TOKENS),
+        max_batch_tokens=max(512, max_concurrent),
+        max_requests_per_batch=max_concurrent,
+        allow_block_sharing=False,
+        use_async_batching=False,
+        use_cuda_graph=False,
+        return_logprobs=True,
+        per_request_processors=True,
+        auto_switch_to_flash=False,
+        seed=seed,
+    )
+    if "page_size" not in options:  # transformers 5.17
+        options["block_size"] = PAGE_TOKENS
+    manager = model.init_continuous_batching(
+        generation_config=generation, continuous_batching_config=config(**options)
+    )
+    manager.start()
+    return manager
+
+
+def supported(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Those of ``options`` that this version of the library knows."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in known}
+
+
+def refuse_unsupported(model: Any) -> None:
+    """Raise a ValueError for a model that continuous batching cannot run."""
+    config: Any = model.config
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    reason = None
+    if not hasattr(model, "init_continuous_batching"):
+        reason = "is not a generative transformers model"
+    elif getattr(text, "kv_lora_rank", None):
+        reason = "has latent attention (MLA)"
+    elif getattr(text, "index_topk", None):
+        reason = "has sparse attention"
+    elif kinds - {"full_attention", "sliding_attention"}:
+        reason = f"has layers of the kind {', '.join(sorted(kinds))}"
+    if reason:
+        raise ValueError(
+            f"{config.model_type} {reason}, which transformers' continuous batching cannot run; "
+            "serve this model with vLLM"
+        )

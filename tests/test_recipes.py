@@ -1,0 +1,202 @@
+"""Every recipe, for a few steps, on a CPU."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+RECIPES = ["async_grpo", "demo", "sync_grpo"]
+SMALL = ["--steps", "2", "--groups-per-step", "2", "--group-size", "4"]
+
+
+def run(*command, cwd, env=None, check=True):
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=check,
+    )
+
+
+def load(root, name):
+    spec = importlib.util.spec_from_file_location(name, root / "recipes" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_run_folder(folder, *, steps=2):
+    summary = json.loads((folder / "summary.json").read_text())
+    metrics = (folder / "metrics.jsonl").read_text().splitlines()
+    assert summary["steps"] == steps == len(metrics)
+    assert 0 <= summary["eval_before"] <= 1
+    assert 0 <= summary["eval_after"] <= 1
+    assert (folder / "final" / "model.safetensors").is_file()
+    assert (folder / "rollouts.jsonl").read_text()
+    return summary
+
+
+def test_the_recipes_are_these_and_short_enough(root):
+    names = sorted(path.stem for path in (root / "recipes").glob("*.py"))
+
+    assert names == RECIPES
+    for name in names:
+        lines = (root / "recipes" / f"{name}.py").read_text().count("\n")
+        assert lines <= 150, f"{name}.py has {lines} lines"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_help_explains_the_arguments(root, name, tmp_path):
+    done = run(root / "recipes" / f"{name}.py", "--help", cwd=tmp_path)
+
+    assert "--steps INT" in done.stdout
+    assert "--seed INT" in done.stdout
+
+
+def test_the_demo_runs_and_reports(root, tmp_path):
+    folder = tmp_path / "run"
+
+    done = run(
+        root / "recipes" / "demo.py",
+        *SMALL,
+        "--warmup-steps",
+        "30",
+        "--run-dir",
+        folder,
+        cwd=tmp_path,
+    )
+
+    summary = check_run_folder(folder)
+    assert summary["mismatch_kl_mean"] < 1e-9
+    *_, evaluation, _, mismatch, last = (
+        line for line in done.stdout.splitlines() if not line.startswith("staleness")
+    )
+    report = done.stdout[done.stdout.rindex("evaluation") :]
+    assert "->" in report
+    assert "staleness 0" in report
+    assert "mismatch_kl" in report
+    assert str(folder) in report
+
+
+def test_without_a_learning_rate_the_weights_stay_bit_equal(root, tmp_path):
+    """What is trained, published and saved is what the warm-up left."""
+    from safetensors.torch import load_file
+
+    demo = load(root, "demo")
+    torch.set_num_threads(1)
+    args = demo.Args(
+        steps=2, warmup_steps=30, groups_per_step=2, group_size=4, lr=0.0, run_dir=str(tmp_path)
+    )
+    model, tokenizer = demo.build_policy(args.seed)
+    tasks = [{"id": word} for word in demo.testing.words()]
+    demo.random.Random(args.seed).shuffle(tasks)
+    train = [task["id"] for task in tasks[demo.HELD_OUT :]]
+    demo.warm_up(model, tokenizer, train, steps=args.warmup_steps, seed=args.seed)
+
+    demo.main(args)
+
+    saved = load_file(tmp_path / "final" / "model.safetensors")
+    ours = model.state_dict()
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final").state_dict()
+    assert saved
+    assert set(loaded) == set(ours)
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, ours[name]), name
+
+
+def test_the_demos_reward_by_hand(root):
+    reward = load(root, "demo").reward
+    task = {"answer": "tac"}
+
+    assert reward(task, "tac") == 1.0
+    assert reward(task, "cat") == pytest.approx(0.5 / 3)
+    assert reward(task, "tacs") == pytest.approx(0.5 * 3 / 4)
+    assert reward(task, "") == 0.0
+
+
+def test_sync_grpo_runs_on_a_real_model(root, smollm2_folder, tmp_path):
+    run(
+        root / "recipes" / "sync_grpo.py",
+        *SMALL,
+        "--model",
+        smollm2_folder,
+        "--eval-tasks",
+        "4",
+        "--run-dir",
+        tmp_path / "run",
+        cwd=tmp_path,
+    )
+
+    assert check_run_folder(tmp_path / "run")["staleness_max"] == 0
+
+
+def test_a_copy_of_async_grpo_runs_against_the_built_wheel(root, smollm2_folder, tmp_path):
+    wheels, site, elsewhere = (tmp_path / name for name in ("wheels", "site", "elsewhere"))
+    elsewhere.mkdir()
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", wheels, root, cwd=tmp_path)
+    (wheel,) = wheels.glob("primerl-*.whl")
+    run(*"-m pip install --quiet --no-deps --target".split(), site, wheel, cwd=tmp_path)
+    (elsewhere / "mine.py").write_text((root / "recipes" / "async_grpo.py").read_text())
+    env = {"PYTHONPATH": str(site)}
+
+    used = run("-c", "import primerl; print(primerl.__file__)", cwd=elsewhere, env=env).stdout
+    run(
+        "mine.py",
+        *SMALL,
+        "--model",
+        smollm2_folder,
+        "--eval-tasks",
+        "4",
+        "--run-dir",
+        "run",
+        cwd=elsewhere,
+        env=env,
+    )
+
+    assert used.startswith(str(site))
+    assert (site / "primerl" / "py.typed").is_file()
+    assert check_run_folder(elsewhere / "run")["staleness_max"] <= 2
+
+
+def test_async_grpo_is_a_short_diff_of_sync_grpo(root):
+    import difflib
+
+    sync, asynchronous = (
+        (root / "recipes" / f"{name}.py").read_text().splitlines()
+        for name in ("sync_grpo", "async_grpo")
+    )
+    changed = [
+        line
+        for line in difflib.unified_diff(sync, asynchronous, n=0, lineterm="")
+        if line[0] == "+" and not line.startswith("+++")
+    ]
+
+    assert len(changed) <= 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere/model"], "there is no model folder /nowhere/model"),
+        (["--max-staleness", "-1"], "max_staleness is -1"),
+        (["--max-tokens", "100000"], "max_tokens=100000 leaves no room for a prompt"),
+    ],
+)
+def test_a_mistake_is_one_clear_error_before_work_starts(
+    root, smollm2_folder, tmp_path, arguments, message
+):
+    model = [] if "--model" in arguments else ["--model", smollm2_folder]
+
+    done = run(root / "recipes" / "async_grpo.py", *model, *arguments, cwd=tmp_path, check=False)
+
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"ValueError: {message}")

@@ -1,0 +1,213 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from conftest import make_group, make_sample
+
+from primerl import advantage, testing, track
+from primerl.types import Group, Rollout
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def record(folder, *, steps=2, **settings):
+    with track.Run(folder, decode=lambda ids: f"{len(ids)} tokens", **settings) as run:
+        for step in range(steps):
+            groups = [make_group([0.0, 1.0], version=0, task_id=f"t{step}")]
+            run.log(
+                step,
+                groups=groups,
+                samples=advantage.assign(groups, advantage.centered),
+                totals={
+                    "rollout_tokens": 100 * (step + 1),
+                    "trainer_wait_s": 0.0,
+                    "rollout_wait_s": 0.5 * step,
+                },
+                mismatch=(0.5, 10) if step == 0 else (0.0, 0),
+                metrics={"grad_norm": np.float32(2.0), "broken": float("nan")},
+            )
+        run.finish(eval_before=0.25, eval_after=0.75)
+    return run
+
+
+def test_a_run_writes_its_summary(tmp_path):
+    record(tmp_path / "run", args={"lr": 0.1})
+
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary.pop("wall_s") > 0
+    assert summary == {
+        "eval_before": 0.25,
+        "eval_after": 0.75,
+        "steps": 2,
+        "staleness_max": 1,
+        "mismatch_kl_mean": 0.05,
+    }
+    assert json.loads((tmp_path / "run" / "args.json").read_text()) == {"lr": 0.1}
+
+
+def test_what_does_not_apply_is_null(tmp_path):
+    with track.Run(tmp_path) as run:
+        pass
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary | {"wall_s": 0} == {
+        "eval_before": None,
+        "eval_after": None,
+        "steps": None,
+        "wall_s": 0,
+        "staleness_max": None,
+        "mismatch_kl_mean": None,
+    }
+    assert "- -> -" in run.report()
+
+
+def test_a_line_of_metrics_for_each_step(tmp_path):
+    record(tmp_path)
+
+    first, second = lines(tmp_path / "metrics.jsonl")
+    assert (first["step"], second["step"]) == (0, 1)
+    assert first["reward"] == 0.5
+    assert first["tokens"] == 14
+    assert first["trained_tokens"] == 8
+    assert (first["staleness_max"], second["staleness_max"]) == (0, 1)
+    assert second["staleness_mean"] == 1.0
+    assert first["mismatch_kl"] == 0.05
+    assert second["mismatch_kl"] is None
+    assert first["grad_norm"] == 2.0
+    assert first["broken"] is None
+    for name in ("train_tokens_per_s", "rollout_tokens_per_s"):
+        assert first[name] > 0
+    assert second["rollout_wait_s"] == 0.5
+    assert second["trainer_wait_s"] == 0.0
+
+
+def test_every_trained_rollout_is_written_with_its_text_and_arrays(tmp_path):
+    record(tmp_path, steps=1)
+
+    bad, good = lines(tmp_path / "rollouts.jsonl")
+    assert (bad["reward"], good["reward"]) == (0.0, 1.0)
+    assert good["text"] == "7 tokens"
+    assert good["task_id"] == "t0"
+    assert good["advantages"] == [0, 0, 0, 0.5, 0.5, 0.5, 0.5]
+    assert good["loss_mask"] == [0, 0, 0, 1, 1, 1, 1]
+    sample = make_sample()
+    assert good["token_ids"] == sample.token_ids.tolist()
+    np.testing.assert_array_equal(
+        np.array(good["behavior_logprobs"], np.float32), sample.behavior_logprobs
+    )
+
+
+def test_samples_without_a_trained_token_are_passed_over(tmp_path):
+    rollout = Rollout(samples=[make_sample(completion=0), make_sample()], reward=1.0)
+    groups = [Group(task_id="t", rollouts=[rollout])]
+    with track.Run(tmp_path) as run:
+        run.log(0, groups=groups, samples=advantage.assign(groups, lambda group: [1.0]))
+
+    assert len(lines(tmp_path / "rollouts.jsonl")) == 1
+
+
+def test_a_run_that_fails_keeps_what_it_has_and_says_why(tmp_path):
+    with pytest.raises(ZeroDivisionError), track.Run(tmp_path):
+        raise ZeroDivisionError("half way")
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["error"] == "ZeroDivisionError: half way"
+
+
+def test_a_folder_holds_one_run(tmp_path):
+    record(tmp_path)
+
+    with pytest.raises(ValueError, match="holds a run already"):
+        track.Run(tmp_path)
+
+
+def test_fresh_folders_are_numbered(tmp_path):
+    names = [track.fresh_folder(tmp_path / "runs", "demo").name for _ in range(3)]
+
+    assert names == ["demo-001", "demo-002", "demo-003"]
+
+
+def test_sinks_are_functions(tmp_path):
+    seen = []
+
+    record(tmp_path, sinks=[lambda step, metrics: seen.append((step, metrics["reward"]))])
+
+    assert seen == [(0, 0.5), (1, 0.5)]
+
+
+def test_final_is_what_save_writes(tmp_path):
+    with track.Run(tmp_path) as run:
+        run.finish(save=lambda folder: folder.mkdir())
+
+    assert (tmp_path / "final").is_dir()
+
+
+def test_the_report_has_the_outcome_the_staleness_table_and_the_folder(tmp_path):
+    run = record(tmp_path / "run")
+
+    report = run.report()
+
+    assert "0.2500 -> 0.7500" in report
+    assert "staleness 0    50.00% of 16 tokens" in report
+    assert "staleness 1    50.00% of 16 tokens" in report
+    assert "5.0e-02" in report
+    assert str(tmp_path / "run") in report
+
+
+def test_the_live_view_prints_a_line_off_a_terminal(tmp_path, capsys):
+    record(tmp_path, sinks=[track.LiveView("a run", steps=2)])
+
+    out = capsys.readouterr().out
+    assert "step 1/2  reward 0.500" in out
+    assert "step 2/2" in out
+
+
+def test_the_live_view_draws_a_table_with_curves_on_a_terminal(tmp_path):
+    import io
+
+    from rich.console import Console
+
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+
+    record(tmp_path, sinks=[track.LiveView("a run", steps=2, console=console)])
+
+    drawn = screen.getvalue()
+    assert "a run  step 2/2" in drawn
+    assert "staleness_max" in drawn
+    assert "▁█" in drawn
+
+
+def test_sparkline_by_hand():
+    from primerl.track.live import sparkline
+
+    assert sparkline([]) == ""
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([0.0, 3.5, 7.0]) == "▁▅█"
+    assert len(sparkline(list(map(math.sin, range(1000))), width=40)) == 40
+
+
+def test_weights_and_biases_offline(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    sink = track.wandb_sink(project="primerl-test", mode="offline", dir=tmp_path)
+
+    record(tmp_path / "run", sinks=[sink])
+
+    logged = dict(wandb.run.summary)
+    wandb.finish()
+    assert logged["reward"] == 0.5
+    assert logged["staleness_max"] == 1
+    assert "mismatch_kl" in logged
+    assert list(tmp_path.glob("wandb/offline-run-*"))
+
+
+def test_words_are_distinct_and_short():
+    words = testing.words()
+
+    assert len(words) == len(set(words)) > 5000
+    assert {len(word) for word in words} == {3, 4, 5}
+    assert all(word.isascii() and word.islower() for word in words)

@@ -1,0 +1,77 @@
+import json
+
+import pytest
+import torch
+
+from primerl import loss, testing, weights
+
+
+class Engine:
+    """Takes weights as an engine does."""
+
+    def __init__(self):
+        self.taken = []
+
+    def update_weights(self, tensors, *, version, timeout_s=1.0):
+        self.taken.append((version, {name: tensor.clone() for name, tensor in tensors.items()}))
+
+
+def test_publishing_sends_every_parameter_and_saved_buffer_to_every_engine():
+    model = testing.tiny_model("glm4_moe")
+    engines = [Engine(), Engine()]
+
+    weights.SharedMemory(model, *engines).publish(4)
+
+    for engine in engines:
+        ((version, tensors),) = engine.taken
+        assert version == 4
+        assert any("e_score_correction_bias" in name for name in tensors)
+        assert set(tensors) == set(model.state_dict())
+
+
+def test_a_tied_tensor_is_sent_once():
+    model = testing.tiny_model("llama", tie_word_embeddings=True)
+    engine = Engine()
+
+    weights.SharedMemory(model, engine).publish(1)
+
+    tied = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert len(tied & set(engine.taken[0][1])) == 1
+
+
+def test_publishing_to_nobody_is_a_mistake():
+    with pytest.raises(ValueError, match="no engine"):
+        weights.SharedMemory(testing.tiny_model("llama"))
+
+
+def test_a_saved_model_loads_with_its_tokenizer_and_gives_the_same_logprobs(tmp_path):
+    model = testing.tiny_model("qwen3_moe")
+    tokenizer = testing.character_tokenizer("abc>")
+    token_ids = torch.tensor(tokenizer.encode("ab>ba<eos>"))
+    rows = (token_ids, torch.arange(len(token_ids)), token_ids.roll(-1))
+    expected = loss.model_logprobs(model, *rows)
+
+    weights.save_pretrained(model, tmp_path / "final", tokenizer=tokenizer)
+    weights.save_pretrained(model, tmp_path / "final", tokenizer=tokenizer)  # in its own place
+    loaded, words = weights.load_pretrained(tmp_path / "final")
+
+    torch.testing.assert_close(loss.model_logprobs(loaded, *rows), expected)
+    assert words.decode(token_ids.tolist()) == "ab>ba<eos>"
+    assert words.decode(token_ids.tolist(), skip_special_tokens=True) == "ab>ba"
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    config = json.loads((tmp_path / "final" / "config.json").read_text())
+    assert "primerl" not in json.dumps(config), "the packed attention leaked into the config"
+
+
+@pytest.mark.parametrize(
+    "name", ["/nowhere/model", "./model", "model", "a/b/c", "nobody/no-such-model-7c1e"]
+)
+def test_a_model_that_is_not_there_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=name):
+        weights.load_pretrained(name)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    with pytest.raises(ValueError, match="has no config.json"):
+        weights.load_pretrained(tmp_path)

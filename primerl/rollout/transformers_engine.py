@@ -115,7 +115,8 @@ class TransformersEngine:
         positions: int = self._model.config.get_text_config().max_position_embeddings
         return min(positions, self._cache_tokens)
 
-    def __enter__(self) -> "TransformersEngine":
+    def start(self) -> "TransformersEngine":
+        """Begin to serve; ``with`` does this, and closes the engine at its end."""
         _refuse_inference_mode()
         loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=loop.run_forever, name="primerl-engine", daemon=True)
@@ -129,12 +130,8 @@ class TransformersEngine:
         )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Stop serving; requests in flight fail."""
         loop, thread, manager = self._loop, self._thread, self._manager
         self._loop = None
         if manager is not None:
@@ -144,6 +141,17 @@ class TransformersEngine:
             loop.call_soon_threadsafe(loop.stop)
             thread.join(STOP_S)
             loop.close()
+
+    def __enter__(self) -> "TransformersEngine":
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
     async def generate(
         self,
@@ -212,7 +220,7 @@ class TransformersEngine:
         if self._loop is None:
             coroutine.close()
             raise RuntimeError(
-                "the engine is not running; use it as `with TransformersEngine(...)`"
+                "the engine is not running; use `with TransformersEngine(...) as engine`"
             )
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 

@@ -1,0 +1,23 @@
+"""The notebooks run from top to bottom."""
+
+import warnings
+
+import pytest
+
+
+@pytest.mark.parametrize("name", ["01_the_loop"])
+def test_the_notebook_runs(root, name):
+    nbformat = pytest.importorskip("nbformat")
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(root / "notebooks" / f"{name}.ipynb", as_version=4)
+    assert all(not cell.get("outputs") for cell in notebook.cells), "committed with outputs"
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the kernel's own sockets
+        NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+
+    printed = "".join(
+        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
+    )
+    assert "reward of the last five steps" in printed

@@ -49,9 +49,7 @@ def test_packed_forward_and_backward(benchmark, model, document, attention):
 
     model.set_attn_implementation("sdpa")
     benchmark.group = f"forward and backward, 2048 tokens in documents of {document}"
-    benchmark.pedantic(
-        ours if attention == "per document" else theirs, rounds=5, warmup_rounds=1
-    )
+    benchmark.pedantic(ours if attention == "per document" else theirs, rounds=5, warmup_rounds=1)
 
 
 @pytest.mark.parametrize("how", ["engine", "generate (transformers), one batch"])

@@ -2,12 +2,12 @@
 
 A Qwen3-MoE of 1.3 million parameters first imitates a teacher who reverses short words but copies
 most of the long ones. Then rewards alone teach it the rest, while rollouts and training overlap.
-Words that it never saw are scored before and after. Two CPU cores, a few minutes:
+Words that it never saw are scored before and after. On two CPU cores, within a few minutes:
 
     python recipes/demo.py --seed 0
 
-Expected: exact match on 256 held-out words rises from below 0.5 to above 0.8. In the control,
-``--permute-rewards``, each reward goes to another rollout of its group, and nothing is learned.
+Exact match on 256 held-out words rises from below 0.5 to above 0.8. With ``--permute-rewards``,
+the control, each reward goes to another rollout of its group, and nothing is learned.
 """
 
 import random
@@ -19,7 +19,7 @@ import torch
 import tyro
 
 from primerl import advantage, filters, loss, packing, rollout, testing, track, weights
-from primerl.types import Group, SamplingParams
+from primerl.types import SamplingParams
 
 HELD_OUT = 256
 LONG, LONG_REVERSED = 5, 0.2  # of words this long, the teacher reverses this share
@@ -57,13 +57,12 @@ def warm_up(model: Any, tokenizer: Any, words: list[str], *, steps: int, seed: i
     for _ in range(steps):
         documents = []
         for word in draw.sample(words, 64):
-            reverses = len(word) < LONG or draw.random() < LONG_REVERSED
-            answer = word[::-1] if reverses else word
-            documents.append(tokenizer.encode(f"{word}>{answer}<eos>"))
+            copies = len(word) >= LONG and draw.random() >= LONG_REVERSED
+            documents.append(tokenizer.encode(f"{word}>{word if copies else word[::-1]}<eos>"))
         token_ids = torch.tensor([token for document in documents for token in document])
         position_ids = torch.cat([torch.arange(len(document)) for document in documents])
         logprobs = loss.model_logprobs(model, token_ids, position_ids, token_ids.roll(-1))
-        # Row j predicts token j+1; the answer follows ">", in the middle of "word>drow<eos>".
+        # The rows that predict the answer: from ">", in the middle of "word>drow<eos>", on.
         rows = torch.cat([torch.arange(len(d)) >= len(d) // 2 - 1 for d in documents])
         rows &= position_ids.roll(-1) != 0
         loss.token_mean(-logprobs, rows, denom=int(rows.sum())).backward()
@@ -86,23 +85,24 @@ def main(args: Args) -> None:
     held_out, train = tasks[:HELD_OUT], tasks[HELD_OUT:]
     words = [task["id"] for task in train]
     assert not {task["id"] for task in held_out} & set(words), "a held-out word is trained on"
-
     model, tokenizer = build_policy(args.seed)
     print(f"imitating the teacher for {args.warmup_steps} steps ...", flush=True)
     warm_up(model, tokenizer, words, steps=args.warmup_steps, seed=args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, args.steps)
     permute = np.random.default_rng(args.seed).permutation
-
-    def estimator(group: Group) -> np.ndarray:
-        centered = advantage.centered(group)
-        return permute(centered) if args.permute_rewards else centered
+    control = advantage.of_rewards(lambda rewards: advantage.centered(permute(rewards)))
+    estimator = control if args.permute_rewards else advantage.centered
+    environment = rollout.single_turn(tokenizer, reward=reward)
+    greedy = SamplingParams(max_tokens=MAX_TOKENS, temperature=0)
+    folder = args.run_dir or track.fresh_folder("runs", "demo")
+    view = track.LiveView("reversing words", steps=args.steps)
 
     with (
         rollout.TransformersEngine(model, seed=args.seed) as engine,
         rollout.worker(
             engine,
-            rollout.single_turn(tokenizer, reward=reward),
+            environment,
             train,
             params=SamplingParams(max_tokens=MAX_TOKENS),
             group_size=args.group_size,
@@ -110,16 +110,10 @@ def main(args: Args) -> None:
             max_staleness=args.max_staleness,
             keep=[filters.has_signal],
         ) as rollouts,
-        track.Run(
-            args.run_dir or track.fresh_folder("runs", "demo"),
-            args=args,
-            decode=tokenizer.decode,
-            sinks=[track.LiveView("reversing words", steps=args.steps)],
-        ) as run,
+        track.Run(folder, args=args, decode=tokenizer.decode, sinks=[view]) as run,
     ):
 
         def exact_match() -> float:
-            greedy = SamplingParams(max_tokens=MAX_TOKENS, temperature=0)
             return float(np.mean([one.reward == 1 for one in rollouts.evaluate(held_out, greedy)]))
 
         transport = weights.SharedMemory(model, engine)

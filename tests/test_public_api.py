@@ -167,7 +167,7 @@ except ModuleNotFoundError as error:
 
 
 def test_a_custom_loss_and_filter_are_tested_in_seconds_without_transformers(tmp_path, root):
-    """The ten lines of docs/extending.md, run as a user would: by pytest, in a folder of its own."""
+    """The ten lines of docs/extending.md, run as a user would, in a folder of their own."""
     page = (root / "docs" / "extending.md").read_text()
     example = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
     check = "\ndef test_light():\n    import sys\n    assert 'transformers' not in sys.modules\n"

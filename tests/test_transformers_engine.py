@@ -76,8 +76,14 @@ def test_logprobs_equal_the_packed_forward_of_the_trainer(family, temperature):
         torch.testing.assert_close(ours, torch.tensor(completion.logprobs), atol=TOLERANCE, rtol=0)
 
 
+def require_pause(engine):
+    if not hasattr(engine._manager, "pause"):
+        pytest.skip("this transformers cannot pause; updates wait until requests have ended")
+
+
 def run_with_updates(engine, models, *, requests=12, tokens=60):
     """Publish every model in turn while requests are in flight."""
+    require_pause(engine)
     asked = prompts(requests, seed=1)
     temperatures = [0.7 if n % 2 else 1.0 for n in range(requests)]
 
@@ -162,6 +168,44 @@ def test_keep_continues_on_the_cache_of_the_earlier_weights(family):
             atol=TOLERANCE,
             rtol=0,
         )
+
+
+class Draining(rollout.TransformersEngine):
+    """Updates as with transformers 5.17, which has no pause."""
+
+    async def _update(self, pairs, version):
+        await self._drain_and_load(pairs, version)
+
+
+def test_without_a_pause_an_update_waits_for_what_is_in_flight_and_holds_back_the_rest():
+    models = [wide_model(), perturbed(wide_model(), seed=1)]
+    asked = prompts(8)
+    params = SamplingParams(max_tokens=40)
+
+    async def main(engine):
+        early = [asyncio.create_task(engine.generate(p, params)) for p in asked]
+        while not any(request.token_ids for request in engine._requests.values()):
+            await asyncio.sleep(0.001)
+        transport = weights.SharedMemory(models[1], engine)
+        update = asyncio.create_task(asyncio.to_thread(transport.publish, 1))
+        while engine._open.is_set():
+            await asyncio.sleep(0.001)
+        late = [asyncio.create_task(engine.generate(p, params)) for p in asked]
+        await update
+        return await asyncio.gather(*early), await asyncio.gather(*late)
+
+    with Draining(models[0], seed=0) as engine:
+        early, late = asyncio.run(main(engine))
+
+    for version, completions in enumerate((early, late)):
+        for prompt, completion in zip(asked, completions, strict=True):
+            assert (completion.versions == version).all()
+            torch.testing.assert_close(
+                forward_logprobs(models[version], prompt, completion, 1.0),
+                torch.tensor(completion.logprobs),
+                atol=TOLERANCE,
+                rtol=0,
+            )
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])

@@ -323,6 +323,7 @@ class TransformersEngine:
                 await asyncio.wait(waiting)
                 await asyncio.sleep(0)  # let the finished ones leave the table
             self._load(pairs, version)
+            self._forget_cancelled()
         finally:
             self._open.set()
 

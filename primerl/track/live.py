@@ -59,12 +59,14 @@ class LiveView:
 
     def table(self, step: int, metrics: Mapping[str, Any]) -> Any:
         """The table of one step, as a rich renderable."""
+        from rich import box
         from rich.table import Table
 
-        table = Table(title=f"{self._title}  step {step + 1}/{self._steps}", title_style="bold")
+        title = f"{self._title}  step {step + 1}/{self._steps}"
+        table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE)
         table.add_column("metric")
-        table.add_column("now", justify="right")
-        table.add_column("so far", no_wrap=True)
+        table.add_column("now", justify="right", style="bold")
+        table.add_column("so far", no_wrap=True, style="cyan")
         for name, form in SHOWN:
             value = metrics.get(name)
             now = "-" if value is None else form.format(value)

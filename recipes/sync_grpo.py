@@ -74,6 +74,8 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     tasks = build_tasks(args.seed)
     held_out, train = tasks[: args.eval_tasks], tasks[args.eval_tasks :]
+    environment = rollout.single_turn(tokenizer, reward=reward)
+    greedy = SamplingParams(max_tokens=args.max_tokens, temperature=0)
     sinks: list[track.Sink] = [track.LiveView("sync GRPO", steps=args.steps)]
     if args.wandb:
         sinks.append(track.wandb_sink(project=args.wandb, config=attrs.asdict(args)))
@@ -82,7 +84,7 @@ def main(args: Args) -> None:
         rollout.TransformersEngine(model, seed=args.seed) as engine,
         rollout.worker(
             engine,
-            rollout.single_turn(tokenizer, reward=reward),
+            environment,
             train,
             params=SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature),
             group_size=args.group_size,
@@ -90,16 +92,10 @@ def main(args: Args) -> None:
             max_staleness=0,
             keep=[filters.has_signal],
         ) as rollouts,
-        track.Run(
-            args.run_dir or track.fresh_folder("runs", "sync_grpo"),
-            args=args,
-            decode=tokenizer.decode,
-            sinks=sinks,
-        ) as run,
+        track.Run(args.run_dir, args=args, decode=tokenizer.decode, sinks=sinks) as run,
     ):
 
         def score() -> float:
-            greedy = SamplingParams(max_tokens=args.max_tokens, temperature=0)
             played = rollouts.evaluate(held_out, greedy)
             return sum(one.reward for one in played) / len(played)
 

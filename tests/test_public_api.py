@@ -41,7 +41,7 @@ EXPORTS = {
         "worker",
     ],
     "primerl.testing": ["character_tokenizer", "smollm2", "tiny_model", "words"],
-    "primerl.track": ["LiveView", "Run", "Sink", "fresh_folder", "wandb_sink"],
+    "primerl.track": ["LiveView", "Run", "Sink", "wandb_sink"],
     "primerl.types": [
         "Completion",
         "Group",

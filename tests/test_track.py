@@ -124,10 +124,14 @@ def test_a_folder_holds_one_run(tmp_path):
         track.Run(tmp_path)
 
 
-def test_fresh_folders_are_numbered(tmp_path):
-    names = [track.fresh_folder(tmp_path / "runs", "demo").name for _ in range(3)]
+def test_by_default_a_run_gets_the_next_free_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["recipes/demo.py"])
+    for _ in range(2):
+        with track.Run():
+            pass
 
-    assert names == ["demo-001", "demo-002", "demo-003"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["demo-001", "demo-002"]
 
 
 def test_sinks_are_functions(tmp_path):

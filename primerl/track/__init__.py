@@ -1,8 +1,7 @@
 """Tracking: a run's folder, metrics, trained rollouts and live view."""
 
-from primerl.track.folders import fresh_folder
 from primerl.track.live import LiveView
 from primerl.track.runs import Run
 from primerl.track.sinks import Sink, wandb_sink
 
-__all__ = ["LiveView", "Run", "Sink", "fresh_folder", "wandb_sink"]
+__all__ = ["LiveView", "Run", "Sink", "wandb_sink"]

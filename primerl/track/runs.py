@@ -1,8 +1,10 @@
 """A run: one folder with everything that is worth keeping."""
 
+import itertools
 import json
 import math
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +41,8 @@ class Run:
     - ``final/``: what ``save`` writes.
 
     Args:
-        folder: is made; must not hold another run.
+        folder: is made; must not hold another run. By default the next free
+            ``runs/SCRIPT-NNN``, named for the running script.
         args: an attrs value or a mapping.
         decode: token ids to text.
         sinks: functions ``(step, metrics) -> None``.
@@ -50,13 +53,13 @@ class Run:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | None = None,
         *,
         args: Any = None,
         decode: Callable[[list[int]], str] | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = _fresh_folder() if folder is None else Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / "metrics.jsonl").exists():
             raise ValueError(f"{self.folder} holds a run already; choose another folder")
@@ -215,6 +218,19 @@ def _batch_metrics(
 
 def _arrow(before: float | None, after: float | None) -> str:
     return " -> ".join("-" if score is None else f"{score:.4f}" for score in (before, after))
+
+
+def _fresh_folder() -> Path:
+    parent, name = Path("runs"), Path(sys.argv[0]).stem or "run"
+    parent.mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        folder = parent / f"{name}-{number:03d}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("unreachable")
 
 
 def _plain(value: Any) -> Any:

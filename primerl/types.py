@@ -6,7 +6,7 @@ describes token i; ``packing`` shifts once, and nothing else does. Stages are se
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NewType
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
@@ -23,7 +23,7 @@ __all__ = [
     "TrainingSample",
 ]
 
-PolicyVersion = NewType("PolicyVersion", int)
+PolicyVersion: TypeAlias = int
 """Number of policy steps taken by the weights that sampled a token."""
 
 NOT_SAMPLED = -1

@@ -305,6 +305,28 @@ def test_more_requests_than_fit_the_cache_all_complete():
         )
 
 
+def test_a_long_prompt_is_processed_in_parts_exactly():
+    model = perturbed(testing.tiny_model("qwen3_moe", max_position_embeddings=2048), seed=99)
+    prompt = [random.Random(1).randrange(2, 64) for _ in range(1500)]
+
+    with rollout.TransformersEngine(model, seed=0) as engine:
+        completion = asyncio.run(engine.generate(prompt, SamplingParams(max_tokens=8)))
+
+    torch.testing.assert_close(
+        forward_logprobs(model, prompt, completion, 1.0),
+        torch.tensor(completion.logprobs),
+        atol=TOLERANCE,
+        rtol=0,
+    )
+
+
+def test_generation_that_breaks_is_an_error_with_its_cause():
+    with rollout.TransformersEngine(wide_model(), cache_tokens=10**12) as engine:
+        for _ in range(2):  # the request that meets it, and those that come after
+            with pytest.raises(RuntimeError, match="generation .*[Mm]emory"):
+                asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
+
+
 def test_the_engine_serves_a_copy():
     model = wide_model()
     original = copy.deepcopy(model.state_dict())

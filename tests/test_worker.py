@@ -233,3 +233,32 @@ def test_an_error_in_the_trainer_is_not_hidden_by_leaving():
 def test_what_cannot_work_is_refused_before_it_starts(change, message):
     with pytest.raises(ValueError, match=message):
         make_worker(**change)
+
+
+def test_a_worker_that_was_not_entered_says_so():
+    rollouts = make_worker()
+    for call in (lambda: rollouts.take(0), lambda: rollouts.evaluate(TASKS, PARAMS)):
+        with pytest.raises(RuntimeError, match="with rollout.worker"):
+            call()
+
+
+def test_an_evaluation_that_fails_raises_and_cancels_the_rest():
+    cancelled = []
+
+    async def environment(task, engine, params):
+        if params.temperature > 0:
+            await asyncio.sleep(3600)
+        if task["id"] == "1":
+            await asyncio.sleep(0.05)
+            raise ConnectionError("lost")
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.append(task["id"])
+            raise
+
+    with make_worker(environment=environment) as rollouts:
+        with pytest.raises(ConnectionError, match="lost"):
+            rollouts.evaluate(TASKS, SamplingParams(max_tokens=3, temperature=0))
+
+        assert sorted(cancelled) == ["0", "2", "3", "4"]

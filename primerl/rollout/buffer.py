@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from primerl.rollout.staleness import may_start, oldest_version
-from primerl.types import Group
+from primerl.types import Group, PolicyVersion
 
 STALE = "stale"
 """The name under which ``take`` counts groups that are too old."""
@@ -23,7 +23,7 @@ class Buffer:
         while buffer.may_start(served=engine.version):
             buffer.start()
         buffer.put(group)
-        groups = buffer.take(version=0)     # None until a whole step is there
+        groups = buffer.take(version=0)  # None until a whole step is there
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Buffer:
         self._require_in_flight()
         self.dropped[reason] += 1
 
-    def take(self, *, version: int) -> list[Group] | None:
+    def take(self, version: PolicyVersion) -> list[Group] | None:
         """The groups of one step, oldest version first; None while there are too few.
 
         Groups with a token older than ``version - max_staleness`` are dropped as ``"stale"``

@@ -17,6 +17,7 @@ def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: 
     (an update must fall between two steps) and shares no cache between requests.
     """
     transformers = require("transformers", extra="transformers")
+    require("psutil", extra="transformers")  # without it the cache is thought to have no memory
     generation = transformers.GenerationConfig(
         do_sample=True,
         temperature=0.5,  # any value but 1 makes room for one with each request

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from primerl.types import Completion, SamplingParams
+from primerl.types import Completion, PolicyVersion, SamplingParams
 
 
 @runtime_checkable
@@ -11,7 +11,7 @@ class Engine(Protocol):
     """Samples completions from a policy whose weights may change while it serves."""
 
     @property
-    def version(self) -> int:
+    def version(self) -> PolicyVersion:
         """The policy version that the next token will be sampled with."""
         ...
 

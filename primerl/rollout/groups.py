@@ -1,10 +1,11 @@
 """Groups: several rollouts of one task, run together."""
 
 import asyncio
+from collections.abc import Awaitable, Iterable
 
 from primerl.rollout.engine import Engine
 from primerl.rollout.environment import Environment, Task
-from primerl.types import Group, SamplingParams
+from primerl.types import Group, Rollout, SamplingParams
 
 
 async def run_group(
@@ -21,11 +22,16 @@ async def run_group(
     The first failure cancels the others and is raised, so that nothing goes on sampling for a
     group that will not be used.
     """
-    tasks = [asyncio.ensure_future(environment(task, engine, params)) for _ in range(size)]
-    try:
-        rollouts = await asyncio.gather(*tasks)
-    finally:
-        for running in tasks:
-            running.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    rollouts = await gather_or_cancel(environment(task, engine, params) for _ in range(size))
     return Group(task_id=task_id, rollouts=rollouts)
+
+
+async def gather_or_cancel(rollouts: Iterable[Awaitable[Rollout]]) -> list[Rollout]:
+    """All results in order; where one fails, the others are cancelled and its error is raised."""
+    tasks = [asyncio.ensure_future(rollout) for rollout in rollouts]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

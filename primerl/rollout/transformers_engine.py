@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from primerl._optional import require
 from primerl.rollout.continuous_batching import refuse_unsupported, start_batching, supported
-from primerl.types import Completion, SamplingParams
+from primerl.types import Completion, PolicyVersion, SamplingParams
 
 # A temperature so low that any two different float32 logits decide the sample: greedy, per request.
 GREEDY_TEMPERATURE = 1e-10
@@ -98,6 +98,7 @@ class TransformersEngine:
         self._ids = itertools.count()
         self._requests: dict[str, _Request] = {}
         self._cancelled: list[str] = []
+        self._failure: str | None = None
         self._open = asyncio.Event()
         self._open.set()
         self._manager: Any = None
@@ -105,7 +106,7 @@ class TransformersEngine:
         self._thread: threading.Thread | None = None
 
     @property
-    def version(self) -> int:
+    def version(self) -> PolicyVersion:
         """The version of the weights that sample the next token."""
         return self._version
 
@@ -274,7 +275,7 @@ class TransformersEngine:
             temperature=float(request.params.temperature or GREEDY_TEMPERATURE),
         )
         if accepted is None:
-            raise RuntimeError("generation has stopped; see the log of transformers for the cause")
+            raise RuntimeError(f"generation has stopped: {self._failure or 'unknown cause'}")
 
     def _receive(self, output: Any) -> None:
         """Take in what a request has sampled; called after every token."""
@@ -286,6 +287,7 @@ class TransformersEngine:
         request.logprobs.extend(output.logprobs[fresh])
         request.versions.extend([self._version] * len(output.generated_tokens[fresh]))
         if output.error is not None:
+            self._failure = output.error
             request.done.set_exception(RuntimeError(f"generation failed: {output.error}"))
         elif output.is_finished():
             stopped = request.token_ids[-1] in request.params.stop_token_ids

@@ -10,9 +10,9 @@ from typing import Any
 from primerl.rollout.buffer import Buffer
 from primerl.rollout.engine import Engine
 from primerl.rollout.environment import Environment, RewardError, Task
-from primerl.rollout.groups import run_group
+from primerl.rollout.groups import gather_or_cancel, run_group
 from primerl.rollout.staleness import check_schedule
-from primerl.types import Group, Rollout, SamplingParams
+from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
 POLL_S = 0.01  # how soon a newly served version is noticed
 JOIN_S = 30.0
@@ -133,7 +133,7 @@ class Worker:
         if self._thread.is_alive() and error is None:
             raise RuntimeError(f"the rollout worker did not stop within {JOIN_S:.0f} s")
 
-    def take(self, *, version: int) -> list[Group]:
+    def take(self, version: PolicyVersion) -> list[Group]:
         """The groups of one policy step, oldest first; blocks until they are there.
 
         Args:
@@ -145,10 +145,11 @@ class Worker:
                 was published); rollouts keep failing; the reward function failed; or no group
                 was kept for ``timeout_s`` (none ended, or the filters refused them all).
         """
+        self._require_running()
         began = time.perf_counter()
         with self._changed:
             kept, deadline = self._kept, began + self._timeout_s
-            while (groups := self._buffer.take(version=version)) is None:
+            while (groups := self._buffer.take(version)) is None:
                 self._require_progress(version)
                 self._changed.wait(min(1.0, self._timeout_s))
                 if self._kept != kept:
@@ -169,15 +170,9 @@ class Worker:
         Raises:
             RuntimeError: it took longer than ``timeout_s``. What an environment raises is raised.
         """
-
-        async def play() -> list[Rollout]:
-            return list(
-                await asyncio.gather(
-                    *(self._environment(task, self._engine, params) for task in tasks)
-                )
-            )
-
-        future = asyncio.run_coroutine_threadsafe(play(), self._loop)
+        self._require_running()
+        played = gather_or_cancel(self._environment(task, self._engine, params) for task in tasks)
+        future = asyncio.run_coroutine_threadsafe(played, self._loop)
         try:
             return future.result(timeout_s)
         except TimeoutError:
@@ -205,6 +200,10 @@ class Worker:
                 "trainer_wait_s": self._trainer_wait_s,
                 "rollout_wait_s": self._rollout_wait_s,
             }
+
+    def _require_running(self) -> None:
+        if not self._thread.is_alive():
+            raise RuntimeError("the worker is not running; use `with rollout.worker(...) as ...`")
 
     def _require_progress(self, version: int) -> None:
         """Raise what makes waiting pointless. Called with the lock held."""

@@ -47,7 +47,7 @@ class LiveView:
             if isinstance(value, int | float):
                 self._history.setdefault(name, []).append(float(value))
         if self._live is None:
-            self._console.print(_line(step, self._steps, metrics), highlight=False)
+            self._console.print(_line(step, self._steps, metrics), highlight=False, soft_wrap=True)
         else:
             self._live.start()
             self._live.update(self.table(step, metrics), refresh=True)

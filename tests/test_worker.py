@@ -191,6 +191,17 @@ def test_tasks_that_run_out_are_an_error():
             rollouts.take(version=0)
 
 
+def test_a_task_iterator_that_raises_is_raised_in_the_trainer():
+    def broken():
+        yield TASKS[0]
+        yield TASKS[1]
+        raise OSError("the dataset is gone")
+
+    with make_worker(tasks=broken()) as rollouts:
+        with pytest.raises(RuntimeError, match="the dataset is gone"):
+            rollouts.take(version=0)
+
+
 def test_leaving_stops_every_rollout_and_the_thread():
     cancelled = []
 

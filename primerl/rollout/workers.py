@@ -114,11 +114,15 @@ class Worker:
         self._tokens = 0
         self._trainer_wait_s = 0.0
         self._rollout_wait_s = 0.0
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="primerl-rollouts", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._pump_task: asyncio.Task[None] | None = None
 
     def __enter__(self) -> "Worker":
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._run, args=(self._loop,), name="primerl-rollouts", daemon=True
+        )
         self._thread.start()
         return self
 
@@ -128,9 +132,12 @@ class Worker:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._loop.call_soon_threadsafe(self._stop)
-        self._thread.join(JOIN_S)
-        if self._thread.is_alive() and error is None:
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None or not thread.is_alive():
+            return
+        loop.call_soon_threadsafe(self._stop)
+        thread.join(JOIN_S)
+        if thread.is_alive() and error is None:
             raise RuntimeError(f"the rollout worker did not stop within {JOIN_S:.0f} s")
 
     def take(self, version: PolicyVersion) -> list[Group]:
@@ -145,7 +152,7 @@ class Worker:
                 was published); rollouts keep failing; the reward function failed; or no group
                 was kept for ``timeout_s`` (none ended, or the filters refused them all).
         """
-        self._require_running()
+        self._running()
         began = time.perf_counter()
         with self._changed:
             kept, deadline = self._kept, began + self._timeout_s
@@ -170,9 +177,9 @@ class Worker:
         Raises:
             RuntimeError: it took longer than ``timeout_s``. What an environment raises is raised.
         """
-        self._require_running()
+        loop, _ = self._running()
         played = gather_or_cancel(self._environment(task, self._engine, params) for task in tasks)
-        future = asyncio.run_coroutine_threadsafe(played, self._loop)
+        future = asyncio.run_coroutine_threadsafe(played, loop)
         try:
             return future.result(timeout_s)
         except TimeoutError:
@@ -201,14 +208,15 @@ class Worker:
                 "rollout_wait_s": self._rollout_wait_s,
             }
 
-    def _require_running(self) -> None:
-        if not self._thread.is_alive():
+    def _running(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+        self._raise_error()
+        if self._loop is None or self._thread is None or not self._thread.is_alive():
             raise RuntimeError("the worker is not running; use `with rollout.worker(...) as ...`")
+        return self._loop, self._thread
 
     def _require_progress(self, version: int) -> None:
         """Raise what makes waiting pointless. Called with the lock held."""
-        if self._error is not None:
-            raise RuntimeError(f"rollouts stopped: {self._error}") from self._error
+        self._raise_error()
         served = self._engine.version
         if version - served > self._buffer.max_staleness:
             raise RuntimeError(
@@ -222,6 +230,10 @@ class Worker:
                 "the tasks ran out and could not be iterated again; pass a list, not an iterator"
             )
 
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(f"rollouts stopped: {self._error}") from self._error
+
     def _describe(self) -> str:
         buffer = self._buffer
         return (
@@ -231,16 +243,20 @@ class Worker:
 
     # ---- on the worker's event loop ----
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._pump_task = self._loop.create_task(self._pump())
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        self._pump_task = loop.create_task(self._pump())
         try:
-            self._loop.run_until_complete(self._pump_task)
+            loop.run_until_complete(self._pump_task)
         except asyncio.CancelledError:
             pass
+        except Exception as error:  # what a task iterator raises, say; take() raises it again
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
         finally:
-            self._loop.run_until_complete(_cancel_all(self._loop))
-            self._loop.close()
+            loop.run_until_complete(_cancel_all(loop))
+            loop.close()
 
     def _stop(self) -> None:
         if self._pump_task is not None:

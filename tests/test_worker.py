@@ -203,9 +203,10 @@ def test_a_task_iterator_that_raises_is_raised_in_the_trainer():
 
 
 def test_leaving_stops_every_rollout_and_the_thread():
-    cancelled = []
+    entered, cancelled = [], []
 
     async def hangs(task, engine, params):
+        entered.append(task["id"])
         try:
             await asyncio.sleep(3600)
         except asyncio.CancelledError:
@@ -214,7 +215,7 @@ def test_leaving_stops_every_rollout_and_the_thread():
 
     before = threading.active_count()
     with make_worker(environment=hangs) as rollouts:
-        while rollouts.stats()["in_flight"] < 6:
+        while len(entered) < 12:
             time.sleep(0.01)
 
     assert len(cancelled) == 12

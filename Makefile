@@ -27,7 +27,7 @@ bench: $(VENV)/.test
 	$(BIN)/python -m pytest bench -m "" --benchmark-only --benchmark-columns=median,iqr,rounds $(ARGS)
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) site build dist

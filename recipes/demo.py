@@ -22,7 +22,7 @@ from primerl import advantage, filters, loss, packing, rollout, testing, track, 
 from primerl.types import SamplingParams
 
 HELD_OUT = 256
-LONG, LONG_REVERSED = 5, 0.2  # of words this long, the teacher reverses this share
+LONG, LONG_REVERSED = 5, 0.1  # of words this long, the teacher reverses this share
 MAX_TOKENS = 8  # a word, its end, and room for mistakes
 
 
@@ -33,7 +33,7 @@ class Args:
     seed: int = 0
     warmup_steps: int = 300  # supervised, of 64 words each
     steps: int = 80  # of RL
-    lr: float = 1e-4  # at the first step; falls linearly to a tenth
+    lr: float = 1.5e-4  # at the first step; falls linearly to a tenth
     groups_per_step: int = 32
     group_size: int = 16  # rollouts of one word, compared with each other
     max_staleness: int = 2  # the bound, in policy steps

@@ -438,6 +438,18 @@ def test_closing_fails_what_is_in_flight_and_leaves_no_thread():
     assert threading.active_count() == before
 
 
+def test_closing_ends_the_wait_of_requests_that_an_update_holds_back():
+    async def main():
+        with Draining(wide_model()) as engine:
+            engine._loop.call_soon_threadsafe(engine._open.clear)
+            waiting = asyncio.create_task(engine.generate([5], SamplingParams(max_tokens=3)))
+            await asyncio.sleep(0.05)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(main())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 def test_on_cuda_logprobs_equal_the_forward(mode):

@@ -49,7 +49,8 @@ class TransformersEngine:
     - ``on_update="recompute"``: what a request has so far is processed again under the new
       weights. Each token's logprob is that of a plain forward pass under its version.
     - ``on_update="keep"``: the cache stays, so tokens sampled after an update attend to keys and
-      values of older weights. Cheaper, and slightly off every version's policy.
+      values of older weights. Cheaper, and slightly off every version's policy. (A request that
+      loses its cache for want of room is processed again under the weights of that moment.)
 
     Prefixes are never shared between requests: a shared block would survive an update. With
     transformers 5.17, whose batching cannot be paused, an update waits until the requests in
@@ -138,7 +139,7 @@ class TransformersEngine:
         if manager is not None:
             manager.stop(block=True, timeout=STOP_S, **supported(manager.stop, hard_stop=True))
         if loop is not None and thread is not None:
-            loop.call_soon_threadsafe(self._fail_all, RuntimeError("the engine was closed"))
+            asyncio.run_coroutine_threadsafe(self._finish(), loop).result(STOP_S)
             loop.call_soon_threadsafe(loop.stop)
             thread.join(STOP_S)
             loop.close()
@@ -342,10 +343,16 @@ class TransformersEngine:
             handlers.pop(request_id, None)
         self._cancelled.clear()
 
-    def _fail_all(self, error: Exception) -> None:
+    async def _finish(self) -> None:
+        """Fail what is in flight, so that nothing waits for a closed engine."""
         for request in self._requests.values():
             if not request.done.done():
-                request.done.set_exception(error)
+                request.done.set_exception(RuntimeError("the engine was closed"))
+        await asyncio.sleep(0)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
 
 def _refuse_inference_mode() -> None:

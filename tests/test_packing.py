@@ -120,12 +120,19 @@ def test_bins_hold_every_sample_once_within_capacity_and_equally_many_for_each_r
     assert result == packing.bins(lengths, max_tokens=max_tokens, ranks=ranks)
 
 
-def test_the_dearest_bins_share_a_micro_step():
-    lengths = [8, 8, 4, 4]
+def test_bins_of_like_cost_share_a_micro_step():
+    lengths = [4, 8, 4, 4, 8, 4]
 
     result = packing.bins(lengths, max_tokens=8, ranks=2, cost=lambda length: length**2)
 
-    assert sorted(map(len, result)) == [2, 2] or sorted(map(len, result)) == [1, 1]
-    for step in zip(*result, strict=True):
-        costs = [sum(lengths[i] ** 2 for i in members) for members in step]
-        assert max(costs) <= 2 * min(costs)
+    costs = [
+        [sum(lengths[i] ** 2 for i in members) for members in step]
+        for step in zip(*result, strict=True)
+    ]
+    assert costs == [[64, 64], [32, 32]]
+
+
+def test_the_rank_that_has_done_least_gets_the_dearest_bin():
+    result = packing.bins([8, 7, 6, 5], max_tokens=8, ranks=2)
+
+    assert result == [[[0], [3]], [[1], [2]]]

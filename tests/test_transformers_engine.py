@@ -327,6 +327,27 @@ def test_generation_that_breaks_is_an_error_with_its_cause():
                 asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
 
 
+def test_an_update_that_fails_half_way_fails_the_requests_that_it_withdrew():
+    class Broken(rollout.TransformersEngine):
+        def _load(self, pairs, version):
+            raise MemoryError("no room for the weights")
+
+    model = wide_model()
+
+    async def main(engine):
+        running = asyncio.create_task(engine.generate([5], SamplingParams(max_tokens=100)))
+        while not any(request.token_ids for request in engine._requests.values()):
+            await asyncio.sleep(0.001)
+        with pytest.raises(MemoryError):
+            await asyncio.to_thread(engine.update_weights, dict(model.state_dict()), version=1)
+        with pytest.raises(RuntimeError, match="update failed: no room"):
+            await asyncio.wait_for(running, 5)
+
+    with Broken(model) as engine:
+        require_pause(engine)
+        asyncio.run(main(engine))
+
+
 def test_the_engine_serves_a_copy():
     model = wide_model()
     original = copy.deepcopy(model.state_dict())
@@ -401,6 +422,8 @@ def test_inference_mode_is_refused():
     ("prompt", "params", "message"),
     [
         ([], SamplingParams(max_tokens=3), "prompt is empty"),
+        ([5, 64], SamplingParams(max_tokens=3), "vocabulary of 64"),
+        ([-1], SamplingParams(max_tokens=3), "vocabulary of 64"),
         ([5], SamplingParams(max_tokens=128), "exceed the context of 128"),
         ([5], SamplingParams(max_tokens=3, top_p=0.5), "top_p=0.5"),
         ([5], SamplingParams(max_tokens=3, top_k=5), "top_k=5"),

@@ -205,6 +205,12 @@ class TransformersEngine:
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         if not prompt:
             raise ValueError("the prompt is empty; a completion needs at least one token before it")
+        vocabulary: int = self._model.config.get_text_config().vocab_size
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            raise ValueError(
+                f"the prompt has a token outside the model's vocabulary of {vocabulary}: is the "
+                "tokenizer the model's own?"
+            )
         if len(prompt) + params.max_tokens > self.context_length:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} exceed the "
@@ -308,15 +314,21 @@ class TransformersEngine:
         for request in restart:
             self._manager.cancel_request(request.id)
             self._cancelled.append(request.id)
-        with self._manager.pause():
-            # The loop is parked between two steps. Results that it delivered are queued here, in
-            # order; let them be received, so that each token gets the version that sampled it.
-            await asyncio.sleep(0)
-            self._load(pairs, version)
-            for request in restart:
-                if self._requests.pop(request.id, None) and not request.done.done():
-                    self._submit(request)
-            self._forget_cancelled()
+        try:
+            with self._manager.pause():
+                # The loop is parked between two steps. Results that it delivered are queued here,
+                # in order; let them be received, so that a token gets the version that sampled it.
+                await asyncio.sleep(0)
+                self._load(pairs, version)
+                for request in restart:
+                    if self._requests.pop(request.id, None) and not request.done.done():
+                        self._submit(request)
+                self._forget_cancelled()
+        except Exception as error:
+            for request in restart:  # they were withdrawn, and nothing else would answer them
+                if not request.done.done():
+                    request.done.set_exception(RuntimeError(f"the weight update failed: {error}"))
+            raise
 
     async def _drain_and_load(self, pairs: list[tuple[Tensor, Tensor]], version: int) -> None:
         self._open.clear()

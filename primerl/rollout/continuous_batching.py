@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from primerl._optional import require
 
 PAGE_TOKENS = 32
@@ -74,4 +76,13 @@ def refuse_unsupported(model: Any) -> None:
         raise ValueError(
             f"{config.model_type} {reason}, which transformers' continuous batching cannot run; "
             "serve this model with vLLM"
+        )
+
+
+def refuse_inference_mode() -> None:
+    """Raise a RuntimeError under ``torch.inference_mode``, whose tensors can't be updated."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "TransformersEngine cannot run under torch.inference_mode, whose tensors can't be "
+            "updated in place; leave it, or use torch.no_grad"
         )

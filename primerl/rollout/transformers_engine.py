@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from primerl._optional import require
-from primerl.rollout.continuous_batching import refuse_unsupported, start_batching, supported
+from primerl.rollout.continuous_batching import (
+    refuse_inference_mode,
+    refuse_unsupported,
+    start_batching,
+    supported,
+)
+from primerl.rollout.served_weights import match_tensors
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
 # A temperature so low that any two different float32 logits decide the sample: greedy, per request.
@@ -84,13 +90,12 @@ class TransformersEngine:
         require("transformers", extra="transformers")
         if on_update not in ("recompute", "keep"):
             raise ValueError(f"on_update={on_update!r}; expected 'recompute' or 'keep'")
-        _refuse_inference_mode()
+        refuse_inference_mode()
         refuse_unsupported(model)
         served: Any = copy.deepcopy(model).requires_grad_(False)
         served.zero_grad()
         served.set_attn_implementation("sdpa")
         self._model = served
-        self._weights = _named_tensors(self._model)
         self._on_update = on_update
         self._max_concurrent = max_concurrent
         self._cache_tokens = cache_tokens
@@ -119,7 +124,7 @@ class TransformersEngine:
 
     def start(self) -> "TransformersEngine":
         """Begin to serve; ``with`` does this, and closes the engine at its end."""
-        _refuse_inference_mode()
+        refuse_inference_mode()
         loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=loop.run_forever, name="primerl-engine", daemon=True)
         self._thread.start()
@@ -191,10 +196,10 @@ class TransformersEngine:
                 are then as they were.
             RuntimeError: it took longer than ``timeout_s``.
         """
-        _refuse_inference_mode()
+        refuse_inference_mode()
         if version < self._version:
             raise ValueError(f"version {version} is older than {self._version}, which is served")
-        pairs = self._match(tensors)
+        pairs = match_tensors(self._model, tensors)
         future = self._submit_coroutine(self._update(pairs, version))
         try:
             future.result(timeout_s)
@@ -231,26 +236,6 @@ class TransformersEngine:
                 "the engine is not running; use `with TransformersEngine(...) as engine`"
             )
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def _match(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of (served tensor, new tensor), covering every served tensor."""
-        pairs, covered = [], set()
-        aliases = self._model.state_dict()
-        for name, tensor in tensors.items():
-            if name not in aliases or aliases[name].shape != tensor.shape:
-                expected = tuple(aliases[name].shape) if name in aliases else "no such tensor"
-                raise ValueError(
-                    f"weights for {name!r} have shape {tuple(tensor.shape)}; the served model has "
-                    f"{expected}"
-                )
-            covered.add(aliases[name].data_ptr())
-            pairs.append((aliases[name], tensor))
-        missing = [n for n, served in self._weights.items() if served.data_ptr() not in covered]
-        if missing:
-            raise ValueError(
-                f"no weights were given for {', '.join(missing[:5])} ({len(missing)} tensors)"
-            )
-        return pairs
 
     # ---- on the engine's event loop ----
 
@@ -365,19 +350,3 @@ class TransformersEngine:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-
-
-def _refuse_inference_mode() -> None:
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "TransformersEngine cannot run under torch.inference_mode, whose tensors can't be "
-            "updated in place; leave it, or use torch.no_grad"
-        )
-
-
-def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers, a shared tensor once."""
-    unique: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict().items():
-        unique.setdefault(tensor.data_ptr(), (name, tensor))
-    return dict(unique.values())

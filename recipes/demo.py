@@ -32,7 +32,7 @@ class Args:
 
     seed: int = 0
     warmup_steps: int = 300  # supervised, of 64 words each
-    steps: int = 100  # of RL
+    steps: int = 80  # of RL
     lr: float = 2e-4  # at the first step; falls linearly to a tenth
     groups_per_step: int = 32
     group_size: int = 16  # rollouts of one word, compared with each other

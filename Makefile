@@ -33,6 +33,7 @@ clean:
 	rm -rf $(VENV) site build dist
 
 $(VENV)/.created:
+	@echo "setting up $(VENV): a minute or two, once"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	touch $@

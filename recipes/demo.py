@@ -32,7 +32,7 @@ class Args:
 
     seed: int = 0
     warmup_steps: int = 300  # supervised, of 64 words each
-    steps: int = 60  # of RL
+    steps: int = 50  # of RL
     lr: float = 0.06  # at the first step; falls linearly to a tenth
     groups_per_step: int = 32
     group_size: int = 16  # rollouts of one word, compared with each other

@@ -320,10 +320,23 @@ def test_a_long_prompt_is_processed_in_parts_exactly():
     )
 
 
+def test_a_cache_that_does_not_fit_the_memory_is_an_error_before_work_starts():
+    engine = rollout.TransformersEngine(wide_model(), cache_tokens=10**12)
+    with pytest.raises(RuntimeError, match="did not start: .*[Mm]emory"):
+        engine.start()
+
+
 def test_generation_that_breaks_is_an_error_with_its_cause():
-    with rollout.TransformersEngine(wide_model(), cache_tokens=10**12) as engine:
-        for _ in range(2):  # the request that meets it, and those that come after
-            with pytest.raises(RuntimeError, match="generation .*[Mm]emory"):
+    """The request that meets it, and those that come after."""
+    model = wide_model()
+
+    def broken(module, arguments):
+        raise ArithmeticError("a kernel failed")
+
+    with rollout.TransformersEngine(model) as engine:
+        engine._model.register_forward_pre_hook(broken)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="generation .*a kernel failed"):
                 asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
 
 

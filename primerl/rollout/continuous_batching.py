@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from primerl._optional import require
 
 PAGE_TOKENS = 32
+START_S = 120.0
 
 
 def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: int | None) -> Any:
@@ -17,6 +19,9 @@ def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: 
 
     It reports processed logprobs, takes a temperature with each request, keeps every step whole
     (an update must fall between two steps) and shares no cache between requests.
+
+    Raises:
+        RuntimeError: it did not start: the cache does not fit the memory, say.
     """
     transformers = require("transformers", extra="transformers")
     require("psutil", extra="transformers")  # without it the cache is thought to have no memory
@@ -49,6 +54,15 @@ def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: 
         generation_config=generation, continuous_batching_config=config(**options)
     )
     manager.start()
+    deadline = time.monotonic() + START_S
+    while manager.batch_processor is None:
+        if not manager.is_running():
+            status = getattr(manager, "background_thread_status", None)
+            cause = getattr(status, "fatal_error", None)
+            raise RuntimeError(f"continuous batching did not start: {cause}") from cause
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"continuous batching did not start within {START_S:.0f} s")
+        time.sleep(0.005)
     return manager
 
 

@@ -125,16 +125,17 @@ class TransformersEngine:
     def start(self) -> "TransformersEngine":
         """Begin to serve; ``with`` does this, and closes the engine at its end."""
         refuse_inference_mode()
-        loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=loop.run_forever, name="primerl-engine", daemon=True)
-        self._thread.start()
-        self._loop = loop
         self._manager = start_batching(
             self._model,
             max_concurrent=self._max_concurrent,
             cache_tokens=self._cache_tokens,
             seed=self._seed,
         )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="primerl-engine", daemon=True
+        )
+        self._thread.start()
         return self
 
     def close(self) -> None:

@@ -32,9 +32,9 @@ class Args:
 
     seed: int = 0
     warmup_steps: int = 300  # supervised, of 64 words each
-    steps: int = 55  # of RL
-    lr: float = 0.02  # of SGD
-    groups_per_step: int = 48
+    steps: int = 65  # of RL
+    lr: float = 0.016  # of SGD
+    groups_per_step: int = 64
     group_size: int = 16  # rollouts of one word, compared with each other
     max_staleness: int = 2  # the bound, in policy steps
     permute_rewards: bool = False  # the control: rewards carry no information

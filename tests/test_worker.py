@@ -118,6 +118,19 @@ def test_a_reward_that_raises_stops_the_run_and_names_itself_and_the_task():
             rollouts.take(version=0)
 
 
+def test_a_reward_that_fails_on_one_task_alone_stops_the_run_too():
+    """Unlike an environment's failure, which is counted: other tasks would hide the mistake."""
+    environment = rollout.single_turn(
+        CharacterCodes(), reward=lambda task, reply: 1 / (int(task["id"]) - 3)
+    )
+    engine = FakeEngine()
+    with make_worker(engine, environment) as rollouts:
+        with pytest.raises(RuntimeError, match="'id': '3'.*ZeroDivisionError"):
+            for step in range(20):
+                rollouts.take(version=step)
+                engine.version = step + 1
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "much"])
 def test_a_reward_that_is_no_finite_number_stops_the_run(value):
     environment = rollout.single_turn(CharacterCodes(), reward=lambda task, reply: value)

@@ -124,7 +124,8 @@ def test_a_reward_that_fails_on_one_task_alone_stops_the_run_too():
         CharacterCodes(), reward=lambda task, reply: 1 / (int(task["id"]) - 3)
     )
     tasks = [{"id": "0", "prompt": "fine"}] * 5 + [{"id": "3", "prompt": "not fine"}]
-    with make_worker(environment=environment, tasks=tasks, groups_per_step=6) as rollouts:
+    plan = {"tasks": tasks, "groups_per_step": 6, "max_staleness": 0}  # all six are needed
+    with make_worker(environment=environment, **plan) as rollouts:
         with pytest.raises(RuntimeError, match="'id': '3'.*ZeroDivisionError"):
             rollouts.take(version=0)
 

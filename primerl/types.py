@@ -208,10 +208,14 @@ class Rollout:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Group:
-    """Rollouts of one task, compared with each other."""
+    """Rollouts of one task, compared with each other.
+
+    ``environment`` names where the task came from when several environments are mixed.
+    """
 
     task_id: str
     rollouts: tuple[Rollout, ...] = attrs.field(converter=_rollouts)
+    environment: str = ""
 
     @property
     def rewards(self) -> Float64[np.ndarray, " g"]:

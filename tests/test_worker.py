@@ -22,6 +22,7 @@ def make_worker(engine=None, environment=None, tasks=TASKS, **change):
         "groups_per_step": 3,
         "max_staleness": 1,
         "timeout_s": 20.0,
+        "isolation": __import__("os").environ.get("ISO","thread"),
     } | change
     environment = environment or rollout.single_turn(
         CharacterCodes(), reward=lambda task, reply: len(set(reply))

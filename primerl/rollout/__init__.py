@@ -10,6 +10,7 @@ from primerl.rollout.buffer import Buffer
 from primerl.rollout.conversation import Conversation
 from primerl.rollout.engine import Engine
 from primerl.rollout.environment import Environment, RewardError, single_turn
+from primerl.rollout.environment_workers import isolated
 from primerl.rollout.groups import run_group
 from primerl.rollout.staleness import (
     check_schedule,
@@ -17,7 +18,7 @@ from primerl.rollout.staleness import (
     oldest_version,
     token_staleness,
 )
-from primerl.rollout.workers import Worker, worker
+from primerl.rollout.workers import Evaluation, Worker, worker
 
 if TYPE_CHECKING:
     from primerl.rollout.transformers_engine import TransformersEngine
@@ -27,10 +28,12 @@ __all__ = [
     "Conversation",
     "Engine",
     "Environment",
+    "Evaluation",
     "RewardError",
     "TransformersEngine",
     "Worker",
     "check_schedule",
+    "isolated",
     "may_start",
     "oldest_version",
     "run_group",

@@ -3,12 +3,19 @@
 import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import attrs
+import numpy as np
+
+from primerl.rollout.recording import decode_group, encode_group
 from primerl.rollout.staleness import may_start, oldest_version
-from primerl.types import Group, PolicyVersion
+from primerl.types import Group, PolicyVersion, Rollout, Sample
 
 STALE = "stale"
 """The name under which ``take`` counts groups that are too old."""
+
+ON_STALE = ("drop", "wait", "mask_tokens")
 
 
 class Buffer:
@@ -16,14 +23,26 @@ class Buffer:
 
     Always ``started == trained + sum(dropped.values()) + in_flight + buffered``.
 
-    Not thread-safe: the worker guards it. ``start`` comes before a group is sampled; then each
-    started group ends exactly once, by ``put`` or ``drop``.
+    What is too old for a step, ``on_stale`` says:
+
+    - ``"drop"``: a group with any token beyond the bound is dropped as ``"stale"``.
+    - ``"wait"``: a step waits for every group that would be beyond the bound at the next one.
+      Admission has bounded their number, so they all fit into this step, and none is dropped.
+    - ``"mask_tokens"``: tokens beyond the bound leave the loss mask and the rest is trained; a
+      group of which nothing remains is dropped as ``"stale"``.
+
+    ``start`` comes before a group is sampled; then each started group ends exactly once, by
+    ``put`` or ``drop``.
 
         buffer = Buffer(groups_per_step=8, max_staleness=2)
         while buffer.may_start(served=engine.version):
             buffer.start()
         buffer.put(group)
         groups = buffer.take(version=0)  # None until a whole step is there
+
+    Steps are counted from the first ``take``, so a run that begins at version 1000 starts no more
+    groups than one that begins at 0. ``tokens`` has the sampled tokens of trained groups under
+    ``"trained"`` and of dropped ones under their reason; ``masked_tokens`` those that were masked.
     """
 
     def __init__(
@@ -32,12 +51,19 @@ class Buffer:
         groups_per_step: int,
         max_staleness: int,
         keep: Sequence[Callable[[Group], bool]] = (),
+        on_stale: str = "drop",
     ) -> None:
+        if on_stale not in ON_STALE:
+            raise ValueError(f"on_stale={on_stale!r}; expected one of {', '.join(ON_STALE)}")
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
+        self.on_stale = on_stale
+        self.first_version: PolicyVersion | None = None
         self.started = 0
         self.trained = 0
+        self.masked_tokens = 0
         self.dropped: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
         self._keep = tuple(keep)
         self._finished: list[tuple[int, int, Group]] = []
         self._arrivals = 0
@@ -57,7 +83,7 @@ class Buffer:
         return may_start(
             started=self.started,
             dropped=self.dropped.total(),
-            served=served,
+            served=0 if self.first_version is None else served - self.first_version,
             groups_per_step=self.groups_per_step,
             max_staleness=self.max_staleness,
         )
@@ -73,38 +99,110 @@ class Buffer:
         as ``"empty"``.
         """
         self._require_in_flight()
-        version = oldest_version(group)
-        if version is None:
+        if oldest_version(group) is None:
             self.drop("empty")
             return False
         for keeps in self._keep:
             if not keeps(group):
-                self.drop(getattr(keeps, "__name__", repr(keeps)))
+                self.drop(getattr(keeps, "__name__", repr(keeps)), tokens=len(group.versions))
                 return False
-        heapq.heappush(self._finished, (version, self._arrivals, group))
-        self._arrivals += 1
+        self._store(group)
         return True
 
-    def drop(self, reason: str) -> None:
-        """Account for a started group that will never be stored."""
+    def drop(self, reason: str, *, tokens: int = 0) -> None:
+        """Account for a started group that will never be stored, and for what it had sampled."""
         self._require_in_flight()
         self.dropped[reason] += 1
+        self.tokens[reason] += tokens
 
-    def take(self, version: PolicyVersion) -> list[Group] | None:
+    def take(
+        self, version: PolicyVersion, *, oldest_in_flight: int | None = None
+    ) -> list[Group] | None:
         """The groups of one step, oldest version first; None while there are too few.
 
-        Groups with a token older than ``version - max_staleness`` are dropped as ``"stale"``
-        first, so no returned token exceeds the bound.
+        No token to be trained in them is older than ``version - max_staleness``.
+        ``oldest_in_flight``, the oldest version that a group in flight may have sampled with,
+        matters for ``on_stale="wait"``.
         """
-        while self._finished and version - self._finished[0][0] > self.max_staleness:
-            heapq.heappop(self._finished)
-            self.dropped[STALE] += 1
+        if self.first_version is None:
+            self.first_version = version
+        oldest = version - self.max_staleness
+        while self._finished and self._finished[0][0] < oldest:
+            group = heapq.heappop(self._finished)[2]
+            self._masked(group, oldest) if self.on_stale == "mask_tokens" else self._stale(group)
+        expected = self.on_stale == "wait" and oldest_in_flight is not None
+        if expected and oldest_in_flight <= oldest:  # type: ignore[operator]
+            return None
         if len(self._finished) < self.groups_per_step:
             return None
         taken = [heapq.heappop(self._finished)[2] for _ in range(self.groups_per_step)]
         self.trained += len(taken)
+        self.tokens["trained"] += sum(len(group.versions) for group in taken)
         return taken
+
+    def state(self) -> dict[str, Any]:
+        """The counts and the finished groups, as builtins and bytes."""
+        return {
+            "first_version": self.first_version,
+            "groups_per_step": self.groups_per_step,
+            "started": self.started,
+            "trained": self.trained,
+            "masked_tokens": self.masked_tokens,
+            "dropped": dict(self.dropped),
+            "tokens": dict(self.tokens),
+            "groups": [encode_group(group) for _, _, group in sorted(self._finished)],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``. Groups that were in flight then are to be started again.
+
+        Raises:
+            ValueError: the state was taken with another ``groups_per_step``.
+        """
+        if state["groups_per_step"] != self.groups_per_step:
+            raise ValueError(
+                f"the state was taken with groups_per_step={state['groups_per_step']}, not "
+                f"{self.groups_per_step}: steps of another size can't continue its count; resume "
+                "without the worker's state"
+            )
+        self.first_version = state["first_version"]
+        self.trained = state["trained"]
+        self.masked_tokens = state["masked_tokens"]
+        self.dropped = Counter(state["dropped"])
+        self.tokens = Counter(state["tokens"])
+        self._finished.clear()
+        for content in state["groups"]:
+            self._store(decode_group(content))
+        self.started = self.trained + self.dropped.total() + self.buffered
+
+    def _store(self, group: Group) -> None:
+        version = oldest_version(group)
+        assert version is not None
+        heapq.heappush(self._finished, (version, self._arrivals, group))
+        self._arrivals += 1
+
+    def _stale(self, group: Group) -> None:
+        self.dropped[STALE] += 1
+        self.tokens[STALE] += len(group.versions)
+
+    def _masked(self, group: Group, oldest: int) -> None:
+        """Put a group back without its tokens that are older than ``oldest``."""
+        masked = attrs.evolve(group, rollouts=[_fresh(one, oldest) for one in group.rollouts])
+        if oldest_version(masked) is None:
+            return self._stale(group)
+        self.masked_tokens += len(group.versions) - len(masked.versions)
+        self._store(masked)
 
     def _require_in_flight(self) -> None:
         if self.in_flight < 1:
             raise ValueError("a group ended that was never started: call start() for each group")
+
+
+def _fresh(rollout: Rollout, oldest: int) -> Rollout:
+    """The rollout with only tokens of ``oldest`` or later to train; emptied samples leave."""
+    samples: list[Sample] = []
+    for sample in rollout.samples:
+        mask = sample.loss_mask & (sample.versions >= oldest)
+        if mask.any():
+            samples.append(attrs.evolve(sample, loss_mask=np.asarray(mask)))
+    return attrs.evolve(rollout, samples=samples)

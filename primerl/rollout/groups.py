@@ -1,11 +1,73 @@
-"""Groups: several rollouts of one task, run together."""
+"""Groups: several rollouts of one task, run together, with retries, survivors and a deadline."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any
+
+import attrs
 
 from primerl.rollout.engine import Engine
-from primerl.rollout.environment import Environment, Task
-from primerl.types import Group, Rollout, SamplingParams
+from primerl.rollout.environment import Environment, RewardError, Task
+from primerl.rollout.staleness import oldest_version
+from primerl.types import Completion, Group, PolicyVersion, Rollout, SamplingParams
+
+FAILED = "failed"
+TIMEOUT = "timeout"
+CANCEL_S = 5.0  # what a cancelled rollout may take to clean up, before it is left behind
+
+
+class GroupFailed(RuntimeError):
+    """Too few rollouts of a group survived; ``reason`` is the name to count it under."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@attrs.define(eq=False)
+class Progress:
+    """What is known of a group in flight, and what went wrong in it so far."""
+
+    oldest: dict[int, PolicyVersion] = attrs.Factory(dict)
+    """Of each rollout that has sampled: the oldest version that it may have sampled with."""
+    tokens: int = 0
+    """Sampled so far, in completed calls."""
+    retried: int = 0
+    errors: Counter[str] = attrs.Factory(Counter)
+    """Failed attempts, by the name of the error."""
+
+    def oldest_version(self, served: PolicyVersion) -> PolicyVersion:
+        """The oldest version that a token of the group may have; ``served`` before any has."""
+        return min(self.oldest.values(), default=served)
+
+
+@attrs.frozen
+class _Observed:
+    """An engine that notes when a rollout first samples, and how much."""
+
+    engine: Engine
+    progress: Progress
+    rollout: int
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self.engine.version
+
+    @property
+    def context_length(self) -> int:
+        return self.engine.context_length
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    ) -> Completion:
+        self.progress.oldest.setdefault(self.rollout, self.engine.version)
+        completion = await self.engine.generate(prompt_ids, params, session=session)
+        self.progress.tokens += len(completion.token_ids)
+        return completion
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)  # what this engine has beyond the protocol
 
 
 async def run_group(
@@ -16,14 +78,118 @@ async def run_group(
     *,
     size: int,
     task_id: str,
+    min_size: int | None = None,
+    retries: int = 0,
+    timeout_s: float | None = None,
+    progress: Progress | None = None,
 ) -> Group:
     """Run ``size`` rollouts of ``task`` at once.
 
-    The first failure cancels the others and is raised, so that nothing goes on sampling for a
-    group that will not be used.
+    A rollout that fails is played again, up to ``retries`` times. The group closes when all have
+    ended, or at its deadline, with those that succeeded if they are at least ``min_size`` (all
+    of them by default). As soon as that can't be reached any more, the rest is cancelled, so that
+    nothing goes on sampling for a group that will not be used.
+
+    Raises:
+        GroupFailed: too few rollouts survived: ``reason`` is ``"failed"``, or ``"timeout"`` where
+            the deadline decided. The last failure is its cause.
+        RewardError: at once: a mistake in the experiment, which no retry mends.
     """
-    rollouts = await gather_or_cancel(environment(task, engine, params) for _ in range(size))
-    return Group(task_id=task_id, rollouts=rollouts)
+    needed = size if min_size is None else min_size
+    seen = progress if progress is not None else Progress()
+    rollouts = [
+        asyncio.create_task(
+            play(environment, task, engine, params, retries=retries, progress=seen, index=index)
+        )
+        for index in range(size)
+    ]
+    pending = set(rollouts)
+    failures: list[BaseException] = []
+    deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+    try:
+        while pending and size - len(failures) >= needed:
+            left = None if deadline is None else deadline - asyncio.get_running_loop().time()
+            if left is not None and left <= 0:
+                break
+            done, pending = await asyncio.wait(
+                pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            failures += [error for one in done if (error := _failure(one)) is not None]
+            for error in failures:
+                if isinstance(error, RewardError):
+                    raise error
+        survivors = [one.result() for one in rollouts if one.done() and _failure(one) is None]
+    finally:
+        await cancel_all(pending)
+    if len(survivors) >= needed:
+        return Group(
+            task_id=task_id, rollouts=survivors, environment=str(task.get("environment", ""))
+        )
+    late = size - len(survivors) - len(failures)
+    reason = TIMEOUT if size - len(failures) >= needed else FAILED
+    raise GroupFailed(
+        f"task {task_id!r}: {len(failures)} of {size} rollouts failed"
+        + (f" and {late} had not ended after {timeout_s:.0f} s" if reason == TIMEOUT else "")
+        + (f"; the last: {type(failures[-1]).__name__}: {failures[-1]}" if failures else ""),
+        reason=reason,
+    ) from (failures[-1] if failures else None)
+
+
+async def play(
+    environment: Environment,
+    task: Task,
+    engine: Engine,
+    params: SamplingParams,
+    *,
+    retries: int = 0,
+    progress: Progress | None = None,
+    index: int = 0,
+) -> Rollout:
+    """Play one rollout, again where it fails, up to ``retries`` times; raises the last failure.
+
+    ``progress`` takes note of it as the group's rollout ``index``.
+    """
+    progress = progress or Progress()
+    for attempt in range(retries + 1):
+        progress.oldest.pop(index, None)
+        try:
+            rollout = await _attempt(environment, task, _Observed(engine, progress, index), params)
+        except Exception as error:  # whatever an environment raises is data
+            progress.errors[type(error).__name__] += 1
+            if attempt == retries or isinstance(error, RewardError):
+                raise
+            progress.retried += 1
+        else:
+            versions = oldest_version(Group(task_id="", rollouts=[rollout]))
+            if versions is not None:
+                progress.oldest[index] = versions
+            return rollout
+    raise AssertionError("unreachable")
+
+
+async def _attempt(
+    environment: Environment, task: Task, engine: Engine, params: SamplingParams
+) -> Rollout:
+    try:
+        rollout = await environment(dict(task), engine, params)
+    except SystemExit as error:  # or it would end the event loop, and with it every rollout
+        raise RuntimeError(f"the environment called sys.exit({error.code!r})") from error
+    if not isinstance(rollout, Rollout):
+        raise TypeError(f"the environment returned a {type(rollout).__name__}; expected a Rollout")
+    for sample in rollout.samples:
+        trained = sample.loss_mask.nonzero()[0]
+        if len(trained) and trained[-1] >= engine.context_length:
+            raise ValueError(
+                f"the environment returned a sample whose token {trained[-1]} is to be trained, "
+                f"beyond the engine's context of {engine.context_length}"
+            )
+    return rollout
+
+
+def _failure(task: "asyncio.Task[Rollout]") -> BaseException | None:
+    if task.cancelled():  # not by us: a library inside the environment gave up
+        return RuntimeError("the rollout was cancelled from within")
+    return task.exception()
 
 
 async def gather_or_cancel(rollouts: Iterable[Awaitable[Rollout]]) -> list[Rollout]:
@@ -32,6 +198,16 @@ async def gather_or_cancel(rollouts: Iterable[Awaitable[Rollout]]) -> list[Rollo
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
+
+
+async def cancel_all(tasks: Iterable["asyncio.Future[Rollout]"]) -> None:
+    """Cancel tasks and wait until they have cleaned up; one that refuses to end is left behind."""
+    waiting = [task for task in tasks if not task.done()]
+    for task in waiting:
+        task.cancel()
+    if waiting:
+        done, _ = await asyncio.wait(waiting, timeout=CANCEL_S)
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # seen, so that it is not reported as forgotten

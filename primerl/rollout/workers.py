@@ -3,34 +3,46 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
-from primerl.rollout.buffer import Buffer
+
+from primerl.rollout.buffer import ON_STALE
+from primerl.rollout.collector import Collector, Plan
 from primerl.rollout.engine import Engine
-from primerl.rollout.environment import Environment, RewardError, Task
-from primerl.rollout.groups import gather_or_cancel, run_group
+from primerl.rollout.environment import Environment, Task
+from primerl.rollout.processes import Child, pickle_arguments
+from primerl.rollout.remote_engine import EngineHost, portable
 from primerl.rollout.staleness import check_schedule
+from primerl.rollout.task_streams import InOrder, TaskStream
 from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
-POLL_S = 0.01  # how soon a newly served version is noticed
-JOIN_S = 30.0
+JOIN_S = 45.0
+ISOLATION = ("process", "thread")
 
 
 def worker(
     engine: Engine,
     environment: Environment,
-    tasks: Iterable[Task],
+    tasks: Iterable[Task] | TaskStream,
     *,
     params: SamplingParams,
     group_size: int,
     groups_per_step: int,
     max_staleness: int,
+    on_stale: str = "drop",
     publish_every: int = 1,
     keep: Sequence[Callable[[Group], bool]] = (),
+    min_group: int | None = None,
+    retries: int = 1,
+    quarantine_after: int = 3,
+    group_timeout_s: float = 1800.0,
     timeout_s: float = 600.0,
-    isolation: str = "thread",
+    state: bytes | None = None,
+    isolation: str = "process",
+    threads: int = 1,
 ) -> "Worker":
     """A worker that plays ``tasks`` in the background; use it as a context manager.
 
@@ -39,30 +51,85 @@ def worker(
             groups = rollouts.take(version=step)
 
     Args:
-        engine: samples; its ``version`` says which weights it serves.
+        engine: samples; its ``version`` says which weights it serves. It stays in this process and
+            is called from the worker's, unless it is ``portable``: a client of a server elsewhere.
         environment: ``async (task, engine, params) -> Rollout``.
-        tasks: mappings, iterated again from the start when they run out.
+        tasks: a stream (``Shuffled``, ``Mixture``, ``DifficultyPools``), or any iterable of
+            mappings, iterated again from the start when it runs out.
         params: how training rollouts are sampled.
         group_size: rollouts per task, compared with each other.
         groups_per_step: groups that one ``take`` returns.
         max_staleness: the bound, in policy steps; 0 is the synchronous loop.
+        on_stale: what becomes of a group beyond it: ``"drop"`` (and a group in flight that the
+            next step could not use is cancelled), ``"wait"`` (a step waits for stragglers before
+            they are too old) or ``"mask_tokens"`` (what is too old is not trained, the rest is).
         publish_every: how often the recipe publishes weights, in policy steps.
         keep: filters; a group that one refuses is counted under its name and replaced.
+        min_group: a group closes with its survivors if they are at least so many; all of them by
+            default.
+        retries: how often a failed rollout is played again.
+        quarantine_after: a task is not played any more when so many groups of it have failed and
+            none has succeeded since.
+        group_timeout_s: how long a group may take; its stragglers are then cancelled.
         timeout_s: how long a wait may see no group that is kept before it raises.
-        isolation: ``"thread"``: in this process, on an event loop of its own.
+        state: what ``Worker.state`` returned, to go on from there.
+        isolation: ``"process"``: in a process of its own, so that environments never take the
+            trainer's interpreter lock; what crosses is pickled, lambdas and local functions
+            included. ``"thread"``: in this process, for notebooks and tests.
+        threads: of numerical libraries in the worker's process.
 
     Raises:
-        ValueError: there are no tasks, a count is out of range, a completion cannot fit the
+        ValueError: there are no tasks, a number is out of range, a completion cannot fit the
             engine's context, the sampler would not sample what is trained (``top_p``, ``top_k``,
-            greedy), or the schedule could only stand still.
+            greedy), the schedule could only stand still, or an argument can't cross into the
+            worker's process.
     """
-    if isolation != "thread":
-        raise ValueError(f"isolation={isolation!r}; this version runs a worker as a 'thread'")
     check_schedule(
         publish_every=publish_every, max_staleness=max_staleness, groups_per_step=groups_per_step
     )
-    if group_size < 1:
-        raise ValueError(f"group_size is {group_size}, expected at least 1 rollout per task")
+    plan = Plan(
+        params=params,
+        group_size=group_size,
+        min_group=group_size if min_group is None else min_group,
+        groups_per_step=groups_per_step,
+        max_staleness=max_staleness,
+        on_stale=on_stale,
+        retries=retries,
+        quarantine_after=quarantine_after,
+        group_timeout_s=group_timeout_s,
+        timeout_s=timeout_s,
+    )
+    _check(plan, engine, tasks, isolation)
+    arguments: dict[str, Any] = {
+        "environment": environment,
+        "tasks": tasks if isinstance(tasks, TaskStream) else InOrder(tasks),
+        "keep": tuple(keep),
+        "plan": plan,
+        "state": state,
+    }
+    if isolation == "thread":
+        return Worker(engine, _InThread(engine, arguments), plan)
+    if portable(engine):
+        arguments["engine"] = engine
+    return Worker(engine, _InProcess(engine, pickle_arguments(**arguments), threads), plan)
+
+
+def _check(plan: Plan, engine: Engine, tasks: Any, isolation: str) -> None:
+    if isolation not in ISOLATION:
+        raise ValueError(f"isolation={isolation!r}; expected 'process' or 'thread'")
+    if plan.on_stale not in ON_STALE:
+        raise ValueError(f"on_stale={plan.on_stale!r}; expected one of {', '.join(ON_STALE)}")
+    if plan.group_size < 1:
+        raise ValueError(f"group_size is {plan.group_size}, expected at least 1 rollout per task")
+    if not 1 <= plan.min_group <= plan.group_size:
+        raise ValueError(f"min_group is {plan.min_group}, expected 1 to {plan.group_size}")
+    for name, least in (("retries", 0), ("quarantine_after", 1)):
+        if getattr(plan, name) < least:
+            raise ValueError(f"{name} is {getattr(plan, name)}, expected at least {least}")
+    for name in ("group_timeout_s", "timeout_s"):
+        if not getattr(plan, name) > 0:
+            raise ValueError(f"{name} is {getattr(plan, name)}, expected a positive time")
+    params = plan.params
     if params.max_tokens >= engine.context_length:
         raise ValueError(
             f"max_tokens={params.max_tokens} leaves no room for a prompt in the engine's context "
@@ -74,56 +141,35 @@ def worker(
             "training needs temperature > 0 and the full distribution (top_p=1, top_k=-1), or "
             "the logprobs trained on are not those that were sampled"
         )
-    buffer = Buffer(groups_per_step=groups_per_step, max_staleness=max_staleness, keep=keep)
-    return Worker(engine, environment, tasks, params, group_size, buffer, timeout_s)
+    if hasattr(tasks, "__len__") and len(tasks) == 0:
+        raise ValueError("there are no tasks; pass at least one mapping with a 'prompt'")
 
 
 class Worker:
     """A running rollout worker: made by ``worker``.
 
-    Owns the event loop, the tasks' cursor and the buffer. ``take`` and ``evaluate`` are called
-    from the trainer's thread and block, with a deadline.
+    ``take`` and ``evaluate`` are called from the trainer's thread and block, with a deadline.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        environment: Environment,
-        tasks: Iterable[Task],
-        params: SamplingParams,
-        group_size: int,
-        buffer: Buffer,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, engine: Engine, host: "_InThread | _InProcess", plan: Plan) -> None:
         self._engine = engine
-        self._environment = environment
-        self._params = params
-        self._group_size = group_size
-        self._buffer = buffer
-        self._timeout_s = timeout_s
-        self._max_failures = 2 * buffer.groups_per_step
-        self._tasks = _repeat(tasks)
-        self._next_task: Task | None = next(self._tasks, None)
-        if self._next_task is None:
-            raise ValueError("there are no tasks; pass at least one mapping with a 'prompt'")
-        # Guards everything below, and wakes take() when a group ends.
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
-        self._failures_in_a_row = 0
-        self._kept = 0
-        self._tokens = 0
-        self._trainer_wait_s = 0.0
-        self._rollout_wait_s = 0.0
+        self._host = host
+        self._plan = plan
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._pump_task: asyncio.Task[None] | None = None
+        self._last_stats: dict[str, Any] | None = None
 
     def __enter__(self) -> "Worker":
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
-            target=self._run, args=(self._loop,), name="primerl-rollouts", daemon=True
+            target=self._loop.run_forever, name="primerl-rollouts", daemon=True
         )
         self._thread.start()
+        try:
+            self._submit(self._host.start()).result()
+        except BaseException:
+            self._stop()
+            raise
         return self
 
     def __exit__(
@@ -132,217 +178,236 @@ class Worker:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        loop, thread = self._loop, self._thread
-        if loop is None or thread is None or not thread.is_alive():
-            return
-        loop.call_soon_threadsafe(self._stop)
-        thread.join(JOIN_S)
-        if thread.is_alive() and error is None:
-            raise RuntimeError(f"the rollout worker did not stop within {JOIN_S:.0f} s")
+        if self._loop is not None:
+            self._last_stats = self._stop()
 
     def take(self, version: PolicyVersion) -> list[Group]:
         """The groups of one policy step, oldest first; blocks until they are there.
 
         Args:
-            version: of the weights that the batch will be applied to. No returned token is staler
-                than ``version - max_staleness``.
+            version: of the weights that the batch will be applied to. No returned token to be
+                trained is staler than ``version - max_staleness``.
 
         Raises:
             RuntimeError: the engine serves weights too old for any rollout to be used (nothing
-                was published); rollouts keep failing; the reward function failed; or no group
-                was kept for ``timeout_s`` (none ended, or the filters refused them all).
+                was published); rollouts keep failing; the reward function failed; no group was
+                kept for ``timeout_s`` (none ended, or the filters refused them all); the worker
+                died, or its event loop is blocked.
         """
-        self._running()
-        began = time.perf_counter()
-        with self._changed:
-            kept, deadline = self._kept, began + self._timeout_s
-            while (groups := self._buffer.take(version)) is None:
-                self._require_progress(version)
-                self._changed.wait(min(1.0, self._timeout_s))
-                if self._kept != kept:
-                    kept, deadline = self._kept, time.perf_counter() + self._timeout_s
-                elif time.perf_counter() > deadline:
-                    raise RuntimeError(
-                        f"no group was kept for {self._timeout_s:.0f} s while step {version} "
-                        f"waited for {self._buffer.groups_per_step}; {self._describe()}"
-                    )
-            self._trainer_wait_s += time.perf_counter() - began
+        groups: list[Group] = self._wait("take", version, self._engine.version)
         return groups
 
     def evaluate(
-        self, tasks: Iterable[Task], params: SamplingParams, *, timeout_s: float = 600.0
+        self,
+        tasks: Iterable[Task],
+        params: SamplingParams,
+        *,
+        engine: Engine | None = None,
+        timeout_s: float = 600.0,
     ) -> list[Rollout]:
         """Play each task once, beside training, and return the rollouts in order.
 
+        All are sampled by one version of the weights. The trainer waits here, so nothing is
+        published meanwhile; ``start_evaluation`` lets it go on.
+
         Raises:
-            RuntimeError: it took longer than ``timeout_s``. What an environment raises is raised.
+            RuntimeError: it took longer than ``timeout_s``, or weights were published meanwhile.
+                What an environment raises is raised, after its retries.
         """
-        loop, _ = self._running()
-        played = gather_or_cancel(self._environment(task, self._engine, params) for task in tasks)
-        future = asyncio.run_coroutine_threadsafe(played, loop)
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise RuntimeError(f"the evaluation took longer than {timeout_s:.0f} s") from None
+        return self.start_evaluation(tasks, params, engine=engine).result(timeout_s)
+
+    def start_evaluation(
+        self, tasks: Iterable[Task], params: SamplingParams, *, engine: Engine | None = None
+    ) -> "Evaluation":
+        """Begin an evaluation and let training go on; ``result`` waits for it.
+
+        Args:
+            tasks: played once each.
+            params: greedy, say.
+            engine: whose weights stay as they are: a second engine that the recipe publishes to
+                only before an evaluation. Training's own would move on under the evaluation,
+                which is an error.
+        """
+        return Evaluation(self, self._call("evaluate", [dict(t) for t in tasks], params, engine))
 
     def stats(self) -> dict[str, Any]:
-        """Totals since the start.
+        """Totals since the start (of the run, where it went on from a ``state``).
 
         Groups: ``started == trained + dropped + in_flight + buffered``, with ``dropped_by`` the
-        count for each reason. ``rollout_tokens`` were sampled for groups that finished.
-        ``trainer_wait_s``: time in ``take``. ``rollout_wait_s``: time in which the bound let no
-        group run.
+        count for each reason. ``rollout_tokens`` were sampled for groups that ended well;
+        ``tokens_by`` for trained groups and for each reason of dropped ones. Rollouts: ``retried``
+        and, by the error's name, ``errors``. Tasks: ``quarantined``, and how often one was drawn
+        and ``skipped``. ``environments``: by name, groups, rollouts, tokens, failed groups and
+        the sum of rewards. ``trainer_wait_s``: time in ``take``. ``rollout_wait_s``: time in which
+        the bound let no group run. ``loop_lag_p99_s``, ``loop_lag_max_s``: how late the worker's
+        event loop was, in the last two minutes and ever.
         """
-        with self._changed:
-            buffer = self._buffer
-            return {
-                "started": buffer.started,
-                "trained": buffer.trained,
-                "dropped": buffer.dropped.total(),
-                "dropped_by": dict(buffer.dropped),
-                "in_flight": buffer.in_flight,
-                "buffered": buffer.buffered,
-                "rollout_tokens": self._tokens,
-                "trainer_wait_s": self._trainer_wait_s,
-                "rollout_wait_s": self._rollout_wait_s,
-            }
+        if self._last_stats is not None:
+            return self._last_stats
+        stats: dict[str, Any] = self._wait("stats")
+        return stats
 
-    def _running(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-        self._raise_error()
+    def state(self) -> bytes:
+        """What another worker needs to go on from here: ``worker(..., state=)``.
+
+        The tasks' position, the finished groups, the counts, the curriculum's estimates and the
+        tasks in quarantine. Tasks in flight are played again, so none is skipped.
+
+        Raises:
+            ValueError: a task holds what can't be stored.
+        """
+        state: bytes = self._wait("state")
+        return state
+
+    def members(self) -> list[dict[str, Any]]:
+        """The processes at work: ``name``, ``pid`` and whether each is ``alive``."""
+        return [*self._host.members(), *self._wait("members")]
+
+    def _call(self, name: str, *args: Any) -> "Future[Any]":
         if self._loop is None or self._thread is None or not self._thread.is_alive():
             raise RuntimeError("the worker is not running; use `with rollout.worker(...) as ...`")
-        return self._loop, self._thread
+        return self._submit(self._host.call(name, *args))
 
-    def _require_progress(self, version: int) -> None:
-        """Raise what makes waiting pointless. Called with the lock held."""
-        self._raise_error()
-        served = self._engine.version
-        if version - served > self._buffer.max_staleness:
-            raise RuntimeError(
-                f"step {version} cannot be filled: the engine still serves version {served}, so "
-                f"any rollout would be {version - served} steps stale, more than "
-                f"max_staleness={self._buffer.max_staleness}; publish weights after the optimizer "
-                "step (and check that publishing succeeds)"
-            )
-        if self._next_task is None and self._buffer.in_flight == 0:
-            raise RuntimeError(
-                "the tasks ran out and could not be iterated again; pass a list, not an iterator"
-            )
+    def _wait(self, name: str, *args: Any) -> Any:
+        return self._finish(self._call(name, *args), f"{name!r} was not answered", None)
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise RuntimeError(f"rollouts stopped: {self._error}") from self._error
-
-    def _describe(self) -> str:
-        buffer = self._buffer
-        return (
-            f"{buffer.in_flight} groups are in flight, {buffer.buffered} buffered, "
-            f"{dict(buffer.dropped)} dropped; the engine serves version {self._engine.version}"
-        )
-
-    # ---- on the worker's event loop ----
-
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        self._pump_task = loop.create_task(self._pump())
+    def _finish(self, future: "Future[Any]", what: str, timeout_s: float | None) -> Any:
+        """The future's result; raises where the event loop that should set it is blocked."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            loop.run_until_complete(self._pump_task)
-        except asyncio.CancelledError:
-            pass
-        except Exception as error:  # what a task iterator raises, say; take() raises it again
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-        finally:
-            loop.run_until_complete(_cancel_all(loop))
-            loop.close()
-
-    def _stop(self) -> None:
-        if self._pump_task is not None:
-            self._pump_task.cancel()
-
-    async def _pump(self) -> None:
-        """Start groups as the bound allows, until cancelled."""
-        running: set[asyncio.Task[None]] = set()
-        while True:
-            while (admitted := self._admit()) is not None:
-                number, task = admitted
-                running.add(asyncio.create_task(self._play(number, task)))
-            began = time.perf_counter()
-            if running:
-                _, running = await asyncio.wait(
-                    running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
-                )
-            else:
-                await asyncio.sleep(POLL_S)
-                with self._changed:
-                    self._rollout_wait_s += time.perf_counter() - began
-
-    def _admit(self) -> tuple[int, Task] | None:
-        with self._changed:
-            task = self._next_task
-            if (
-                task is None
-                or self._error is not None
-                or not self._buffer.may_start(served=self._engine.version)
-            ):
-                return None
-            self._next_task = next(self._tasks, None)
-            self._buffer.start()
-            return self._buffer.started, task
-
-    async def _play(self, number: int, task: Task) -> None:
-        """Run one group and hand it over; a failure is data, counted as ``"failed"``."""
-        try:
-            group = await run_group(
-                self._environment,
-                task,
-                self._engine,
-                self._params,
-                size=self._group_size,
-                task_id=str(task.get("id", number)),
-            )
-        except asyncio.CancelledError:
-            self._end(None, "cancelled", None)
+            while True:
+                left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
+                try:
+                    return future.result(max(0.0, left))
+                except TimeoutError:
+                    if future.done():
+                        raise  # its own
+                silent = time.monotonic() - self._host.last_beat
+                if silent > self._plan.timeout_s:
+                    raise RuntimeError(
+                        f"{what}: the worker's event loop has been blocked for {silent:.0f} s; "
+                        "an environment, a reward or a filter does blocking work (run the "
+                        "environment with rollout.isolated, or await what it waits for)"
+                    )
+                if deadline is not None and time.monotonic() > deadline:
+                    raise RuntimeError(f"{what} than {timeout_s:.0f} s")
+        except BaseException:
+            future.cancel()
             raise
-        except Exception as error:  # whatever an environment raises ends its group, not the worker
-            self._end(None, "failed", error)
-        else:
-            self._end(group, "", None)
 
-    def _end(self, group: Group | None, reason: str, error: Exception | None) -> None:
-        with self._changed:
-            try:
-                if group is None:
-                    self._buffer.drop(reason)
-                else:
-                    self._kept += self._buffer.put(group)
-                    self._tokens += len(group.versions)
-            except Exception as filter_error:  # a user's filter raised: the run cannot go on
-                self._buffer.drop("failed")
-                self._error = filter_error
-            self._failures_in_a_row = self._failures_in_a_row + 1 if error else 0
-            if error is not None and (
-                isinstance(error, RewardError) or self._failures_in_a_row >= self._max_failures
-            ):
-                self._error = error
-            self._changed.notify_all()
+    def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _stop(self) -> dict[str, Any] | None:
+        loop, thread, self._loop = self._loop, self._thread, None
+        assert loop is not None
+        assert thread is not None
+        try:
+            last: dict[str, Any] | None = asyncio.run_coroutine_threadsafe(
+                self._host.stop(), loop
+            ).result(JOIN_S)
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(JOIN_S)
+        if not thread.is_alive():
+            loop.close()
+        return last
 
 
-def _repeat(tasks: Iterable[Task]) -> Iterator[Task]:
-    """The tasks again and again; ends where a pass yields nothing."""
-    while True:
-        empty = True
-        for task in tasks:
-            empty = False
-            yield task
-        if empty:
-            return
+class Evaluation:
+    """An evaluation that goes on beside training."""
+
+    def __init__(self, owner: Worker, future: "Future[Any]") -> None:
+        self._owner = owner
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether ``result`` would return, or raise, at once."""
+        return self._future.done()
+
+    def result(self, timeout_s: float = 600.0) -> list[Rollout]:
+        """The rollouts, in the order of the tasks.
+
+        Raises:
+            RuntimeError: it took longer than ``timeout_s`` from now (it is then cancelled), or
+                more than one version of the weights sampled. What an environment raises is raised.
+        """
+        rollouts: list[Rollout] = self._owner._finish(
+            self._future, "the evaluation took longer", timeout_s
+        )
+        return rollouts
 
 
-async def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    others = [task for task in asyncio.all_tasks(loop) if task is not asyncio.current_task()]
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+class _InThread:
+    """Runs the collector on this process's event loop."""
+
+    def __init__(self, engine: Engine, arguments: dict[str, Any]) -> None:
+        self._collector = Collector(None, engine=engine, **arguments)
+
+    @property
+    def last_beat(self) -> float:
+        return self._collector.last_beat
+
+    def members(self) -> list[dict[str, Any]]:
+        return []
+
+    async def start(self) -> None:
+        await self._collector.astart()
+
+    async def call(self, name: str, *args: Any) -> Any:
+        if name == "take":
+            args = (args[0], None)  # the engine itself says what it serves
+        result = getattr(self._collector, name)(*args)
+        return await result if asyncio.iscoroutine(result) else result
+
+    async def stop(self) -> dict[str, Any]:
+        return await self._collector.aclose()
+
+
+class _InProcess:
+    """Runs the collector in a child process and serves this process's engines to it."""
+
+    def __init__(self, engine: Engine, arguments: dict[str, bytes], threads: int) -> None:
+        self._engine = engine
+        self._arguments = arguments
+        self._engines = EngineHost()
+        self._child = Child("the rollout worker", Collector, threads=threads)
+        self._reporting: asyncio.Task[None] | None = None
+        self.last_beat = time.monotonic()
+
+    def members(self) -> list[dict[str, Any]]:
+        return [{"name": self._child.name, "pid": self._child.pid, "alive": self._child.alive}]
+
+    async def start(self) -> None:
+        arguments = dict(self._arguments)
+        if "engine" not in arguments:
+            arguments |= pickle_arguments(engine=self._engines.address(self._engine))
+        await self._child.start(
+            arguments, {"generate": self._engines.generate, "beat": self._beat}
+        )
+        self._beat()
+        self._reporting = asyncio.create_task(self._engines.report_versions(self._child.notify))
+
+    async def call(self, name: str, *args: Any) -> Any:
+        return await self._child.call(name, *(self._crossing(one) for one in args))
+
+    async def stop(self) -> dict[str, Any] | None:
+        if self._reporting is not None:
+            self._reporting.cancel()
+        try:
+            async with asyncio.timeout(JOIN_S / 2):
+                return await self._child.call("aclose") if self._child.alive else None
+        except (RuntimeError, TimeoutError):
+            return None  # it died, or hangs: it is ended by force, and has been reported
+        finally:
+            await self._child.close(grace_s=2.0)
+
+    def _crossing(self, value: Any) -> Any:
+        local = isinstance(value, Engine) and not portable(value)
+        return self._engines.address(value) if local else value
+
+    def _beat(self) -> None:
+        self.last_beat = time.monotonic()
+
+

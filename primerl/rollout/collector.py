@@ -1,0 +1,422 @@
+"""The collector: plays tasks on an event loop, as far ahead of training as the bound allows."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+import msgspec
+
+from primerl.rollout.buffer import Buffer
+from primerl.rollout.channel import Channel
+from primerl.rollout.engine import Engine
+from primerl.rollout.environment import Environment, RewardError, Task
+from primerl.rollout.groups import (
+    FAILED,
+    GroupFailed,
+    Progress,
+    gather_or_cancel,
+    play,
+    run_group,
+)
+from primerl.rollout.loop_lag import LoopLag
+from primerl.rollout.remote_engine import EngineAddress, RemoteEngines
+from primerl.rollout.task_streams import TaskStream
+from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
+
+POLL_S = 0.01  # how soon a newly served version is noticed
+BEAT_S = 1.0
+STATE_FORMAT = 1
+CANCELLED = "cancelled"
+
+log = logging.getLogger(__name__)
+
+
+def _no_counts() -> dict[str, float]:
+    return {"groups": 0, "failed": 0, "rollouts": 0, "tokens": 0, "reward_sum": 0.0}
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """How a worker collects; the arguments of ``worker`` that are numbers and words."""
+
+    params: SamplingParams
+    group_size: int
+    min_group: int
+    groups_per_step: int
+    max_staleness: int
+    on_stale: str
+    retries: int
+    quarantine_after: int
+    group_timeout_s: float
+    timeout_s: float
+
+
+class Collector:
+    """What a worker is made of, without the thread or the process that it runs in.
+
+    All of it lives on one event loop, so nothing is locked. Its public methods are what the
+    trainer's side calls.
+    """
+
+    def __init__(
+        self,
+        channel: Channel | None,
+        *,
+        engine: Engine | EngineAddress,
+        environment: Environment,
+        tasks: TaskStream,
+        keep: Sequence[Callable[[Group], bool]],
+        plan: Plan,
+        state: bytes | None,
+    ) -> None:
+        self._channel = channel
+        self._engines = RemoteEngines(channel)
+        self._engine = self._engines.find(engine)
+        self._environment = environment
+        self._tasks = tasks
+        self._plan = plan
+        self._buffer = Buffer(
+            groups_per_step=plan.groups_per_step,
+            max_staleness=plan.max_staleness,
+            keep=keep,
+            on_stale=plan.on_stale,
+        )
+        self._again: deque[Task] = deque()
+        self._drawn_out = False
+        self._in_flight: dict[asyncio.Task[None], tuple[Task, Progress]] = {}
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+        self._background: list[asyncio.Task[None]] = []
+        self._lag = LoopLag()
+        self._failures: Counter[str] = Counter()
+        """Of each task, groups that failed since one succeeded: the poison among them."""
+        self._failures_in_a_row = 0
+        self._skipped = 0
+        self._retried = 0
+        self._errors: Counter[str] = Counter()
+        self._environments: dict[str, dict[str, float]] = defaultdict(_no_counts)
+        self._kept = 0
+        self._tokens = 0
+        self._trainer_wait_s = 0.0
+        self._rollout_wait_s = 0.0
+        if state is not None:
+            self._restore(state)
+
+    async def astart(self) -> None:
+        """Begin to play.
+
+        Raises:
+            ValueError: there are no tasks.
+        """
+        if not self._again:
+            first = self._draw()
+            if first is None:
+                raise ValueError("there are no tasks; pass at least one mapping with a 'prompt'")
+            self._again.append(first)
+        self._background = [
+            asyncio.create_task(self._lag.run()),
+            asyncio.create_task(self._guarded_pump()),
+        ]
+        if self._channel is not None:
+            self._background.append(asyncio.create_task(self._beat(self._channel)))
+
+    async def aclose(self) -> dict[str, Any]:
+        """Cancel what is in flight, close the environment, and return the last stats."""
+        for task in self._background:
+            task.cancel()
+        playing = list(self._in_flight)
+        for group in playing:
+            group.cancel()
+        if playing:
+            await asyncio.wait(playing, timeout=30)
+        if hasattr(self._environment, "aclose"):  # it may be called again
+            await self._environment.aclose()
+        return self.stats()
+
+    async def take(self, version: PolicyVersion, served: PolicyVersion | None) -> list[Group]:
+        """The groups of one step; ``served`` is the engine's version as the trainer sees it."""
+        if served is not None:
+            self._engines.serves(0, served)
+        began = time.monotonic()
+        kept, deadline = self._kept, began + self._plan.timeout_s
+        self._expect(version)
+        while (groups := self._buffer.take(version, oldest_in_flight=self._oldest())) is None:
+            self._require_progress(version)
+            await self._change(min(1.0, self._plan.timeout_s))
+            if self._kept != kept:
+                kept, deadline = self._kept, time.monotonic() + self._plan.timeout_s
+            elif time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"no group was kept for {self._plan.timeout_s:.0f} s while step {version} "
+                    f"waited for {self._plan.groups_per_step}; {self._describe()}"
+                )
+        self._expect(version + 1)
+        self._trainer_wait_s += time.monotonic() - began
+        return groups
+
+    async def evaluate(
+        self, tasks: Iterable[Task], params: SamplingParams, engine: Engine | EngineAddress | None
+    ) -> list[Rollout]:
+        """Play each task once, in order, with one version of the weights."""
+        evaluated = self._engine if engine is None else self._engines.find(engine)
+        version = evaluated.version
+        rollouts = await gather_or_cancel(
+            play(self._environment, task, evaluated, params, retries=self._plan.retries)
+            for task in tasks
+        )
+        groups = [Group(task_id="", rollouts=[one]) for one in rollouts]
+        versions = {int(one) for group in groups for one in group.versions} | {version}
+        if len(versions) > 1:
+            raise RuntimeError(
+                f"weights {sorted(versions)} were served during one evaluation; publish when it "
+                "has ended, or evaluate with an engine that nothing is published to (engine=)"
+            )
+        return rollouts
+
+    def stats(self) -> dict[str, Any]:
+        """Totals since the start; see ``Worker.stats``."""
+        buffer, poisoned = self._buffer, self._quarantined()
+        return {
+            "started": buffer.started,
+            "trained": buffer.trained,
+            "dropped": buffer.dropped.total(),
+            "dropped_by": dict(buffer.dropped),
+            "in_flight": buffer.in_flight,
+            "buffered": buffer.buffered,
+            "rollout_tokens": self._tokens,
+            "tokens_by": dict(buffer.tokens),
+            "masked_tokens": buffer.masked_tokens,
+            "retried": self._retried,
+            "errors": dict(self._errors),
+            "quarantined": len(poisoned),
+            "skipped": self._skipped,
+            "environments": {name: dict(counts) for name, counts in self._environments.items()},
+            "trainer_wait_s": self._trainer_wait_s,
+            "rollout_wait_s": self._rollout_wait_s,
+            "loop_lag_p99_s": self._lag.p99_s,
+            "loop_lag_max_s": self._lag.max_s,
+        }
+
+    def state(self) -> bytes:
+        """Where collecting can go on from: see ``Worker.state``."""
+        playing = [task for task, _ in self._in_flight.values()]
+        content = {
+            "format": STATE_FORMAT,
+            "buffer": self._buffer.state(),
+            "tasks": self._tasks.state(),
+            "again": [dict(task) for task in [*playing, *self._again]],
+            "failures": dict(self._failures),
+            "counts": [self._kept, self._tokens, self._retried, self._skipped],
+            "errors": dict(self._errors),
+            "environments": {name: dict(counts) for name, counts in self._environments.items()},
+        }
+        try:
+            return msgspec.msgpack.encode(content)
+        except (TypeError, NotImplementedError) as error:
+            raise ValueError(
+                f"a task holds what can't be stored in the worker's state ({error}); tasks that "
+                "are to survive a restart hold text, numbers, lists and mappings only"
+            ) from error
+
+    def serves(self, index: int, version: PolicyVersion) -> None:
+        """The trainer's side says which version an engine serves now."""
+        self._engines.serves(index, version)
+        self._changed.set()
+
+    def members(self) -> list[dict[str, Any]]:
+        """The processes that the environment started."""
+        return self._environment.members() if hasattr(self._environment, "members") else []
+
+    @property
+    def last_beat(self) -> float:
+        """When the event loop last turned, by the monotonic clock."""
+        return self._lag.last_beat
+
+    def _restore(self, content: bytes) -> None:
+        try:
+            state = msgspec.msgpack.decode(content)
+            known = state["format"] == STATE_FORMAT
+        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"this is no state of a rollout worker: {error}") from error
+        if not known:
+            raise ValueError(
+                f"the worker's state has format {state['format']}, expected {STATE_FORMAT}: it "
+                "was written by another version of primerl"
+            )
+        self._buffer.restore(state["buffer"])
+        self._tasks.restore(state["tasks"])
+        self._again.extend(state["again"])
+        self._failures.update(state["failures"])
+        self._kept, self._tokens, self._retried, self._skipped = state["counts"]
+        self._errors.update(state["errors"])
+        for name, counts in state["environments"].items():
+            self._environments[name].update(counts)
+
+    # ---- playing ----
+
+    async def _guarded_pump(self) -> None:
+        try:
+            await self._pump()
+        except Exception as error:  # what a task stream raises, say; take() raises it again
+            self._fail(error)
+
+    async def _pump(self) -> None:
+        """Start groups as the bound allows, until cancelled."""
+        while True:
+            while self._error is None and (task := self._admit()) is not None:
+                self._buffer.start()
+                progress = Progress()
+                group = asyncio.create_task(self._play(task, progress))
+                self._in_flight[group] = (task, progress)
+                group.add_done_callback(lambda ended: self._in_flight.pop(ended, None))
+            idle = not self._in_flight
+            began = time.monotonic()
+            await self._change(POLL_S)
+            if idle:
+                self._rollout_wait_s += time.monotonic() - began
+
+    def _admit(self) -> Task | None:
+        if not self._buffer.may_start(served=self._engine.version):
+            return None
+        return self._again.popleft() if self._again else self._draw()
+
+    def _draw(self) -> Task | None:
+        """The next task that is not in quarantine; None when there are no more."""
+        for _ in range(1000 + 2 * len(self._failures)):
+            task = self._tasks.draw()
+            if task is None:
+                self._drawn_out = True
+                return None
+            if self._failures[task["id"]] < self._plan.quarantine_after:
+                return task
+            self._skipped += 1
+        raise RuntimeError(
+            f"every task is in quarantine, having failed {self._plan.quarantine_after} times: "
+            f"{', '.join(self._quarantined()[:5])} ..."
+        )
+
+    async def _play(self, task: Task, progress: Progress) -> None:
+        """Run one group and hand it over; a failure is data, counted by name."""
+        plan = self._plan
+        try:
+            group = await run_group(
+                self._environment,
+                task,
+                self._engine,
+                plan.params,
+                size=plan.group_size,
+                task_id=task["id"],
+                min_size=plan.min_group,
+                retries=plan.retries,
+                timeout_s=plan.group_timeout_s,
+                progress=progress,
+            )
+        except asyncio.CancelledError:
+            self._buffer.drop(CANCELLED, tokens=progress.tokens)
+        except GroupFailed as failure:
+            self._buffer.drop(failure.reason, tokens=progress.tokens)
+            self._failed(task, failure)
+        except RewardError as error:
+            self._buffer.drop(FAILED, tokens=progress.tokens)
+            self._fail(error)
+        else:
+            self._ended(task, group)
+        finally:
+            self._retried += progress.retried
+            self._errors.update(progress.errors)
+            self._changed.set()
+
+    def _ended(self, task: Task, group: Group) -> None:
+        self._failures_in_a_row = 0
+        self._failures.pop(task["id"], None)
+        self._tokens += len(group.versions)
+        counts = self._environments[group.environment]
+        counts["groups"] += 1
+        counts["rollouts"] += len(group.rollouts)
+        counts["tokens"] += len(group.versions)
+        counts["reward_sum"] += float(group.rewards.sum())
+        try:
+            self._tasks.report(task, group)
+            self._kept += self._buffer.put(group)
+        except Exception as error:  # a user's filter or curriculum raised: the run cannot go on
+            self._buffer.drop(FAILED, tokens=len(group.versions))
+            self._fail(error)
+
+    def _failed(self, task: Task, failure: GroupFailed) -> None:
+        self._failures[task["id"]] += 1
+        self._failures_in_a_row += 1
+        self._environments[str(task.get("environment", ""))]["failed"] += 1
+        log.info("%s", failure)
+        if self._failures[task["id"]] == self._plan.quarantine_after:
+            log.warning("task %r is in quarantine: %s", task["id"], failure)
+        self._tasks.report(task, None)
+        if self._failures_in_a_row >= 2 * self._plan.groups_per_step:
+            self._fail(failure.__cause__ if isinstance(failure.__cause__, Exception) else failure)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._changed.set()
+
+    # ---- waiting ----
+
+    def _expect(self, version: PolicyVersion) -> None:
+        """The next step is ``version``: cancel every group that it could not use."""
+        if self._plan.on_stale != "drop":
+            return
+        oldest = version - self._plan.max_staleness
+        for group, (_, progress) in self._in_flight.items():
+            if progress.oldest_version(version) < oldest:
+                group.cancel()
+
+    def _oldest(self) -> PolicyVersion | None:
+        served = self._engine.version
+        return min(
+            (progress.oldest_version(served) for _, progress in self._in_flight.values()),
+            default=None,
+        )
+
+    async def _change(self, timeout_s: float) -> None:
+        """Wait until something has ended or is served, at most ``timeout_s``."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+    def _require_progress(self, version: PolicyVersion) -> None:
+        if self._error is not None:
+            raise RuntimeError(f"rollouts stopped: {self._error}") from self._error
+        served, bound = self._engine.version, self._plan.max_staleness
+        if version - served > bound:
+            raise RuntimeError(
+                f"step {version} cannot be filled: the engine still serves version {served}, so "
+                f"any rollout would be {version - served} steps stale, more than "
+                f"max_staleness={bound}; publish weights after the optimizer step (and check that "
+                "publishing succeeds)"
+            )
+        if self._drawn_out and not self._again and not self._in_flight:
+            raise RuntimeError(
+                "the tasks ran out and could not be iterated again; pass a list, not an iterator"
+            )
+
+    def _quarantined(self) -> list[str]:
+        limit = self._plan.quarantine_after
+        return [task for task, failures in self._failures.items() if failures >= limit]
+
+    def _describe(self) -> str:
+        buffer = self._buffer
+        text = (
+            f"{buffer.in_flight} groups are in flight, {buffer.buffered} buffered, "
+            f"{dict(buffer.dropped)} dropped; the engine serves version {self._engine.version}"
+        )
+        return text + (f"; errors: {dict(self._errors)}" if self._errors else "")
+
+    async def _beat(self, channel: Channel) -> None:
+        while True:
+            channel.notify("beat")
+            await asyncio.sleep(BEAT_S)
+

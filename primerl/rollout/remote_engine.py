@@ -1,0 +1,131 @@
+"""An engine that lives in another process, reached over a channel.
+
+An engine in the trainer's process (``TransformersEngine`` shares its memory) stays there; the
+worker's process, and those of environments, hold a ``RemoteEngine``. An engine that is itself a
+client of a server elsewhere has ``portable = True`` and crosses as a copy.
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from primerl.rollout.channel import Channel
+from primerl.rollout.engine import Engine
+from primerl.types import Completion, PolicyVersion, SamplingParams
+
+POLL_S = 0.01  # how soon a newly served version is told to the other process
+
+
+@attrs.frozen
+class EngineAddress:
+    """What a child needs to reach an engine of its parent."""
+
+    index: int
+    version: PolicyVersion
+    context_length: int
+
+
+class EngineHost:
+    """Serves engines of this process to child processes: the ``generate`` handler of a channel."""
+
+    def __init__(self) -> None:
+        self._engines: dict[int, Engine] = {}
+        self._indices = itertools.count()
+
+    def address(self, engine: Engine) -> EngineAddress:
+        """Where a child finds ``engine``, which is served from now on."""
+        known = [index for index, one in self._engines.items() if one is engine]
+        index = known[0] if known else next(self._indices)
+        self._engines[index] = engine
+        return EngineAddress(index, engine.version, engine.context_length)
+
+    @contextlib.contextmanager
+    def lease(self, engine: Engine) -> Iterator[EngineAddress]:
+        """Serve ``engine`` while the body runs."""
+        index = next(self._indices)
+        self._engines[index] = engine
+        try:
+            yield EngineAddress(index, engine.version, engine.context_length)
+        finally:
+            del self._engines[index]
+
+    async def generate(
+        self,
+        index: int,
+        prompt_ids: np.ndarray,
+        params: SamplingParams,
+        session: str | None,
+    ) -> Completion:
+        """Sample with an engine of this process, for another one."""
+        engine = self._engines[index]
+        return await engine.generate(prompt_ids.tolist(), params, session=session)
+
+    async def report_versions(self, notify: Callable[..., Any]) -> None:
+        """Tell the versions that engines serve, whenever one changes; runs until cancelled."""
+        told: dict[int, PolicyVersion] = {}
+        while True:
+            for index, engine in self._engines.items():
+                if told.get(index) != engine.version:
+                    told[index] = engine.version
+                    notify("serves", index, engine.version)
+            await asyncio.sleep(POLL_S)
+
+
+class RemoteEngine:
+    """An ``Engine`` whose weights and requests are in the parent process.
+
+    ``version`` is the latest that the parent has told, by itself or with a completion.
+    """
+
+    def __init__(self, channel: Channel, address: EngineAddress) -> None:
+        self.version: PolicyVersion = address.version
+        self.context_length = address.context_length
+        self._index = address.index
+        self._channel = channel
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    ) -> Completion:
+        """Sample one completion in the parent process; what the engine raises is raised."""
+        prompt = np.asarray(prompt_ids, dtype=np.int32)
+        completion: Completion = await self._channel.call(
+            "generate", self._index, prompt, params, session
+        )
+        if len(completion.versions):
+            self.version = max(self.version, int(completion.versions[-1]))
+        return completion
+
+
+class RemoteEngines:
+    """The engines that a child knows, by their address or as the copies that crossed."""
+
+    def __init__(self, channel: Channel | None) -> None:
+        self._channel = channel
+        self._known: dict[int, RemoteEngine] = {}
+
+    def find(self, where: "EngineAddress | Engine") -> Engine:
+        """The engine at an address; an engine that crossed is returned as it is."""
+        if not isinstance(where, EngineAddress):
+            return where
+        if where.index not in self._known:
+            assert self._channel is not None, "an address comes over a channel"
+            self._known[where.index] = RemoteEngine(self._channel, where)
+        engine = self._known[where.index]
+        engine.version = where.version  # fresher than any report
+        return engine
+
+    def serves(self, index: int, version: PolicyVersion) -> None:
+        """Take note of a version that is served now."""
+        if index in self._known:
+            self._known[index].version = version
+
+
+def portable(engine: Engine) -> bool:
+    """Whether a copy of ``engine`` in another process serves as well as the original."""
+    return bool(getattr(engine, "portable", False))
+

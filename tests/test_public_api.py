@@ -40,7 +40,14 @@ EXPORTS = {
         "token_staleness",
         "worker",
     ],
-    "primerl.testing": ["character_tokenizer", "smollm2", "tiny_model", "words"],
+    "primerl.testing": [
+        "ScriptedEngine",
+        "character_tokenizer",
+        "lognormal",
+        "smollm2",
+        "tiny_model",
+        "words",
+    ],
     "primerl.track": ["LiveView", "Run", "Sink", "wandb_sink"],
     "primerl.types": [
         "Completion",

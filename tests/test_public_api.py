@@ -49,6 +49,7 @@ EXPORTS = {
     "primerl.testing": [
         "ScriptedEngine",
         "character_tokenizer",
+        "check_engine",
         "lognormal",
         "smollm2",
         "tiny_model",

@@ -51,6 +51,14 @@ def test_the_transformers_engine_passes(mode):
     assert set(outcomes.values()) == {"passed"}
 
 
+def test_the_engine_of_the_documentation_passes_its_test(root):
+    page = (root / "docs" / "engines.md").read_text()
+    names: dict = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], names)
+
+    names["test_the_contract"]()
+
+
 def test_without_updates_theirs_are_skipped_and_a_long_context_is_not_filled():
     outcomes = testing.check_engine(testing.ScriptedEngine())
 

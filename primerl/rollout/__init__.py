@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from primerl.rollout.buffer import Buffer
 from primerl.rollout.conversation import Conversation
+from primerl.rollout.difficulty_pools import DifficultyPools
 from primerl.rollout.engine import Engine
 from primerl.rollout.environment import Environment, RewardError, single_turn
 from primerl.rollout.environment_workers import isolated
 from primerl.rollout.groups import run_group
+from primerl.rollout.mixtures import Mixture, route
 from primerl.rollout.staleness import (
     check_schedule,
     may_start,
     oldest_version,
     token_staleness,
 )
+from primerl.rollout.task_streams import InOrder, Shuffled, TaskStream
 from primerl.rollout.workers import Evaluation, Worker, worker
 
 if TYPE_CHECKING:
@@ -26,16 +29,22 @@ if TYPE_CHECKING:
 __all__ = [
     "Buffer",
     "Conversation",
+    "DifficultyPools",
     "Engine",
     "Environment",
     "Evaluation",
+    "InOrder",
+    "Mixture",
     "RewardError",
+    "Shuffled",
+    "TaskStream",
     "TransformersEngine",
     "Worker",
     "check_schedule",
     "isolated",
     "may_start",
     "oldest_version",
+    "route",
     "run_group",
     "single_turn",
     "token_staleness",

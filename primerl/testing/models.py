@@ -1,11 +1,12 @@
-"""Models small enough for a test, with the architecture of large ones."""
+"""Models small enough for a test, with the architecture of large ones.
+
+torch loads on first use, so that a process of scripted rollouts starts without it.
+"""
 
 import importlib.util
 import os
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from primerl._optional import require
 
@@ -18,6 +19,8 @@ def tiny_model(model_type: str = "qwen3_moe", *, seed: int = 0, **config: Any) -
         seed: of the initialization; the process's generator is left as it was.
         config: settings that replace the tiny ones.
     """
+    import torch
+
     transformers = require("transformers", extra="transformers")
     settings = {
         "vocab_size": 64,
@@ -68,6 +71,8 @@ def smollm2(folder: str | os.PathLike[str]) -> Path:
     folder = Path(folder)
     if (folder / "config.json").is_file():
         return folder
+    import torch
+
     transformers = require("transformers", extra="transformers")
     require("gguf", extra="transformers")
     # Found, not imported: the package's own dependencies are not needed.

@@ -1,0 +1,271 @@
+"""The contract of an engine: one function for each rule, which raises where it is broken."""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from primerl.rollout.engine import Engine
+from primerl.types import Completion, SamplingParams
+
+ROUNDING = 1e-5  # by which a logprob may exceed 0
+BEGIN_S = 0.05  # in which requests are let get going
+CANCEL_S = 10.0  # in which a cancelled request must have ended
+FILLED_CONTEXT = 4096  # a longer context is not filled for a check
+
+
+class Skipped(Exception):
+    """The check does not apply; the message says why."""
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """An engine and what to ask of it."""
+
+    engine: Any
+    prompt_ids: list[int]
+    max_tokens: int
+    concurrency: int
+    update: Callable[[int], Any] | None
+
+    def generate(
+        self,
+        *,
+        prompt_ids: list[int] | None = None,
+        max_tokens: int | None = None,
+        temperature: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        **keywords: Any,
+    ) -> Any:
+        """A request of the case's prompt and ``max_tokens``, unless others are given."""
+        params = SamplingParams(
+            max_tokens=self.max_tokens if max_tokens is None else max_tokens,
+            temperature=temperature,
+            stop_token_ids=stop_token_ids,
+        )
+        prompt = self.prompt_ids if prompt_ids is None else prompt_ids
+        return self.engine.generate(prompt, params, **keywords)
+
+    async def publish(self, version: int) -> None:
+        """Serve some weights as ``version``; skips the check where there is no way to."""
+        if self.update is None:
+            raise Skipped("no update= was given")
+        await asyncio.to_thread(self.update, version)
+
+
+def _expect(condition: Any, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+async def protocol(case: Case) -> None:
+    """``version`` and ``context_length`` are counts, and there is ``generate``."""
+    _expect(isinstance(case.engine, Engine), "expected version, context_length and generate")
+    for name, least in (("version", 0), ("context_length", 2)):
+        value = getattr(case.engine, name)
+        _expect(
+            isinstance(value, int) and value >= least,
+            f"{name} is {value!r}, expected an integer of at least {least}",
+        )
+
+
+async def completion(case: Case) -> None:
+    """A request is answered by a ``types.Completion`` of at least one token.
+
+    That class itself checks that there is a logprob and a version for each token.
+    """
+    request = case.generate()
+    _expect(
+        inspect.isawaitable(request),
+        f"generate returned {type(request).__name__}, which can't be awaited; use `async def`",
+    )
+    answer = await request
+    _expect(
+        isinstance(answer, Completion),
+        f"generate returned {type(answer).__name__}, expected primerl.types.Completion",
+    )
+    _expect(len(answer.token_ids) > 0, "the completion is empty, expected at least one token")
+    _expect((answer.token_ids >= 0).all(), f"negative token ids: {answer.token_ids.tolist()}")
+    _expect(
+        answer.finish_reason in ("stop", "length"),
+        f"finish_reason is {answer.finish_reason!r}, expected 'stop' or 'length'",
+    )
+
+
+async def logprobs(case: Case) -> None:
+    """Each token has a finite logprob of at most 0."""
+    values = (await case.generate()).logprobs
+    _expect(np.isfinite(values).all(), f"logprobs are not finite: {values.tolist()}")
+    _expect((values <= ROUNDING).all(), f"logprobs above 0: {values.tolist()}")
+
+
+async def versions(case: Case) -> None:
+    """While nothing is updated, each token is of the version that the engine serves."""
+    served = case.engine.version
+    seen = (await case.generate()).versions.tolist()
+    _expect(set(seen) == {served}, f"tokens are of versions {seen}, and {served} was served")
+
+
+async def max_tokens(case: Case) -> None:
+    """Without stop tokens a completion has ``max_tokens`` tokens and ends by ``"length"``.
+
+    Whatever else a model may end with, such as its end-of-text token, has to be asked for.
+    """
+    for most in (1, case.max_tokens):
+        answer = await case.generate(max_tokens=most)
+        _expect(
+            len(answer.token_ids) == most and answer.finish_reason == "length",
+            f"asked for max_tokens={most} and no stop tokens, got {len(answer.token_ids)} tokens "
+            f"ended by {answer.finish_reason!r}; expected {most}, ended by 'length'",
+        )
+
+
+async def greedy(case: Case) -> None:
+    """``temperature=0`` twice gives the same tokens twice."""
+    first, second = [(await case.generate(temperature=0)).token_ids.tolist() for _ in range(2)]
+    _expect(first == second, f"temperature=0 gave {first}, and then {second}")
+
+
+async def stop_tokens(case: Case) -> None:
+    """The first stop token ends a completion, is its last token, and the reason is ``"stop"``."""
+    tokens = (await case.generate(temperature=0)).token_ids.tolist()
+    stop = tokens[len(tokens) // 2]
+    expected = tokens[: tokens.index(stop) + 1]
+    answer = await case.generate(temperature=0, stop_token_ids=[stop])
+    _expect(
+        answer.token_ids.tolist() == expected and answer.finish_reason == "stop",
+        f"with stop token {stop}, which is sampled at place {len(expected) - 1}, got "
+        f"{answer.token_ids.tolist()} ended by {answer.finish_reason!r}; expected {expected}, "
+        "ended by 'stop'",
+    )
+
+
+async def concurrency(case: Case) -> None:
+    """Of many requests at once, each gets its own answer: here, of its own length."""
+    asked = [1 + n % case.max_tokens for n in range(case.concurrency)]
+    answers = await asyncio.gather(*(case.generate(max_tokens=most) for most in asked))
+    got = [len(answer.token_ids) for answer in answers]
+    _expect(got == asked, f"requests at once of {asked} tokens were answered with {got}")
+
+
+async def cancellation(case: Case) -> None:
+    """Cancelling the awaiting tasks ends them at once, and the engine goes on serving."""
+    room = case.engine.context_length - len(case.prompt_ids)
+    requests = [
+        asyncio.ensure_future(case.generate(max_tokens=room)) for _ in range(case.concurrency)
+    ]
+    await asyncio.wait(requests, timeout=BEGIN_S)
+    cancelled = [request for request in requests if request.cancel()]
+    if cancelled:
+        _, pending = await asyncio.wait(cancelled, timeout=CANCEL_S)
+        _expect(not pending, f"{len(pending)} cancelled requests go on after {CANCEL_S:g} s")
+        _expect(
+            all(request.cancelled() for request in cancelled),
+            "cancelled requests ended otherwise than by CancelledError; let it pass",
+        )
+    await asyncio.gather(*(case.generate(max_tokens=1) for _ in range(case.concurrency)))
+
+
+async def session(case: Case) -> None:
+    """Requests of one conversation may be named by a ``session``."""
+    for _ in range(2):
+        await case.generate(max_tokens=1, session="conversation")
+
+
+async def empty_prompt(case: Case) -> None:
+    """A prompt of no tokens is refused with ``ValueError``."""
+    await _expect_refusal(case.generate(prompt_ids=[]), "an empty prompt")
+
+
+async def too_long(case: Case) -> None:
+    """A request beyond ``context_length`` is refused with ``ValueError``."""
+    length = case.engine.context_length
+    room = length - len(case.prompt_ids)
+    long = (case.prompt_ids * length)[:length]
+    where = f"beyond the context of {length} tokens"
+    await _expect_refusal(case.generate(max_tokens=room + 1), f"max_tokens {where}")
+    await _expect_refusal(case.generate(prompt_ids=long, max_tokens=1), f"a prompt {where}")
+
+
+async def full_context(case: Case) -> None:
+    """A request that fills ``context_length`` exactly is served."""
+    length = case.engine.context_length
+    if length > FILLED_CONTEXT:
+        raise Skipped(f"the context of {length} tokens is longer than {FILLED_CONTEXT}")
+    long = (case.prompt_ids * length)[: length - 1]
+    answer = await case.generate(prompt_ids=long, max_tokens=1)
+    _expect(len(answer.token_ids) == 1, f"got {len(answer.token_ids)} tokens, expected 1")
+
+
+async def update(case: Case) -> None:
+    """After an update the engine serves the new version, and samples with it."""
+    version = case.engine.version + 1
+    await case.publish(version)
+    _expect(
+        case.engine.version == version,
+        f"after the update to version {version} the engine says that it serves "
+        f"{case.engine.version}",
+    )
+    seen = (await case.generate()).versions.tolist()
+    _expect(set(seen) == {version}, f"tokens are of versions {seen} after the update to {version}")
+
+
+async def update_in_flight(case: Case) -> None:
+    """Requests in flight end, with versions that never go back and were served meanwhile."""
+
+    async def bounded(most: int) -> tuple[int, Completion, int]:
+        before = case.engine.version
+        answer = await case.generate(max_tokens=most)
+        return before, answer, case.engine.version
+
+    most = min(8 * case.max_tokens, case.engine.context_length - len(case.prompt_ids))
+    requests = [asyncio.ensure_future(bounded(most)) for _ in range(case.concurrency)]
+    await asyncio.wait(requests, timeout=BEGIN_S)
+    try:
+        for _ in range(2):
+            await case.publish(case.engine.version + 1)
+        answers = await asyncio.gather(*requests)
+    finally:
+        for request in requests:
+            request.cancel()
+        await asyncio.wait(requests, timeout=CANCEL_S)
+    for before, answer, after in answers:
+        seen = answer.versions
+        _expect((np.diff(seen) >= 0).all(), f"the versions of tokens go back: {seen.tolist()}")
+        _expect(
+            before <= seen.min() and seen.max() <= after,
+            f"versions {seen.tolist()} of a request in whose time {before} to {after} were served",
+        )
+
+
+async def update_back(case: Case) -> None:
+    """An update to an older version is refused with ``ValueError`` and changes nothing."""
+    await case.publish(case.engine.version + 1)
+    version = case.engine.version
+    await _expect_refusal(case.publish(version - 1), f"version {version - 1} after {version}")
+    _expect(case.engine.version == version, f"a refused update left version {case.engine.version}")
+
+
+async def _expect_refusal(request: Awaitable[Any], what: str) -> None:
+    try:
+        await request
+    except ValueError:
+        return
+    except Skipped:
+        raise
+    except Exception as error:
+        raise AssertionError(
+            f"{what} raised {type(error).__name__}: {error}; expected ValueError"
+        ) from error
+    raise AssertionError(f"{what} was accepted; expected ValueError")
+
+
+FIRST = (protocol, completion)  # the others mean nothing where these fail
+CHECKS = (
+    *FIRST,
+    *(logprobs, versions, max_tokens, greedy, stop_tokens, concurrency, cancellation, session),
+    *(empty_prompt, too_long, full_context, update, update_in_flight, update_back),
+)

@@ -1,0 +1,262 @@
+"""An engine without a model: scripted replies, latencies, failures and weight updates."""
+
+import asyncio
+import functools
+import math
+import random
+import statistics
+import threading
+import time
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from primerl.types import Completion, PolicyVersion, SamplingParams
+
+Reply = str | Sequence[int]
+Latency = Callable[[random.Random], float]
+
+LOGPROB = -1.0  # of every token
+
+
+def lognormal(*, median_s: float, p99_over_median: float = 10.0) -> Latency:
+    """Latencies with the long tail of real rollouts.
+
+    ``exp(N(ln median, sigma))`` seconds with ``sigma = ln(p99_over_median) / 2.3263``, so that one
+    in a hundred takes more than ``p99_over_median`` times the median.
+
+    Raises:
+        ValueError: the median is not positive, or the ratio is below 1.
+    """
+    if not 0 < median_s < math.inf:
+        raise ValueError(f"median_s is {median_s}, expected a positive number of seconds")
+    if not 1 <= p99_over_median < math.inf:
+        raise ValueError(f"p99_over_median is {p99_over_median}, expected at least 1")
+    sigma = math.log(p99_over_median) / statistics.NormalDist().inv_cdf(0.99)
+    return functools.partial(random.Random.lognormvariate, mu=math.log(median_s), sigma=sigma)
+
+
+class ScriptedEngine:
+    """Says what it is told to, as slowly, unreliably and concurrently as wanted.
+
+        engine = testing.ScriptedEngine(["four", "five"], tokenizer=tokenizer,
+                                        latency=testing.lognormal(median_s=0.05), failures=0.01)
+
+    A completion ends at its first stop token; where the reply has none, the first of
+    ``stop_token_ids`` is appended. Without stop tokens the reply is said again and again up to
+    ``max_tokens``, as a model goes on. Every logprob is -1.
+
+    A call sleeps once. Its tokens are sampled at even intervals over that time, each under the
+    version served at that moment, so an update splits the completions that are in flight. Replies,
+    latencies and failures depend on ``seed`` and the order of the calls alone.
+
+    ``generate`` may be awaited on any event loop, and ``update_weights`` called from any thread. An
+    engine pickles where its arguments do; what is pickled has no calls in flight.
+
+    Args:
+        replies: said in turn, again and again; a greedy request gets the one that its prompt
+            decides. Or ``(prompt_ids, call number) -> reply``, with calls numbered from 0.
+        tokenizer: encodes replies that are strings; others are token ids.
+        latency: seconds of a call, or a function that draws them.
+        failures: the share of calls that fail, or ``call number -> exception or None``; raised
+            after a random part of the call's latency.
+        context_length: the most tokens of one request.
+        seed: of latencies and failures.
+
+    Raises:
+        ValueError: there is no reply, a reply is neither text nor token ids, text comes without a
+            tokenizer, or a number is out of range.
+    """
+
+    calls: int
+    """Calls so far, with those in flight, failed and cancelled; refused ones don't count."""
+    in_flight: int
+    """Calls that have not ended."""
+    peak_in_flight: int
+    """The most calls that were in flight at once."""
+    cancelled: int
+    """Calls that were cancelled."""
+
+    def __init__(
+        self,
+        replies: Sequence[Reply] | Callable[[Sequence[int], int], Reply] = ((2, 3, 4, 5),),
+        *,
+        tokenizer: Any = None,
+        latency: float | Latency = 0.0,
+        failures: float | Callable[[int], Exception | None] = 0.0,
+        context_length: int = 32_768,
+        seed: int = 0,
+    ) -> None:
+        if not callable(latency) and not 0 <= latency < math.inf:
+            raise ValueError(f"latency is {latency}, expected a number of seconds >= 0")
+        if not callable(failures) and not 0 <= failures <= 1:
+            raise ValueError(f"failures is {failures}, expected a share between 0 and 1")
+        if context_length < 2:
+            raise ValueError(f"context_length is {context_length}, expected at least 2 tokens")
+        self._tokenizer = tokenizer
+        self._reply = replies if callable(replies) else self._encode_all(replies)
+        self._latency = latency
+        self._failures = failures
+        self._context_length = context_length
+        self._random = random.Random(seed)
+        self._updates: list[tuple[float, PolicyVersion]] = [(-math.inf, 0)]
+        self.calls = self.in_flight = self.peak_in_flight = self.cancelled = 0
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.Lock()
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The policy version that the next token will be sampled with."""
+        return self._updates[-1][1]
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens, prompt and completion together, in one request."""
+        return self._context_length
+
+    def update_weights(
+        self,
+        tensors: Mapping[str, Any],  # noqa: ARG002  a script has no use for weights
+        *,
+        version: int,
+        timeout_s: float = 600.0,  # noqa: ARG002  it takes no time
+    ) -> None:
+        """Serve ``version`` from the next token on; the tensors are ignored.
+
+        Raises:
+            ValueError: the version goes back.
+        """
+        with self._lock:
+            if version < self.version:
+                raise ValueError(f"version {version} is older than {self.version}, which is served")
+            self._updates.append((time.monotonic(), version))
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,  # noqa: ARG002  one replica: every session is at home
+    ) -> Completion:
+        """The scripted completion, after its latency; cancelling the awaiting task cancels it.
+
+        Raises:
+            ValueError: the prompt is empty, or the request is longer than the context.
+            RuntimeError: this call was drawn to fail. An exception that ``failures`` returns is
+                raised as it is.
+        """
+        self._check(prompt_ids, params)
+        began, number, latency_s, failure = self._begin()
+        try:
+            await asyncio.sleep(latency_s)
+            if failure is not None:
+                raise failure
+            token_ids = self._completion_ids(prompt_ids, params, number)
+            stopped = token_ids[-1] in params.stop_token_ids
+            return Completion(
+                token_ids=token_ids,
+                logprobs=np.full(len(token_ids), LOGPROB),
+                versions=self._versions(began, len(token_ids)),
+                finish_reason="stop" if stopped else "length",
+            )
+        except asyncio.CancelledError:
+            with self._lock:
+                self.cancelled += 1
+            raise
+        finally:
+            with self._lock:
+                self.in_flight -= 1
+
+    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        if len(prompt_ids) == 0:
+            raise ValueError("the prompt is empty; a completion needs at least one token before it")
+        if len(prompt_ids) + params.max_tokens > self._context_length:
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} tokens and max_tokens={params.max_tokens} exceed "
+                f"the context of {self._context_length} tokens"
+            )
+
+    def _begin(self) -> tuple[float, int, float, Exception | None]:
+        """Count a call and draw its fate: when it began, its number, latency and failure."""
+        with self._lock:
+            number = self.calls
+            latency_s = self._latency(self._random) if callable(self._latency) else self._latency
+            failure = self._failure(number)
+            if failure is not None:
+                latency_s *= self._random.random()
+            self.calls += 1
+            self.in_flight += 1
+            self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
+            return time.monotonic(), number, latency_s, failure
+
+    def _failure(self, number: int) -> Exception | None:
+        if callable(self._failures):
+            return self._failures(number)
+        if self._failures and self._random.random() < self._failures:
+            return RuntimeError(f"call {number} was scripted to fail")
+        return None
+
+    def _completion_ids(
+        self, prompt_ids: Sequence[int], params: SamplingParams, number: int
+    ) -> list[int]:
+        if callable(self._reply):
+            reply = self._encode(self._reply(prompt_ids, number), f"the reply to call {number}")
+        else:
+            # A greedy completion is a function of its prompt, whatever was asked before.
+            greedy = params.temperature == 0
+            turn = zlib.crc32(np.asarray(prompt_ids, np.int64).tobytes()) if greedy else number
+            reply = self._reply[turn % len(self._reply)]
+        stops = params.stop_token_ids
+        end = next((i for i, token in enumerate(reply) if token in stops), None)
+        if end is not None:
+            reply = reply[: end + 1]
+        elif stops:
+            reply = [*reply, stops[0]]
+        elif reply:
+            reply = reply * math.ceil(params.max_tokens / len(reply))
+        else:
+            raise ValueError(
+                f"the reply to call {number} is empty, and so would be its completion: "
+                "pass stop_token_ids, or a reply of at least one token"
+            )
+        return reply[: params.max_tokens]
+
+    def _versions(self, began: float, count: int) -> np.ndarray:
+        """The version served at the moment of each of ``count`` tokens, sampled since ``began``."""
+        with self._lock:
+            now = time.monotonic()
+            first = bisect_right(self._updates, began, key=itemgetter(0)) - 1
+            times, versions = zip(*self._updates[first:], strict=True)
+        if len(times) == 1:
+            return np.full(count, versions[0])
+        sampled = np.linspace(began, now, count + 1)[1:]
+        served: np.ndarray = np.array(versions)[np.searchsorted(times, sampled, side="right") - 1]
+        return served
+
+    def _encode_all(self, replies: Sequence[Reply]) -> list[list[int]]:
+        if isinstance(replies, str):
+            raise ValueError(f"replies is the string {replies!r}; expected a list of replies")
+        if len(replies) == 0:
+            raise ValueError("there are no replies; pass at least one")
+        return [self._encode(reply, f"replies[{i}]") for i, reply in enumerate(replies)]
+
+    def _encode(self, reply: Any, where: str) -> list[int]:
+        if isinstance(reply, str):
+            if self._tokenizer is None:
+                raise ValueError(f"{where} is text, {reply!r}; pass tokenizer= to encode it")
+            return list(self._tokenizer.encode(reply, add_special_tokens=False))
+        if not isinstance(reply, Sequence | np.ndarray):
+            raise ValueError(
+                f"{where} is {reply!r} ({type(reply).__name__}); expected text or token ids"
+            )
+        return [int(token) for token in reply]

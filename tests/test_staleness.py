@@ -147,6 +147,127 @@ def test_over_random_schedules_the_bound_holds_and_the_accounts_balance(
         assert trainer - served <= max_staleness
 
 
+def test_steps_are_counted_from_the_first_take():
+    """A run that was resumed at step 100 starts no burst of groups."""
+    buffer = rollout.Buffer(groups_per_step=2, max_staleness=1)
+
+    def start_all(served):
+        count = 0
+        while buffer.may_start(served=served):
+            buffer.start()
+            buffer.put(make_group(version=served))
+            count += 1
+        return count
+
+    assert start_all(100) == 4
+    assert len(buffer.take(version=100)) == 2
+    assert start_all(100) == 0
+    assert start_all(101) == 2
+
+
+def test_masking_trains_what_is_fresh_of_a_group_and_drops_what_has_nothing_left():
+    buffer = rollout.Buffer(groups_per_step=1, max_staleness=1, on_stale="mask_tokens")
+    for versions in ([0, 1, 2, 2], [0, 0, 0, 0]):
+        buffer.start()
+        buffer.put(group_of(versions, [0.0, 1.0]))
+
+    (group,) = buffer.take(version=2)
+
+    assert group.versions.tolist() == [1, 2, 2] * 2
+    assert group.rewards.tolist() == [0.0, 1.0]
+    assert [sample.versions.tolist()[3:] for sample in group.samples] == [[0, 1, 2, 2]] * 2
+    assert buffer.masked_tokens == 2
+    assert buffer.dropped == {"stale": 1}
+    assert buffer.tokens == {"trained": 6, "stale": 8}
+
+
+def test_a_sample_without_a_fresh_token_leaves_its_rollout_but_not_its_reward():
+    fresh, old = (
+        rollout_of.rollouts[0] for rollout_of in (make_group(version=2), make_group(version=0))
+    )
+    mixed = evolve(make_group(), rollouts=[fresh, old])
+    buffer = rollout.Buffer(groups_per_step=1, max_staleness=1, on_stale="mask_tokens")
+    buffer.start()
+    buffer.put(mixed)
+
+    (group,) = buffer.take(version=2)
+
+    assert [len(one.samples) for one in group.rollouts] == [1, 0]
+    assert len(group.rewards) == 2
+
+
+def test_waiting_takes_stragglers_before_they_are_too_old():
+    buffer = rollout.Buffer(groups_per_step=1, max_staleness=1, on_stale="wait")
+    for _ in range(2):
+        buffer.start()
+    buffer.put(make_group(version=1))
+
+    assert buffer.take(version=1, in_flight=[0]) is None  # it would be too old at step 2
+    buffer.put(make_group(version=0, task_id="straggler"))
+    (group,) = buffer.take(version=1, in_flight=[])
+
+    assert group.task_id == "straggler"
+    assert buffer.dropped == {}
+
+
+@given(
+    seed=st.integers(0, 2**32), max_staleness=st.integers(0, 4), groups_per_step=st.integers(1, 4)
+)
+@settings(max_examples=60, deadline=None)
+def test_with_waiting_no_group_is_ever_stale(seed, max_staleness, groups_per_step):
+    events = random.Random(seed)
+    buffer = rollout.Buffer(
+        groups_per_step=groups_per_step, max_staleness=max_staleness, on_stale="wait"
+    )
+    first = served = trainer = events.randrange(3)
+    running: list[int] = []
+    for _ in range(300):
+        event = events.random()
+        if event < 0.4 and buffer.may_start(served=served):
+            buffer.start()
+            running.append(served)
+        elif event < 0.6 and running:
+            version = running.pop(events.randrange(len(running)))
+            buffer.put(cached_group(version)) if events.random() < 0.9 else buffer.drop("failed")
+        elif event > 0.6:
+            if (groups := buffer.take(version=trainer, in_flight=running)) is not None:
+                assert all((trainer - group.versions <= max_staleness).all() for group in groups)
+                trainer += 1
+                served = trainer
+            elif not running:
+                assert buffer.may_start(served=served), "waiting would never end"
+    assert "stale" not in buffer.dropped
+    assert buffer.trained == (trainer - first) * groups_per_step
+
+
+def test_a_buffer_is_restored_with_its_groups_and_counts():
+    buffer = rollout.Buffer(groups_per_step=1, max_staleness=2)
+    for version in (0, 1, 1):
+        buffer.start()
+        buffer.put(make_group(version=version))
+    buffer.take(version=0)
+    for _ in range(2):
+        buffer.start()
+    buffer.drop("failed", tokens=7)
+
+    again = rollout.Buffer(groups_per_step=1, max_staleness=2)
+    again.restore(buffer.state())
+
+    assert (again.trained, again.buffered, again.in_flight) == (1, 2, 0)
+    assert again.started == buffer.started - 1  # the one in flight is started again
+    assert again.dropped == {"failed": 1}
+    assert again.tokens == {"trained": 8, "failed": 7}
+    (group,) = again.take(version=1)
+    np.testing.assert_array_equal(group.versions, make_group(version=1).versions)
+    with pytest.raises(ValueError, match="groups_per_step=1, not 2"):
+        rollout.Buffer(groups_per_step=2, max_staleness=2).restore(buffer.state())
+
+
+def test_an_unknown_way_to_treat_what_is_stale_is_refused():
+    with pytest.raises(ValueError, match="on_stale='ignore'; expected one of drop, wait"):
+        rollout.Buffer(groups_per_step=1, max_staleness=1, on_stale="ignore")
+
+
 @functools.cache
 def cached_group(version):
     return make_group(version=version)

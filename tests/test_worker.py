@@ -22,7 +22,7 @@ def make_worker(engine=None, environment=None, tasks=TASKS, **change):
         "groups_per_step": 3,
         "max_staleness": 1,
         "timeout_s": 20.0,
-        "isolation": __import__("os").environ.get("ISO","thread"),
+        "isolation": "thread",  # test_worker_process.py has the other
     } | change
     environment = environment or rollout.single_turn(
         CharacterCodes(), reward=lambda task, reply: len(set(reply))
@@ -252,7 +252,13 @@ def test_an_error_in_the_trainer_is_not_hidden_by_leaving():
         ({"params": SamplingParams(max_tokens=3, temperature=0)}, "training needs temperature"),
         ({"params": SamplingParams(max_tokens=3, top_p=0.9)}, "full distribution"),
         ({"params": SamplingParams(max_tokens=3, top_k=5)}, "full distribution"),
-        ({"isolation": "process"}, "isolation='process'"),
+        ({"isolation": "fork"}, "isolation='fork'; expected 'process' or 'thread'"),
+        ({"on_stale": "keep"}, "on_stale='keep'; expected one of drop, wait, mask_tokens"),
+        ({"min_group": 3}, "min_group is 3, expected 1 to 2"),
+        ({"retries": -1}, "retries is -1"),
+        ({"quarantine_after": 0}, "quarantine_after is 0"),
+        ({"group_timeout_s": 0}, "group_timeout_s is 0"),
+        ({"state": b"junk"}, "no state of a rollout worker"),
     ],
 )
 def test_what_cannot_work_is_refused_before_it_starts(change, message):
@@ -287,3 +293,244 @@ def test_an_evaluation_that_fails_raises_and_cancels_the_rest():
             rollouts.evaluate(TASKS, SamplingParams(max_tokens=3, temperature=0))
 
         assert sorted(cancelled) == ["0", "2", "3", "4"]
+
+
+def scored(environment=None):
+    return rollout.single_turn(CharacterCodes(), reward=lambda task, reply: len(set(reply)))
+
+
+def test_failed_rollouts_are_retried_and_their_errors_counted_by_name():
+    base, attempts = scored(), iter(range(10_000))
+
+    async def flaky(task, engine, params):
+        if next(attempts) % 3 == 0:
+            raise ConnectionError("lost")
+        return await base(task, engine, params)
+
+    with make_worker(environment=flaky, retries=5, max_staleness=0) as rollouts:
+        rollouts.take(version=0)
+        stats = rollouts.stats()
+
+    assert stats["retried"] == stats["errors"]["ConnectionError"] > 0
+    assert stats["dropped"] == 0
+
+
+def test_a_straggler_does_not_hold_up_a_step_and_its_group_is_replaced():
+    base = scored()
+
+    async def sometimes_hangs(task, engine, params):
+        if task["id"] == "0":
+            await asyncio.sleep(3600)
+        return await base(task, engine, params)
+
+    plan = {"group_timeout_s": 0.1, "max_staleness": 0}
+    with make_worker(environment=sometimes_hangs, **plan) as rollouts:
+        groups = rollouts.take(version=0)
+        stats = rollouts.stats()
+
+    assert "0" not in [group.task_id for group in groups]
+    assert stats["dropped_by"] == {"timeout": 1}
+    assert stats["started"] == 4
+    assert balanced(stats)
+
+
+def test_survivors_are_trained_where_enough_remain():
+    base, attempts = scored(), iter(range(10_000))
+
+    async def flaky(task, engine, params):
+        if next(attempts) % 4 == 0:
+            raise ConnectionError("lost")
+        return await base(task, engine, params)
+
+    plan = {"group_size": 4, "min_group": 2, "retries": 0, "max_staleness": 0}
+    with make_worker(environment=flaky, **plan) as rollouts:
+        groups = rollouts.take(version=0)
+
+    assert [len(group.rollouts) for group in groups] == [3, 3, 3]
+
+
+def test_a_task_that_keeps_failing_is_put_in_quarantine():
+    base = scored()
+    played = []
+
+    async def poisoned(task, engine, params):
+        played.append(task["id"])
+        if task["id"] == "2":
+            raise ConnectionError("lost")
+        return await base(task, engine, params)
+
+    engine = FakeEngine()
+    with make_worker(engine, poisoned, quarantine_after=2, retries=0) as rollouts:
+        for step in range(12):
+            rollouts.take(version=step)
+            engine.version = step + 1
+        stats = rollouts.stats()
+        state = rollouts.state()
+    seen = len(played)
+    with make_worker(engine, poisoned, quarantine_after=2, retries=0, state=state) as rollouts:
+        rollouts.take(version=12)
+        again = rollouts.stats()
+
+    assert stats["quarantined"] == 1
+    assert stats["dropped_by"]["failed"] == 2
+    assert stats["skipped"] > 0
+    assert "2" not in played[seen:]
+    assert again["quarantined"] == 1
+    assert balanced(again)
+
+
+def test_when_every_task_is_in_quarantine_the_run_stops():
+    async def dead(task, engine, params):
+        raise ConnectionError("no sandbox")
+
+    plan = {"quarantine_after": 1, "groups_per_step": 50, "max_staleness": 0, "retries": 0}
+    with make_worker(environment=dead, **plan) as rollouts:
+        with pytest.raises(RuntimeError, match="every task is in quarantine"):
+            rollouts.take(version=0)
+
+
+def test_a_group_that_no_step_can_use_any_more_is_cancelled_at_once():
+    base = scored()
+    cancelled = []
+
+    async def environment(task, engine, params):
+        reply = await base(task, engine, params)
+        if task["id"] == "0":
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                cancelled.append(engine.version)
+                raise
+        return reply
+
+    engine = FakeEngine()
+    tasks = [{"id": "0", "prompt": "slow"}] + [{"id": "1", "prompt": "fast"}] * 500
+    with make_worker(engine, environment, tasks, group_size=1) as rollouts:
+        for step in range(2):
+            rollouts.take(version=step)
+            assert not cancelled or step == 1
+            engine.version = step + 1
+        rollouts.take(version=2)
+        stats = rollouts.stats()
+
+    assert len(cancelled) == 1
+    assert stats["dropped_by"] == {"cancelled": 1}
+    assert stats["tokens_by"]["cancelled"] == 3  # what it had sampled
+    assert balanced(stats)
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "mask_tokens"])
+def test_other_ways_to_treat_what_is_stale_cancel_nothing(on_stale):
+    base = scored()
+
+    async def slow(task, engine, params):
+        reply = await base(task, engine, params)
+        if task["id"] == "0":
+            await asyncio.sleep(0.2)
+        return reply
+
+    engine = FakeEngine()
+    with make_worker(engine, slow, on_stale=on_stale, group_size=1) as rollouts:
+        for step in range(8):
+            for group in rollouts.take(version=step):
+                assert (step - group.versions <= 1).all()
+            engine.version = step + 1
+        stats = rollouts.stats()
+
+    assert "cancelled" not in stats["dropped_by"]
+    if on_stale == "wait":
+        assert stats["dropped"] == 0
+    assert balanced(stats)
+
+
+def test_collecting_goes_on_from_a_state_without_skipping_a_task():
+    """What was trained, buffered, in flight and not yet drawn adds up to every task, once."""
+    tasks = [{"id": str(n), "prompt": f"task {n}"} for n in range(60)]
+    engine, trained = FakeEngine(delay_s=0.01), []
+    plan = {"max_staleness": 2, "on_stale": "wait"}
+    with make_worker(engine, tasks=iter(tasks), **plan) as rollouts:
+        for step in range(4):
+            trained += rollouts.take(version=step)
+            engine.version = step + 1
+        state = rollouts.state()
+        before = rollouts.stats()
+
+    # An iterator of the same tasks: the state knows how far the first had come.
+    with make_worker(engine, tasks=iter(tasks), state=state, **plan) as rollouts:
+        for step in range(4, 20):
+            groups = rollouts.take(version=step)
+            assert all((step - group.versions <= 2).all() for group in groups)
+            trained += groups
+            engine.version = step + 1
+        stats = rollouts.stats()
+
+    assert sorted(int(group.task_id) for group in trained) == list(range(60))
+    assert stats["started"] == stats["trained"] == 60
+    assert stats["rollout_tokens"] >= before["rollout_tokens"]
+    assert balanced(stats)
+
+
+def test_a_task_that_cannot_be_stored_is_an_error_that_loses_nothing():
+    with make_worker(tasks=[{"prompt": "a", "check": object()}]) as rollouts:
+        with pytest.raises(ValueError, match="can't be stored in the worker's state"):
+            rollouts.state()
+        assert len(rollouts.take(version=0)) == 3
+
+
+def test_an_evaluation_goes_on_at_its_version_while_training_publishes():
+    training, pinned = FakeEngine(), FakeEngine(delay_s=0.02)
+    pinned.version = 7
+    with make_worker(training) as rollouts:
+        evaluation = rollouts.start_evaluation(TASKS, PARAMS, engine=pinned)
+        for step in range(5):
+            rollouts.take(version=step)
+            training.version = step + 1
+        results = evaluation.result()
+
+        assert evaluation.done()
+
+    assert len(results) == 5
+    for one in results:
+        assert (one.samples[0].versions[one.samples[0].loss_mask] == 7).all()
+
+
+def test_an_evaluation_under_which_weights_change_is_an_error_not_a_mixture():
+    engine = FakeEngine(delay_s=0.1)
+    with make_worker(engine) as rollouts:
+        evaluation = rollouts.start_evaluation(TASKS, PARAMS)
+        rollouts.take(version=0)
+        engine.version = 1
+        with pytest.raises(RuntimeError, match=r"weights \[0, 1\] were served during"):
+            evaluation.result()
+
+
+def test_several_environments_are_mixed_by_weight_and_counted_by_name():
+    one, two = (rollout.single_turn(CharacterCodes(), reward=lambda t, r, v=v: v) for v in (1, 2))
+    tasks = rollout.Mixture(
+        {"one": [{"prompt": "a"}], "two": [{"prompt": "b"}, {"prompt": "c"}]},
+        weights={"one": 2.0, "two": 1.0},
+    )
+    environment = rollout.route({"one": one, "two": two})
+    with make_worker(environment=environment, tasks=tasks, max_staleness=0) as rollouts:
+        groups = rollouts.take(version=0)
+        counts = rollouts.stats()["environments"]
+
+    assert {group.environment for group in groups} == {"one", "two"}
+    assert counts["one"]["groups"] == 2 * counts["two"]["groups"]
+    assert counts["one"]["reward_sum"] == counts["one"]["rollouts"]
+    assert counts["two"]["reward_sum"] == 2 * counts["two"]["rollouts"]
+
+
+def test_blocking_work_shows_as_loop_lag():
+    base = scored()
+
+    async def blocks(task, engine, params):
+        time.sleep(0.15)
+        return await base(task, engine, params)
+
+    with make_worker(environment=blocks) as rollouts:
+        rollouts.take(version=0)
+        stats = rollouts.stats()
+
+    assert stats["loop_lag_max_s"] > 0.1
+    assert stats["loop_lag_p99_s"] <= stats["loop_lag_max_s"]

@@ -2,7 +2,7 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -26,8 +26,9 @@ class Buffer:
     What is too old for a step, ``on_stale`` says:
 
     - ``"drop"``: a group with any token beyond the bound is dropped as ``"stale"``.
-    - ``"wait"``: a step waits for every group that would be beyond the bound at the next one.
-      Admission has bounded their number, so they all fit into this step, and none is dropped.
+    - ``"wait"``: a step waits for stragglers while the groups that it would leave behind could
+      not all be trained before they are too old, ``groups_per_step`` at each step to come.
+      Admission bounds their number, so waiting always helps, and none is dropped.
     - ``"mask_tokens"``: tokens beyond the bound leave the loss mask and the rest is trained; a
       group of which nothing remains is dropped as ``"stale"``.
 
@@ -116,13 +117,13 @@ class Buffer:
         self.tokens[reason] += tokens
 
     def take(
-        self, version: PolicyVersion, *, oldest_in_flight: int | None = None
+        self, version: PolicyVersion, *, in_flight: Iterable[PolicyVersion] = ()
     ) -> list[Group] | None:
         """The groups of one step, oldest version first; None while there are too few.
 
-        No token to be trained in them is older than ``version - max_staleness``.
-        ``oldest_in_flight``, the oldest version that a group in flight may have sampled with,
-        matters for ``on_stale="wait"``.
+        No token to be trained in them is older than ``version - max_staleness``. ``in_flight``
+        has the oldest version that each group in flight may have sampled with; it matters for
+        ``on_stale="wait"``.
         """
         if self.first_version is None:
             self.first_version = version
@@ -130,10 +131,9 @@ class Buffer:
         while self._finished and self._finished[0][0] < oldest:
             group = heapq.heappop(self._finished)[2]
             self._masked(group, oldest) if self.on_stale == "mask_tokens" else self._stale(group)
-        expected = self.on_stale == "wait" and oldest_in_flight is not None
-        if expected and oldest_in_flight <= oldest:  # type: ignore[operator]
-            return None
         if len(self._finished) < self.groups_per_step:
+            return None
+        if self.on_stale == "wait" and self._must_wait(version, in_flight):
             return None
         taken = [heapq.heappop(self._finished)[2] for _ in range(self.groups_per_step)]
         self.trained += len(taken)
@@ -174,6 +174,18 @@ class Buffer:
         for content in state["groups"]:
             self._store(decode_group(content))
         self.started = self.trained + self.dropped.total() + self.buffered
+
+    def _must_wait(self, version: PolicyVersion, in_flight: Iterable[PolicyVersion]) -> bool:
+        """Whether a step now would leave more old groups behind than later steps can train."""
+        left = sorted(v for v, _, _ in self._finished)[self.groups_per_step :]
+        behind = sorted([(v, 0) for v in left] + [(v, 1) for v in in_flight])
+        expected = 0
+        for position, (oldest, flies) in enumerate(behind, start=1):
+            expected += flies
+            steps_left = oldest + self.max_staleness - version
+            if expected and position > steps_left * self.groups_per_step:
+                return True
+        return False
 
     def _store(self, group: Group) -> None:
         version = oldest_version(group)

@@ -145,7 +145,7 @@ class Collector:
         began = time.monotonic()
         kept, deadline = self._kept, began + self._plan.timeout_s
         self._expect(version)
-        while (groups := self._buffer.take(version, oldest_in_flight=self._oldest())) is None:
+        while (groups := self._buffer.take(version, in_flight=self._versions())) is None:
             self._require_progress(version)
             await self._change(min(1.0, self._plan.timeout_s))
             if self._kept != kept:
@@ -373,12 +373,9 @@ class Collector:
             if progress.oldest_version(version) < oldest:
                 group.cancel()
 
-    def _oldest(self) -> PolicyVersion | None:
+    def _versions(self) -> list[PolicyVersion]:
         served = self._engine.version
-        return min(
-            (progress.oldest_version(served) for _, progress in self._in_flight.values()),
-            default=None,
-        )
+        return [progress.oldest_version(served) for _, progress in self._in_flight.values()]
 
     async def _change(self, timeout_s: float) -> None:
         """Wait until something has ended or is served, at most ``timeout_s``."""

@@ -7,6 +7,7 @@ dies, its parent does that.
 """
 
 import asyncio
+import atexit
 import contextlib
 import importlib
 import io
@@ -261,7 +262,11 @@ def run_child(fd: int, parent: int) -> None:
     """The child's whole life; called by the program that ``Child.start`` runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
     threading.Thread(target=_watch, args=(parent,), name="primerl-watch", daemon=True).start()
+    finished: list[bool] = []
+    # Registered first, so it comes last: what the environment started ends with this process.
+    atexit.register(lambda: os.killpg(0, signal.SIGKILL) if finished else None)
     asyncio.run(_serve(socket.socket(fileno=fd)))
+    finished.append(True)
 
 
 def _watch(parent: int) -> None:

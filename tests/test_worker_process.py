@@ -219,7 +219,9 @@ def read_pids(folder):
     return [int(line) for line in file.read_text().split()] if file.exists() else []
 
 
-def test_a_blocked_event_loop_is_an_error_that_names_the_cause():
+def test_a_blocked_event_loop_is_an_error_that_names_the_cause(monkeypatch):
+    monkeypatch.setattr("primerl.rollout.workers.BLOCKED_S", 1.0)
+
     async def blocks(task, engine, params):
         time.sleep(3600)
 

@@ -129,6 +129,7 @@ class Collector:
         """Cancel what is in flight, close the environment, and return the last stats."""
         for task in self._background:
             task.cancel()
+        await asyncio.sleep(0)  # a group that has not begun could not account for its end
         playing = list(self._in_flight)
         for group in playing:
             group.cancel()
@@ -273,7 +274,6 @@ class Collector:
                 progress = Progress()
                 group = asyncio.create_task(self._play(task, progress))
                 self._in_flight[group] = (task, progress)
-                group.add_done_callback(lambda ended: self._in_flight.pop(ended, None))
             idle = not self._in_flight
             began = time.monotonic()
             await self._change(POLL_S)
@@ -327,6 +327,9 @@ class Collector:
         else:
             self._ended(task, group)
         finally:
+            playing = asyncio.current_task()
+            assert playing is not None
+            del self._in_flight[playing]
             self._retried += progress.retried
             self._errors.update(progress.errors)
             self._changed.set()

@@ -114,7 +114,8 @@ async def run_group(
             done, pending = await asyncio.wait(
                 pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
             )
-            failures += [error for one in done if (error := _failure(one)) is not None]
+            ended = [_failure(one) for one in rollouts if one in done]
+            failures += [error for error in ended if error is not None]
             for error in failures:
                 if isinstance(error, RewardError):
                     raise error

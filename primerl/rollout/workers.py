@@ -20,6 +20,7 @@ from primerl.rollout.task_streams import InOrder, TaskStream
 from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
 JOIN_S = 45.0
+BLOCKED_S = 10.0  # an event loop that is this silent will not end politely
 ISOLATION = ("process", "thread")
 
 
@@ -395,11 +396,16 @@ class _InProcess:
     async def stop(self) -> dict[str, Any] | None:
         if self._reporting is not None:
             self._reporting.cancel()
+        blocked = time.monotonic() - self.last_beat > BLOCKED_S
+        if blocked or not self._child.alive:  # it is ended by force, and has been reported
+            await self._child.close(grace_s=0)
+            return None
         try:
             async with asyncio.timeout(JOIN_S / 2):
-                return await self._child.call("aclose") if self._child.alive else None
+                stats: dict[str, Any] = await self._child.call("aclose")
+                return stats
         except (RuntimeError, TimeoutError):
-            return None  # it died, or hangs: it is ended by force, and has been reported
+            return None
         finally:
             await self._child.close(grace_s=2.0)
 

@@ -348,7 +348,11 @@ def script(tmp_path):
         path = tmp_path / "recipe.py"
         path.write_text(SCRIPT.format(tests=str(Path(__file__).parent), then=then))
         child = subprocess.Popen(
-            [sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         children.append(child)
         pids = []
@@ -368,7 +372,7 @@ def script(tmp_path):
 @pytest.mark.parametrize("how", ["ctrl-c", "exception", "kill the trainer", "kill the worker"])
 def test_however_a_run_ends_nothing_is_left_behind(script, how):
     before = {path.name for path in Path("/dev/shm").glob("*")} if Path("/dev/shm").is_dir() else ()
-    child, pids = script("1 / 0" if how == "exception" else "pass")
+    child, pids = script("sys.stdin.readline(); 1 / 0" if how == "exception" else "pass")
     assert len(pids) > 3, "the environment's subprocesses are counted too"
     if how == "ctrl-c":
         child.send_signal(signal.SIGINT)

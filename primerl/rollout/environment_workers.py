@@ -64,6 +64,7 @@ class _Slot:
     child: Child | None = None
     playing: int = 0
     ready: bool = False
+    tried: bool = False  # until each has been, all first rollouts would go to the fastest
 
 
 class IsolatedEnvironment:
@@ -143,8 +144,8 @@ class IsolatedEnvironment:
         while True:
             if self._broken is not None:
                 raise RuntimeError(f"no environment process: {self._broken}") from self._broken
-            ready = [slot for slot in self._slots if slot.ready]
-            if ready:
+            ready = [slot for slot in self._slots if slot.ready and slot.child and slot.child.alive]
+            if ready and all(slot.tried for slot in self._slots):
                 return min(ready, key=lambda slot: slot.playing)
             self._changed.clear()
             await self._changed.wait()
@@ -165,14 +166,14 @@ class IsolatedEnvironment:
                         self._broken = error
                 else:
                     failures = 0
-                    slot.ready = True
+                    slot.ready = slot.tried = True
                     self._changed.set()
                     how = await slot.child.wait()
                     log.warning("%s; starting another", how)
                     quick_deaths = quick_deaths + 1 if time.monotonic() - began < SETTLED_S else 0
                     self.restarts += 1
             finally:
-                slot.ready = False
+                slot.ready, slot.tried = False, True
                 await slot.child.close(grace_s=2.0)
                 self._changed.set()
             await asyncio.sleep(min(MAX_BACKOFF_S, 0.05 * 2 ** (quick_deaths + failures)))
@@ -186,6 +187,7 @@ async def _kill_if_blocked(child: Child) -> None:
         except TimeoutError:
             log.warning("%s is blocked and is killed", child.name)
             child.kill()
+            await child.wait()
 
 
 class EnvironmentHost:

@@ -92,9 +92,11 @@ def test_without_a_learning_rate_the_weights_stay_bit_equal(root, tmp_path):
         steps=2, warmup_steps=30, groups_per_step=2, group_size=4, lr=0.0, run_dir=str(tmp_path)
     )
     model, tokenizer = demo.build_policy(args.seed)
-    tasks = [{"id": word} for word in demo.testing.words()]
+    tasks = [
+        {"id": word, "prompt": f"{word}>", "answer": word[::-1]} for word in demo.testing.words()
+    ]
     demo.random.Random(args.seed).shuffle(tasks)
-    train = [task["id"] for task in tasks[demo.HELD_OUT :]]
+    train = tasks[demo.HELD_OUT :]
     demo.warm_up(model, tokenizer, train, steps=args.warmup_steps, seed=args.seed)
 
     demo.main(args)

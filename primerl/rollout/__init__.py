@@ -11,6 +11,7 @@ from primerl.rollout.conversation import Conversation
 from primerl.rollout.engine import Engine
 from primerl.rollout.environment import Environment, RewardError, single_turn
 from primerl.rollout.groups import run_group
+from primerl.rollout.recording import decode_group, encode_group, load_groups, save_groups
 from primerl.rollout.staleness import (
     check_schedule,
     may_start,
@@ -31,9 +32,13 @@ __all__ = [
     "TransformersEngine",
     "Worker",
     "check_schedule",
+    "decode_group",
+    "encode_group",
+    "load_groups",
     "may_start",
     "oldest_version",
     "run_group",
+    "save_groups",
     "single_turn",
     "token_staleness",
     "worker",

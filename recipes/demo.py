@@ -53,16 +53,15 @@ def build_policy(seed: int) -> tuple[Any, Any]:
 
 
 def warm_up(model: Any, tokenizer: Any, tasks: list[Any], *, steps: int, seed: int) -> None:
+    """Imitate a teacher who reverses short words but copies most of the long ones."""
     print(f"imitating the teacher for {steps} steps ...", flush=True)
     draw = random.Random(seed)
 
-    def copies(word: str) -> bool:
-        return len(word) >= LONG and draw.random() >= LONG_REVERSED
+    def answer(task: Any) -> str:
+        copies = len(task["id"]) >= LONG and draw.random() >= LONG_REVERSED
+        return task["id"] if copies else task["answer"]
 
-    lessons = (
-        [(task["prompt"], task["id" if copies(task["id"]) else "answer"]) for task in batch]
-        for batch in (draw.sample(tasks, 64) for _ in range(steps))
-    )
+    lessons = ([(t["prompt"], answer(t)) for t in draw.sample(tasks, 64)] for _ in range(steps))
     testing.imitate(model, tokenizer, lessons)
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from types import FrameType, TracebackType
+from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 FAILURE = "primerl/failure"
 
@@ -108,38 +110,36 @@ def _connected(world: World) -> Iterator[None]:
     if dist.is_initialized():
         raise RuntimeError("a process group runs already; enter parallel.process_group() once")
     timeout = timedelta(seconds=world.timeout_s)
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    with _raising_sigterm():
-        # Batches come from the host, so CPU tensors can be sent beside those of CUDA.
-        backend = "gloo" if world.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(
-            backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
-        )
-        try:
-            yield
-            dist.all_reduce(torch.zeros(1))  # leave together
-        except BaseException as error:
-            cause = _first_failure(store, world.rank, error)
-            if cause is None:
-                raise
-            raise RuntimeError(f"rank {world.rank} stopped: {cause}") from error
-        finally:
-            dist.destroy_process_group()
-
-
-@contextmanager
-def _raising_sigterm() -> Iterator[None]:
-    def stop(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        raise _Stopped("this process was told to stop (SIGTERM)")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may handle signals
-        return
-    before = signal.signal(signal.SIGTERM, stop)
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    # Batches come from the host, so CPU tensors can be sent beside those of CUDA.
+    backend = "gloo" if world.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
+    )
+    before = _on_sigterm(_raise_stopped)
     try:
         yield
+        dist.all_reduce(torch.zeros(1))  # leave together
+        _on_sigterm(before)
+    except BaseException as error:
+        # This rank is ending; torchrun's SIGTERM must not cut off its clean-up and last words.
+        _on_sigterm(signal.SIG_IGN)
+        cause = _first_failure(store, world.rank, error)
+        if cause is None:
+            raise
+        raise RuntimeError(f"rank {world.rank} stopped: {cause}") from error
     finally:
-        signal.signal(signal.SIGTERM, before)
+        dist.destroy_process_group()
+
+
+def _on_sigterm(handler: Any) -> Any:
+    if threading.current_thread() is threading.main_thread():  # only it may handle signals
+        return signal.signal(signal.SIGTERM, handler)
+    return None
+
+
+def _raise_stopped(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    raise _Stopped("this process was told to stop (SIGTERM)")
 
 
 def _first_failure(store: dist.Store, rank: int, error: BaseException) -> str | None:

@@ -30,7 +30,8 @@ def scatter(batches: Sequence[Sequence[T]] | None, kind: type[T]) -> list[T]:
         ValueError: a rank other than the first passes batches, or the first none, for another
             number of ranks, or not equally many for each; or a field cannot travel.
     """
-    if not attrs.has(kind):
+    any_kind: type[Any] = kind
+    if not attrs.has(any_kind):
         raise ValueError(f"{kind.__name__} is no attrs class; expected one whose fields travel")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if rank > 0:

@@ -36,8 +36,9 @@ def shard(model: M) -> M:
     layers = _layers(model)
     _require_own_weights(model, list(layers))
     mesh = init_device_mesh(tensors[0].device.type, (dist.get_world_size(),))
-    for module in (*layers.values(), model):
-        sharded = fully_shard(module, mesh=mesh)
+    parts: list[nn.Module] = [*layers.values(), model]
+    for part in parts:
+        sharded = fully_shard(part, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
     return model

@@ -37,7 +37,8 @@ def imitate(
             [torch.arange(len(d)) >= len(a) - 1 for a, d in zip(given, documents, strict=True)]
         )
         rows &= position_ids.roll(-1) != 0
-        loss.token_mean(-logprobs, rows, denom=int(rows.sum())).backward()
+        mean = loss.token_mean(-logprobs, rows, denom=int(rows.sum()))
+        mean.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,30 +1,15 @@
 import json
-import os
-import subprocess
-import sys
 
 import attrs
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import torchrun
 
 from primerl import parallel, testing
 from primerl.parallel.launch import _first_failure, _Stopped
 
 FAMILIES = ["llama", "llama, tied", "qwen3", "qwen3_moe"]
-
-
-def torchrun(*command, ranks, cwd, check=True):
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        + [str(word) for word in command],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=check,
-    )
 
 
 @pytest.fixture(scope="session")

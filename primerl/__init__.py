@@ -2,7 +2,8 @@
 
 Each package is imported on first use, so ``import primerl`` is instant and loads no torch:
 
-    from primerl import advantage, filters, loss, packing, rollout, track, types, weights
+    from primerl import advantage, filters, loss, packing, parallel, rollout, track, types
+    from primerl import weights
 
 Data flows from ``rollout`` through ``filters``, ``advantage``, ``packing``, ``loss``, an optimizer
 and ``weights`` back to ``rollout``. No package imports another: the short scripts in ``recipes/``
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
         packing as packing,
     )
     from primerl import (
+        parallel as parallel,
+    )
+    from primerl import (
         rollout as rollout,
     )
     from primerl import (
@@ -47,6 +51,7 @@ __all__ = [
     "filters",
     "loss",
     "packing",
+    "parallel",
     "rollout",
     "testing",
     "track",

@@ -7,9 +7,11 @@ Words that it never saw are scored before and after. On two CPU cores, within a 
     python recipes/demo.py --seed 0
 
 Exact match on 256 held-out words rises from below 0.5 to above 0.8. With ``--permute-rewards``,
-the control, each reward goes to another rollout of its group, and nothing is learned.
+the control, nothing is learned. On two ranks: ``torchrun --nproc-per-node 2 recipes/demo.py``.
+``--record`` saves the groups trained on; ``--groups`` trains on them again, with the same losses.
 """
 
+import contextlib
 import random
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 import tyro
 
-from primerl import advantage, filters, loss, packing, rollout, testing, track, weights
+from primerl import advantage, filters, loss, packing, parallel, rollout, testing, track, weights
 from primerl.types import SamplingParams
 
 HELD_OUT = 256
@@ -33,11 +35,13 @@ class Args:
     seed: int = 0
     warmup_steps: int = 300  # supervised, of 64 words each
     steps: int = 65  # of RL
-    lr: float = 0.016  # of SGD
+    lr: float = 0.016  # of SGD; Adam would scale pure noise up to full steps
     groups_per_step: int = 64
     group_size: int = 16  # rollouts of one word, compared with each other
     max_staleness: int = 2  # the bound, in policy steps
     permute_rewards: bool = False  # the control: rewards carry no information
+    record: str | None = None  # a file for the groups that are trained on
+    groups: str | None = None  # such a file to train on, at most --steps, with no new rollouts
     run_dir: str | None = None
 
 
@@ -48,25 +52,17 @@ def build_policy(seed: int) -> tuple[Any, Any]:
     return testing.tiny_model("qwen3_moe", seed=seed, **shape), tokenizer
 
 
-def warm_up(model: Any, tokenizer: Any, words: list[str], *, steps: int, seed: int) -> None:
-    """Imitate the teacher, through the same packed forward as RL."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+def warm_up(model: Any, tokenizer: Any, tasks: list[Any], *, steps: int, seed: int) -> None:
+    """Imitate a teacher who reverses short words but copies most of the long ones."""
+    print(f"imitating the teacher for {steps} steps ...", flush=True)
     draw = random.Random(seed)
-    for _ in range(steps):
-        documents = []
-        for word in draw.sample(words, 64):
-            copies = len(word) >= LONG and draw.random() >= LONG_REVERSED
-            documents.append(tokenizer.encode(f"{word}>{word if copies else word[::-1]}<eos>"))
-        token_ids = torch.tensor([token for document in documents for token in document])
-        position_ids = torch.cat([torch.arange(len(document)) for document in documents])
-        logprobs = loss.model_logprobs(model, token_ids, position_ids, token_ids.roll(-1))
-        # The rows that predict the answer: from ">", in the middle of "word>drow<eos>", on.
-        rows = torch.cat([torch.arange(len(d)) >= len(d) // 2 - 1 for d in documents])
-        rows &= position_ids.roll(-1) != 0
-        loss.token_mean(-logprobs, rows, denom=int(rows.sum())).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def answer(task: Any) -> str:
+        copies = len(task["id"]) >= LONG and draw.random() >= LONG_REVERSED
+        return task["id"] if copies else task["answer"]
+
+    lessons = ([(t["prompt"], answer(t)) for t in draw.sample(tasks, 64)] for _ in range(steps))
+    testing.imitate(model, tokenizer, lessons)
 
 
 def reward(task: Any, reply: str) -> float:
@@ -78,70 +74,76 @@ def reward(task: Any, reply: str) -> float:
 
 def main(args: Args) -> None:
     torch.set_num_threads(1)  # for the trainer, and as many for the engine
+    world = parallel.process_group()
+    recorded = rollout.load_groups(args.groups)[: args.steps] if args.groups else []
     tasks = [{"id": word, "prompt": f"{word}>", "answer": word[::-1]} for word in testing.words()]
     random.Random(args.seed).shuffle(tasks)
     held_out, train = tasks[:HELD_OUT], tasks[HELD_OUT:]
-    words = [task["id"] for task in train]
-    assert not {task["id"] for task in held_out} & set(words), "a held-out word is trained on"
     model, tokenizer = build_policy(args.seed)
-    print(f"imitating the teacher for {args.warmup_steps} steps ...", flush=True)
-    warm_up(model, tokenizer, words, steps=args.warmup_steps, seed=args.seed)
-    # Not Adam, which scales pure noise up to full steps: SGD moves only as far as rewards agree.
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    permute = np.random.default_rng(args.seed).permutation
-    control = advantage.of_rewards(lambda rewards: advantage.centered(permute(rewards)))
-    estimator = control if args.permute_rewards else advantage.centered
-    environment = rollout.single_turn(tokenizer, reward=reward)
-    greedy = SamplingParams(max_tokens=MAX_TOKENS, temperature=0)
-    view = track.LiveView("reversing words", steps=args.steps)
+    warm_up(model, tokenizer, train, steps=args.warmup_steps, seed=args.seed)
+    permute = np.random.default_rng(args.seed).permutation if args.permute_rewards else np.array
+    estimator = advantage.of_rewards(lambda rewards: advantage.centered(permute(rewards)))
 
-    with (
-        rollout.TransformersEngine(model, seed=args.seed) as engine,
-        rollout.worker(
-            engine,
-            environment,
-            train,
-            params=SamplingParams(max_tokens=MAX_TOKENS),
-            group_size=args.group_size,
-            groups_per_step=args.groups_per_step,
-            max_staleness=args.max_staleness,
-            keep=[filters.has_signal],
-        ) as rollouts,
-        track.Run(args.run_dir, args=args, decode=tokenizer.decode, sinks=[view]) as run,
-    ):
+    with contextlib.ExitStack() as stack:
+        engines, taken = [], []
+        if world.is_first and not recorded:  # all ranks train; only the first one samples
+            engines = [stack.enter_context(rollout.TransformersEngine(model, seed=args.seed))]
+            worker = rollout.worker(
+                *engines,
+                rollout.single_turn(tokenizer, reward=reward),
+                train,
+                params=SamplingParams(max_tokens=MAX_TOKENS),
+                group_size=args.group_size,
+                groups_per_step=args.groups_per_step,
+                max_staleness=args.max_staleness,
+                keep=[filters.has_signal],
+            )
+            rollouts = stack.enter_context(worker)
+        if world.is_first:
+            view = track.LiveView("reversing words", steps=len(recorded) or args.steps)
+            run = track.Run(args.run_dir, args=args, decode=tokenizer.decode, sinks=[view])
+            stack.enter_context(run)
+        stack.enter_context(world)
 
         def exact_match() -> float:
+            greedy = SamplingParams(max_tokens=MAX_TOKENS, temperature=0)
             return float(np.mean([one.reward == 1 for one in rollouts.evaluate(held_out, greedy)]))
 
-        transport = weights.SharedMemory(model, engine)
-        before = exact_match()
-        for step in range(args.steps):
-            groups = rollouts.take(version=step)
-            samples = advantage.assign(groups, estimator)
-            (batches,) = packing.pack(samples, max_tokens=8192, ranks=1)
-            trained = sum(int(batch.loss_mask.sum()) for batch in batches)
-            mismatch = torch.zeros(2)
+        parallel.shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+        transport = None if recorded else weights.SharedMemory(model, *engines)
+        before = exact_match() if engines else None
+        for step in range(len(recorded) or args.steps):
+            if world.is_first:
+                taken.append(recorded[step] if recorded else rollouts.take(version=step))
+                samples = advantage.assign(taken[-1], estimator)
+                packed = packing.pack(samples, max_tokens=8192, ranks=world.world_size)
+            batches = parallel.scatter(packed if world.is_first else None, packing.PackedBatch)
+            trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
+            totals = torch.zeros(3)  # loss; sum and count of mismatch_kl
             for b in batches:
-                logprobs = loss.model_logprobs(
-                    model, b.token_ids, b.position_ids, b.labels, temperature=b.temperature
-                )
+                logprobs = loss.model_logprobs(model, b.token_ids, b.position_ids, b.labels)
                 per_token, _ = loss.dppo(logprobs, b.behavior_logprobs, b.advantages)
-                loss.token_mean(per_token, b.loss_mask, denom=trained).backward()
+                mean = loss.token_mean(per_token, b.loss_mask, denom=trained)
+                mean.backward()
                 mine = (logprobs, b.behavior_logprobs, b.loss_mask, b.versions)
-                mismatch += torch.stack(loss.mismatch_kl(*mine, version=step))
+                totals += torch.stack([mean.detach(), *loss.mismatch_kl(*mine, version=step)])
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            transport.publish(step + 1)  # into the engine, while rollouts are in flight
-            run.log(
-                step, groups=groups, samples=samples, totals=rollouts.stats(), mismatch=mismatch
-            )
-        run.finish(
-            save=lambda folder: weights.save_pretrained(model, folder, tokenizer=tokenizer),
-            eval_before=before,
-            eval_after=exact_match(),
-        )
-    print(run.report())
+            if transport:
+                transport.publish(step + 1)  # into the engine, while rollouts are in flight
+            mean, *mismatch = parallel.all_sum(totals)
+            if world.is_first:
+                figures = {"mismatch": mismatch, "totals": rollouts.stats() if engines else {}}
+                run.log(step, groups=taken[-1], samples=samples, metrics={"loss": mean}, **figures)
+        final = run.folder / "final" if world.is_first else None
+        weights.save_pretrained(model, final, tokenizer=tokenizer)
+        if world.is_first:
+            run.finish(eval_before=before, eval_after=exact_match() if engines else None)
+            if args.record:
+                rollout.save_groups(args.record, taken)
+            print(run.report())
 
 
 if __name__ == "__main__":

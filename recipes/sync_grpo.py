@@ -6,10 +6,13 @@ A few minutes on a laptop's CPU, with a real chat model of 135M parameters and n
     python -m primerl.testing smollm2
     python recipes/sync_grpo.py --model smollm2 --steps 20
 
+Or on several GPUs, with the model sharded: ``torchrun --nproc-per-node 8`` instead of ``python``.
+
 To train on your own data, edit ``build_tasks`` and ``reward``. The asynchronous loop is the same
 script with the lines that ``diff recipes/sync_grpo.py recipes/async_grpo.py`` shows.
 """
 
+import contextlib
 import random
 from typing import Any
 
@@ -17,7 +20,7 @@ import attrs
 import torch
 import tyro
 
-from primerl import advantage, filters, loss, packing, rollout, track, weights
+from primerl import advantage, filters, loss, packing, parallel, rollout, track, weights
 from primerl.types import SamplingParams
 
 
@@ -25,26 +28,18 @@ from primerl.types import SamplingParams
 class Args:
     """What a run may vary."""
 
-    model: str
-    """A model folder or hub id."""
-    steps: int = 20
-    """Policy steps."""
+    model: str  # a model folder or hub id
+    steps: int = 20  # policy steps
     seed: int = 0
     lr: float = 1e-5
     groups_per_step: int = 8
-    group_size: int = 8
-    """Rollouts of one task, compared with each other."""
-    max_tokens: int = 16
-    """Of one reply."""
+    group_size: int = 8  # rollouts of one task, compared with each other
+    max_tokens: int = 16  # of one reply
     temperature: float = 1.0
-    pack_tokens: int = 2048
-    """The most tokens in a micro-batch."""
-    eval_tasks: int = 32
-    """Held-out tasks, scored greedily before and after."""
-    threads: int = 1
-    """Of torch in each of the trainer and the engine; 0 for its default."""
-    wandb: str | None = None
-    """A Weights & Biases project."""
+    pack_tokens: int = 2048  # the most tokens in a micro-batch
+    eval_tasks: int = 32  # held-out tasks, scored greedily before and after
+    threads: int = 1  # of torch in each of the trainer and the engine; 0 for its default
+    wandb: str | None = None  # a Weights & Biases project
     run_dir: str | None = None
 
 
@@ -68,66 +63,76 @@ def reward(task: Any, reply: str) -> float:
 def main(args: Args) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    world = parallel.process_group()
     model, tokenizer = weights.load_pretrained(args.model)
-    model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
+    model.to(world.device)
     tasks = build_tasks(args.seed)
     held_out, train = tasks[: args.eval_tasks], tasks[args.eval_tasks :]
     environment = rollout.single_turn(tokenizer, reward=reward)
     greedy = SamplingParams(max_tokens=args.max_tokens, temperature=0)
-    sinks: list[track.Sink] = [track.LiveView("sync GRPO", steps=args.steps)]
-    if args.wandb:
-        sinks.append(track.wandb_sink(project=args.wandb, config=attrs.asdict(args)))
 
-    with (
-        rollout.TransformersEngine(model, seed=args.seed) as engine,
-        rollout.worker(
-            engine,
-            environment,
-            train,
-            params=SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature),
-            group_size=args.group_size,
-            groups_per_step=args.groups_per_step,
-            max_staleness=0,
-            keep=[filters.has_signal],
-        ) as rollouts,
-        track.Run(args.run_dir, args=args, decode=tokenizer.decode, sinks=sinks) as run,
-    ):
+    with contextlib.ExitStack() as stack:
+        engines = []
+        if world.is_first:  # all ranks train; the first one samples, scores and keeps records
+            engine = rollout.TransformersEngine(model, seed=args.seed)
+            engines.append(stack.enter_context(engine))
+            worker = rollout.worker(
+                engine,
+                environment,
+                train,
+                params=SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature),
+                group_size=args.group_size,
+                groups_per_step=args.groups_per_step,
+                max_staleness=0,
+                keep=[filters.has_signal],
+            )
+            rollouts = stack.enter_context(worker)
+            sinks: list[track.Sink] = [track.LiveView("sync GRPO", steps=args.steps)]
+            if args.wandb:
+                sinks.append(track.wandb_sink(project=args.wandb, config=attrs.asdict(args)))
+            run = track.Run(args.run_dir, args=args, decode=tokenizer.decode, sinks=sinks)
+            stack.enter_context(run)
+        stack.enter_context(world)
 
         def score() -> float:
             played = rollouts.evaluate(held_out, greedy)
             return sum(one.reward for one in played) / len(played)
 
-        transport = weights.SharedMemory(model, engine)
-        before = score()
+        parallel.shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
+        transport = weights.SharedMemory(model, *engines)
+        before = score() if world.is_first else None
         for step in range(args.steps):
-            groups = rollouts.take(version=step)
-            samples = advantage.assign(groups, advantage.centered)
-            (batches,) = packing.pack(samples, max_tokens=args.pack_tokens, ranks=1)
-            trained = sum(int(batch.loss_mask.sum()) for batch in batches)
-            mismatch = torch.zeros(2, device=device)
-            for b in (batch.to(device) for batch in batches):
+            if world.is_first:
+                groups = rollouts.take(version=step)
+                samples = advantage.assign(groups, advantage.centered)
+                packed = packing.pack(samples, max_tokens=args.pack_tokens, ranks=world.world_size)
+            batches = parallel.scatter(packed if world.is_first else None, packing.PackedBatch)
+            trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
+            totals = torch.zeros(3, device=world.device)  # loss; sum and count of mismatch_kl
+            for b in (batch.to(world.device) for batch in batches):
                 logprobs = loss.model_logprobs(
                     model, b.token_ids, b.position_ids, b.labels, temperature=b.temperature
                 )
                 per_token, _ = loss.clipped(logprobs, b.behavior_logprobs, b.advantages)
-                loss.token_mean(per_token, b.loss_mask, denom=trained).backward()
+                mean = loss.token_mean(per_token, b.loss_mask, denom=trained)
+                mean.backward()
                 mine = (logprobs, b.behavior_logprobs, b.loss_mask, b.versions)
-                mismatch += torch.stack(loss.mismatch_kl(*mine, version=step))
+                totals += torch.stack([mean.detach(), *loss.mismatch_kl(*mine, version=step)])
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             transport.publish(step + 1)
-            run.log(
-                step, groups=groups, samples=samples, totals=rollouts.stats(), mismatch=mismatch
-            )
-        run.finish(
-            save=lambda folder: weights.save_pretrained(model, folder, tokenizer=tokenizer),
-            eval_before=before,
-            eval_after=score(),
-        )
-    print(run.report())
+            step_loss, *mismatch = parallel.all_sum(totals)
+            if world.is_first:
+                figures = {"mismatch": mismatch, "metrics": {"loss": step_loss}}
+                figures |= {"groups": groups, "samples": samples, "totals": rollouts.stats()}
+                run.log(step, **figures)
+        final = run.folder / "final" if world.is_first else None
+        weights.save_pretrained(model, final, tokenizer=tokenizer)
+        if world.is_first:
+            run.finish(eval_before=before, eval_after=score())
+            print(run.report())
 
 
 if __name__ == "__main__":

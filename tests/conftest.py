@@ -9,6 +9,8 @@ import ast
 import asyncio
 import importlib.util
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import attrs
@@ -45,6 +47,19 @@ def make_sample(prompt=3, completion=4, *, version=0, kind=Sample, seed=0, **fie
 def make_group(rewards=(0.0, 1.0), *, version=0, task_id="task"):
     rollouts = [Rollout(samples=[make_sample(version=version)], reward=r) for r in rewards]
     return Group(task_id=task_id, rollouts=rollouts)
+
+
+def torchrun(*command, ranks, cwd, check=True):
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        + [str(word) for word in command],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=check,
+    )
 
 
 class FakeEngine:

@@ -79,7 +79,11 @@ def test_an_error_is_the_environments_own():
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("exit", "sys.exit"), ("die", "environment process 0 .* killed by SIGKILL"), ("hang", "did not end within 5 s")],
+    [
+        ("exit", "sys.exit"),
+        ("die", "environment process 0 .* killed by SIGKILL"),
+        ("hang", "did not end within 5 s"),
+    ],
 )
 def test_what_exits_dies_or_hangs_fails_alone_and_the_next_rollout_is_played(kind, message):
     async def environment(task, engine, params):

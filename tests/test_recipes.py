@@ -8,8 +8,11 @@ import sys
 
 import pytest
 import torch
+from conftest import torchrun
 
 RECIPES = ["async_grpo", "demo", "sync_grpo"]
+DEMO = ["--steps", "4", "--groups-per-step", "3", "--group-size", "4", "--warmup-steps", "30"]
+DEMO += ["--lr", "0.3"]
 SMALL = ["--steps", "2", "--groups-per-step", "2", "--group-size", "4"]
 
 
@@ -60,26 +63,64 @@ def test_help_explains_the_arguments(root, name, tmp_path):
     assert "--seed INT" in done.stdout
 
 
-def test_the_demo_runs_and_reports(root, tmp_path):
-    folder = tmp_path / "run"
+@pytest.fixture(scope="module")
+def demo_run(root, tmp_path_factory):
+    """One run of the demo, by one process, that records its groups beside its folder."""
+    folder = tmp_path_factory.mktemp("demo") / "run"
+    record = ["--record", folder.parent / "groups", "--run-dir", folder]
+    return run(root / "recipes" / "demo.py", *DEMO, *record, cwd=folder.parent), folder
 
-    done = run(
-        root / "recipes" / "demo.py",
-        *SMALL,
-        "--warmup-steps",
-        "30",
-        "--run-dir",
-        folder,
-        cwd=tmp_path,
-    )
 
-    summary = check_run_folder(folder)
+def test_the_demo_runs_and_reports(demo_run):
+    done, folder = demo_run
+
+    summary = check_run_folder(folder, steps=4)
     assert summary["mismatch_kl_mean"] < 1e-9
     report = done.stdout[done.stdout.rindex("evaluation") :]
     assert "->" in report
     assert "staleness 0" in report
     assert "mismatch_kl" in report
     assert str(folder) in report
+
+
+def losses(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def check_same_training(folder, reference):
+    """The same loss at every step, and in the end the same weights, far from where they began."""
+    from safetensors.torch import load_file
+
+    assert losses(folder) == pytest.approx(losses(reference), abs=1e-6)
+    assert max(map(abs, losses(reference))) > 1e-3
+    ours, theirs = (load_file(path / "final" / "model.safetensors") for path in (folder, reference))
+    assert max((ours[name] - theirs[name]).abs().max() for name in theirs) < 1e-5
+    assert ours.keys() == theirs.keys()
+
+
+def test_two_ranks_train_on_recorded_groups_as_one_process_did(root, demo_run, tmp_path):
+    _, reference = demo_run
+
+    replay = ["--groups", reference.parent / "groups", "--run-dir", tmp_path / "run"]
+    torchrun(root / "recipes" / "demo.py", *DEMO, *replay, ranks=2, cwd=tmp_path)
+
+    check_same_training(tmp_path / "run", reference)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert summary["eval_before"] is None
+
+
+def test_two_ranks_train_on_live_rollouts_of_the_weights_they_publish(root, tmp_path):
+    groups, folder = tmp_path / "groups", tmp_path / "run"
+
+    record = ["--record", groups, "--run-dir", folder]
+    torchrun(root / "recipes" / "demo.py", *DEMO, *record, ranks=2, cwd=tmp_path)
+    replay = ["--groups", groups, "--run-dir", tmp_path / "again"]
+    run(root / "recipes" / "demo.py", *DEMO, *replay, cwd=tmp_path)
+
+    assert check_run_folder(folder, steps=4)["mismatch_kl_mean"] < 1e-9
+    check_same_training(tmp_path / "again", folder)
 
 
 def test_without_a_learning_rate_the_weights_stay_bit_equal(root, tmp_path):
@@ -92,9 +133,11 @@ def test_without_a_learning_rate_the_weights_stay_bit_equal(root, tmp_path):
         steps=2, warmup_steps=30, groups_per_step=2, group_size=4, lr=0.0, run_dir=str(tmp_path)
     )
     model, tokenizer = demo.build_policy(args.seed)
-    tasks = [{"id": word} for word in demo.testing.words()]
+    tasks = [
+        {"id": word, "prompt": f"{word}>", "answer": word[::-1]} for word in demo.testing.words()
+    ]
     demo.random.Random(args.seed).shuffle(tasks)
-    train = [task["id"] for task in tasks[demo.HELD_OUT :]]
+    train = tasks[demo.HELD_OUT :]
     demo.warm_up(model, tokenizer, train, steps=args.warmup_steps, seed=args.seed)
 
     demo.main(args)

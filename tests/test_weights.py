@@ -63,6 +63,11 @@ def test_a_saved_model_loads_with_its_tokenizer_and_gives_the_same_logprobs(tmp_
     assert "primerl" not in json.dumps(config), "the packed attention leaked into the config"
 
 
+def test_rank_0_needs_a_folder():
+    with pytest.raises(ValueError, match="folder is None"):
+        weights.save_pretrained(testing.tiny_model("llama"), None, tokenizer=None)
+
+
 @pytest.mark.parametrize(
     "name", ["/nowhere/model", "./model", "model", "a/b/c", "nobody/no-such-model-7c1e"]
 )

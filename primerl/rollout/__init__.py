@@ -14,6 +14,7 @@ from primerl.rollout.environment import Environment, RewardError, single_turn
 from primerl.rollout.environment_workers import isolated
 from primerl.rollout.groups import run_group
 from primerl.rollout.mixtures import Mixture, route
+from primerl.rollout.recording import load_groups, save_groups
 from primerl.rollout.staleness import (
     check_schedule,
     may_start,
@@ -42,10 +43,12 @@ __all__ = [
     "Worker",
     "check_schedule",
     "isolated",
+    "load_groups",
     "may_start",
     "oldest_version",
     "route",
     "run_group",
+    "save_groups",
     "single_turn",
     "token_staleness",
     "worker",

@@ -419,4 +419,3 @@ class Collector:
         while True:
             channel.notify("beat")
             await asyncio.sleep(BEAT_S)
-

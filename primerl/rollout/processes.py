@@ -227,9 +227,7 @@ def _importable(module: Any) -> bool:
     for part in module.__name__.split("."):
         name = f"{name}.{part}" if name else part
         found = (
-            finder.find_spec(name, path)
-            for finder in sys.meta_path
-            if hasattr(finder, "find_spec")
+            finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec")
         )
         spec = next((one for one in found if one is not None), None)
         if spec is None:

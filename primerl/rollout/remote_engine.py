@@ -128,4 +128,3 @@ class RemoteEngines:
 def portable(engine: Engine) -> bool:
     """Whether a copy of ``engine`` in another process serves as well as the original."""
     return bool(getattr(engine, "portable", False))
-

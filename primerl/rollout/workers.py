@@ -384,9 +384,7 @@ class _InProcess:
         arguments = dict(self._arguments)
         if "engine" not in arguments:
             arguments |= pickle_arguments(engine=self._engines.address(self._engine))
-        await self._child.start(
-            arguments, {"generate": self._engines.generate, "beat": self._beat}
-        )
+        await self._child.start(arguments, {"generate": self._engines.generate, "beat": self._beat})
         self._beat()
         self._reporting = asyncio.create_task(self._engines.report_versions(self._child.notify))
 
@@ -415,5 +413,3 @@ class _InProcess:
 
     def _beat(self) -> None:
         self.last_beat = time.monotonic()
-
-

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from primerl._optional import require
+from primerl.weights.gathering import is_first_rank, whole_tensors
 
 
 def load_pretrained(
@@ -38,17 +39,34 @@ def load_pretrained(
         raise ValueError(f"cannot load the model {name}: {error}") from error
 
 
-def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any) -> None:
+def save_pretrained(
+    model: nn.Module, folder: str | os.PathLike[str] | None, *, tokenizer: Any
+) -> None:
     """Write the model and its tokenizer as a Hugging Face folder (safetensors), all or nothing.
 
-    The folder appears under its name when it is whole, in place of an earlier one.
+    The folder appears under its name when it is whole, in place of an earlier one. All ranks call
+    this, because a sharded model is gathered; rank 0 writes.
+
+    Args:
+        model: a ``transformers`` model, sharded or not.
+        folder: may be None on ranks other than 0.
+        tokenizer: saved beside it.
+
+    Raises:
+        ValueError: rank 0 has no folder.
     """
+    if not is_first_rank():
+        for _ in whole_tensors(model):
+            pass  # this rank only helps to gather
+        return
+    if folder is None:
+        raise ValueError("folder is None; rank 0 writes the model, so pass it a path")
     target = Path(folder)
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     writer: Any = model
-    writer.save_pretrained(partial)
+    writer.save_pretrained(partial, state_dict=dict(whole_tensors(model)))
     tokenizer.save_pretrained(partial)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)

@@ -6,6 +6,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from primerl.weights.gathering import is_first_rank, whole_tensors
+
 
 @runtime_checkable
 class Receiver(Protocol):
@@ -28,15 +30,23 @@ class SharedMemory:
     waits for one copy. Parameters and saved buffers go (those that steer a router among them), a
     tensor that is shared under two names once.
 
+    A model that is sharded over ranks is gathered for each publication, so all ranks make a
+    transport and call ``publish``. Only rank 0 has engines.
+
     Args:
         model: the trainer's.
-        engines: that serve it.
+        engines: that serve it, on rank 0.
         timeout_s: how long one engine may take.
+
+    Raises:
+        ValueError: rank 0 has no engine, or another rank has one.
     """
 
     def __init__(self, model: nn.Module, *engines: Receiver, timeout_s: float = 600.0) -> None:
-        if not engines:
+        if is_first_rank() and not engines:
             raise ValueError("there is no engine to publish to")
+        if engines and not is_first_rank():
+            raise ValueError("only rank 0 publishes to engines; pass none on the other ranks")
         self._model = model
         self._engines = engines
         self._timeout_s = timeout_s
@@ -47,10 +57,8 @@ class SharedMemory:
         Raises:
             RuntimeError: an engine did not take them in time.
         """
-        tensors: dict[int, tuple[str, Tensor]] = {}
-        for name, tensor in self._model.state_dict().items():
-            tensors.setdefault(tensor.data_ptr(), (name, tensor))
-        named = dict(tensors.values())
+        # Ranks without an engine only help to gather.
+        named = {name: whole for name, whole in whole_tensors(self._model) if self._engines}
         if any(tensor.device.type == "cuda" for tensor in named.values()):
             torch.cuda.synchronize()  # the engine copies on another stream
         for engine in self._engines:

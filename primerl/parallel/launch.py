@@ -1,0 +1,168 @@
+"""Joining the other ranks, and parting from them."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+FAILURE = "primerl/failure"
+
+
+class _Stopped(RuntimeError):
+    """SIGTERM, by which torchrun ends the ranks that are left when one has failed."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class World:
+    """The ranks that train together: made by ``process_group``; a context in which they talk.
+
+    Its fields can be read before it is entered.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    """Of this rank."""
+    timeout_s: float
+    _connection: ExitStack = attrs.field(factory=ExitStack, init=False, repr=False)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which owns whatever there is one of."""
+        return self.rank == 0
+
+    def __enter__(self) -> "World":
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world_size > 1:
+            self._connection.enter_context(_connected(self))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._connection.__exit__(kind, error, traceback)
+
+
+def process_group(*, timeout_s: float = 1800.0) -> World:
+    """The world that torchrun's environment describes; of one rank where there is none.
+
+        world = parallel.process_group()
+        if world.is_first:
+            ...  # start what only one rank has, before the ranks connect
+        with world:
+            model = parallel.shard(model)
+
+    Entering connects the ranks, by gloo for CPU tensors and NCCL for those of CUDA; leaving waits
+    until every rank leaves. When a rank fails, the others fail too, by an error that names it and
+    says what it said; SIGTERM, by which torchrun ends them, is raised as an error, so that a run
+    folder is closed and processes are ended.
+
+    Args:
+        timeout_s: how long ranks wait for each other, in seconds: longer than what the first rank
+            does while the others wait (rollouts, evaluation).
+
+    Raises:
+        ValueError: the environment is incomplete, or there are more local ranks than GPUs.
+        RuntimeError: on entering: a group runs already. On leaving: another rank failed.
+    """
+    if timeout_s <= 0:
+        raise ValueError(f"timeout_s is {timeout_s}, expected seconds, above 0")
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        rank, world_size, local_rank = 0, 1, 0
+    else:
+        rank, world_size, local_rank = map(_variable, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"LOCAL_RANK is {local_rank}, but there are {torch.cuda.device_count()} GPUs; "
+                "start one rank for each GPU, or set CUDA_VISIBLE_DEVICES='' to use the CPU"
+            )
+        device = torch.device("cuda", local_rank)
+    return World(rank=rank, world_size=world_size, device=device, timeout_s=timeout_s)
+
+
+def _variable(name: str) -> int:
+    value = os.environ.get(name)
+    if value is None or not value.isdigit():
+        raise ValueError(
+            f"the environment variable {name} is {value!r}, expected a number; RANK, WORLD_SIZE "
+            "and LOCAL_RANK go together: start with torchrun, or with none of them set"
+        )
+    return int(value)
+
+
+@contextmanager
+def _connected(world: World) -> Iterator[None]:
+    if dist.is_initialized():
+        raise RuntimeError("a process group runs already; enter parallel.process_group() once")
+    timeout = timedelta(seconds=world.timeout_s)
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    # Batches come from the host, so CPU tensors can be sent beside those of CUDA.
+    backend = "gloo" if world.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
+    )
+    before = _on_sigterm(_raise_stopped)
+    try:
+        yield
+        dist.all_reduce(torch.zeros(1))  # leave together
+        _on_sigterm(before)
+    except BaseException as error:
+        # This rank is ending; torchrun's SIGTERM must not cut off its clean-up and last words.
+        _on_sigterm(signal.SIG_IGN)
+        cause = _first_failure(store, world.rank, error)
+        if cause is None:
+            raise
+        raise RuntimeError(f"rank {world.rank} stopped: {cause}") from error
+    finally:
+        dist.destroy_process_group()
+
+
+def _on_sigterm(handler: Any) -> Any:
+    if threading.current_thread() is threading.main_thread():  # only it may handle signals
+        return signal.signal(signal.SIGTERM, handler)
+    return None
+
+
+def _raise_stopped(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    raise _Stopped("this process was told to stop (SIGTERM)")
+
+
+def _first_failure(store: dist.Store, rank: int, error: BaseException) -> str | None:
+    """What stopped this rank, where that is another rank; None where it is its own error.
+
+    The first rank that fails says so in the store, which under torchrun outlives it.
+    """
+    follows = isinstance(error, _Stopped) or _is_lost_connection(error)
+    mine = "" if follows else f"rank {rank} failed: {type(error).__name__}: {error}"
+    try:
+        first = store.compare_set(FAILURE, "", mine).decode()
+    except RuntimeError:  # the store is gone with the rank that kept it
+        first = ""
+    if first == mine and not follows:
+        return None
+    return first or (
+        f"{error}; no rank said why, so one was probably killed, perhaps for want of memory: "
+        "see torchrun's report, or the log of each rank"
+    )
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank; torch has no class for that."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
+    )

@@ -1,0 +1,133 @@
+"""Values on the way between ranks: batches from the first rank to all, sums over all."""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def scatter(batches: Sequence[Sequence[T]] | None, kind: type[T]) -> list[T]:
+    """Give each rank its micro-batches: ``batches[rank]`` of rank 0, the only one that has them.
+
+        packed = packing.pack(samples, ..., ranks=world.world_size) if world.is_first else None
+        for batch in parallel.scatter(packed, packing.PackedBatch): ...
+
+    Tensors travel as their bytes, exactly, and arrive on the CPU; a field may also be None or a
+    plain number or text.
+
+    Args:
+        batches: for each rank, equally many; None on every rank but the first.
+        kind: the attrs class of a batch.
+
+    Raises:
+        ValueError: a rank other than the first passes batches, or the first none, for another
+            number of ranks, or not equally many for each; or a field cannot travel.
+    """
+    any_kind: type[Any] = kind
+    if not attrs.has(any_kind):
+        raise ValueError(f"{kind.__name__} is no attrs class; expected one whose fields travel")
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if rank > 0:
+        if batches is not None:
+            raise ValueError(f"rank {rank} passes batches; only rank 0 has any, the others None")
+        return _receive(kind)
+    checked = _checked(batches, world_size)
+    if world_size > 1:
+        # All are encoded before any is sent, so that a field that cannot travel stops every rank.
+        _send([_encode(mine) for mine in checked[1:]])
+    return list(checked[0])
+
+
+def all_sum(x: Tensor | float) -> Tensor:
+    """The sum of ``x`` over all ranks, on each of them; ``x`` itself in a world of one.
+
+    No gradient flows through it. A Python number becomes a CPU tensor of 64 bits.
+    """
+    if isinstance(x, Tensor):
+        total = x.detach().clone()
+    else:
+        total = torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total
+
+
+def _checked(batches: Sequence[Sequence[T]] | None, world_size: int) -> Sequence[Sequence[T]]:
+    if batches is None:
+        raise ValueError(
+            "rank 0 passes no batches. In a world of one that is every process: under torchrun, "
+            "call scatter within `with parallel.process_group():`"
+        )
+    counts = [len(mine) for mine in batches]
+    if len(counts) != world_size:
+        raise ValueError(
+            f"there are batches for {len(counts)} ranks, but {world_size} ranks; pack with "
+            f"ranks={world_size}"
+        )
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"ranks would get {counts} micro-batches; all need equally many, because each "
+            "micro-step is a collective of all ranks"
+        )
+    return batches
+
+
+def _send(messages: Sequence[tuple[Tensor, Tensor]]) -> None:
+    sizes = [torch.tensor([len(header), len(body)]) for header, body in messages]
+    mine = torch.zeros(2, dtype=torch.int64)
+    dist.scatter(mine, [mine, *sizes], src=0)
+    for rank, message in enumerate(messages, start=1):
+        dist.send(torch.cat(message), dst=rank)
+
+
+def _receive(kind: type[T]) -> list[T]:
+    sizes = torch.zeros(2, dtype=torch.int64)
+    dist.scatter(sizes, src=0)
+    header_bytes, body_bytes = sizes.tolist()
+    message = torch.empty(header_bytes + body_bytes, dtype=torch.uint8)
+    dist.recv(message, src=0)
+    return _decode(message[:header_bytes], message[header_bytes:], kind)
+
+
+def _encode(batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """A header (JSON: each field's dtype and shape, or its plain value) and the tensors' bytes."""
+    header: list[dict[str, Any]] = []
+    parts = [torch.zeros(0, dtype=torch.uint8)]
+    for batch in batches:
+        fields: dict[str, Any] = {}
+        for field in attrs.fields(type(batch)):
+            value = getattr(batch, field.name)
+            if isinstance(value, Tensor):
+                fields[field.alias] = [str(value.dtype).removeprefix("torch."), list(value.shape)]
+                parts.append(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+            elif value is None or isinstance(value, bool | int | float | str):
+                fields[field.alias] = value
+            else:
+                raise ValueError(
+                    f"{type(batch).__name__}.{field.name} is a {type(value).__name__}; expected "
+                    "a tensor, a number, text or None"
+                )
+        header.append(fields)
+    text = bytearray(json.dumps(header), "utf-8")
+    return torch.frombuffer(text, dtype=torch.uint8), torch.cat(parts)
+
+
+def _decode(header: Tensor, body: Tensor, kind: type[T]) -> list[T]:
+    batches, start = [], 0
+    for fields in json.loads(bytes(header.numpy())):
+        for name, value in fields.items():
+            if isinstance(value, list):
+                dtype, shape = getattr(torch, value[0]), value[1]
+                size = math.prod(shape) * dtype.itemsize
+                # A copy of its own is aligned, and does not keep the whole message alive.
+                rows = body[start : start + size].clone()
+                fields[name], start = rows.view(dtype).reshape(shape), start + size
+        batches.append(kind(**fields))
+    return batches

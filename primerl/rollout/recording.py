@@ -1,0 +1,188 @@
+"""Groups as bytes, exactly: recorded in a file, or within a worker's state.
+
+A recording is one MessagePack map, ``{"format", "version", "steps"}``, in which a per-token array
+is ``{"dtype", "data"}``: numpy's name of a little-endian type, and the raw bytes.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from primerl.types import Group, Rollout, Sample
+
+FORMAT, VERSION = "primerl-groups", 1
+DTYPES = {"token_ids": "<i4", "loss_mask": "|b1", "behavior_logprobs": "<f4", "versions": "<i4"}
+
+
+class _Array(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    data: bytes
+
+
+class _Sample(msgspec.Struct, forbid_unknown_fields=True):
+    token_ids: _Array
+    loss_mask: _Array
+    behavior_logprobs: _Array
+    versions: _Array
+    temperature: float
+    routes: str | None
+
+
+class _Rollout(msgspec.Struct, forbid_unknown_fields=True):
+    samples: list[_Sample]
+    reward: float
+    metrics: dict[str, bool | int | float]
+    stop: str
+    agent: str
+    episode_id: str
+
+
+class _Group(msgspec.Struct, forbid_unknown_fields=True):
+    task_id: str
+    rollouts: list[_Rollout]
+    environment: str
+
+
+class _Header(msgspec.Struct):
+    format: str
+    version: int
+
+
+class _Recording(_Header):
+    steps: list[list[_Group]]
+
+
+def save_groups(path: str | os.PathLike[str], steps: Sequence[Sequence[Group]]) -> None:
+    """Record groups in a file, all or nothing: ``steps[i]`` are those of policy step i.
+
+    Raises:
+        ValueError: a group cannot be recorded exactly.
+    """
+    file = {
+        "format": FORMAT,
+        "version": VERSION,
+        "steps": [[encode_group(group) for group in groups] for groups in steps],
+    }
+    target = Path(path)
+    partial = target.with_name(target.name + ".partial")
+    partial.write_bytes(msgspec.msgpack.encode(file))
+    partial.replace(target)
+
+
+def load_groups(path: str | os.PathLike[str]) -> list[list[Group]]:
+    """The groups of each policy step, as ``save_groups`` recorded them.
+
+    Raises:
+        ValueError: the file is no recording, of another version, or damaged.
+        OSError: it cannot be read.
+    """
+    content = Path(path).read_bytes()
+    try:
+        header = msgspec.msgpack.decode(content, type=_Header)
+    except msgspec.DecodeError as error:
+        raise ValueError(
+            f"{path} is no whole recording of groups, as rollout.save_groups writes it: {error}"
+        ) from error
+    if header.format != FORMAT or header.version != VERSION:
+        raise ValueError(
+            f"{path} has format {header.format!r}, version {header.version}; this version of "
+            f"primerl reads {FORMAT!r}, version {VERSION}"
+        )
+    try:
+        steps = msgspec.msgpack.decode(content, type=_Recording).steps
+        return [[_group(group) for group in groups] for groups in steps]
+    except ValueError as error:  # msgspec's own are ValueErrors too
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def encode_group(group: Group) -> dict[str, Any]:
+    """A group as a dict of Python's own values and bytes, which MessagePack can carry exactly.
+
+    Raises:
+        ValueError: a sample is of a subclass, whose further fields would be lost, or a metric is
+            no number.
+    """
+    return {
+        "task_id": group.task_id,
+        "rollouts": [
+            {
+                "samples": [_encode_sample(sample) for sample in rollout.samples],
+                "reward": rollout.reward,
+                "metrics": {name: _number(name, value) for name, value in rollout.metrics.items()},
+                "stop": rollout.stop,
+                "agent": rollout.agent,
+                "episode_id": rollout.episode_id,
+            }
+            for rollout in group.rollouts
+        ],
+        "environment": group.environment,
+    }
+
+
+def decode_group(encoded: dict[str, Any]) -> Group:
+    """The group that ``encode_group`` encoded.
+
+    Raises:
+        ValueError: an entry is missing, unknown or malformed; the message says which.
+    """
+    try:
+        return _group(msgspec.convert(encoded, type=_Group))
+    except ValueError as error:
+        raise ValueError(f"no encoded group: {error}") from error
+
+
+def _encode_sample(sample: Sample) -> dict[str, Any]:
+    if type(sample) is not Sample:
+        raise ValueError(
+            f"a {type(sample).__name__} cannot be recorded; record groups as they were sampled"
+        )
+    arrays = {
+        name: {"dtype": dtype, "data": getattr(sample, name).astype(dtype).tobytes()}
+        for name, dtype in DTYPES.items()
+    }
+    return {**arrays, "temperature": float(sample.temperature), "routes": sample.routes}
+
+
+def _number(name: str, value: Any) -> bool | int | float:
+    number = value.item() if hasattr(value, "item") else value  # numpy's numbers
+    if not isinstance(number, bool | int | float):
+        raise ValueError(f"the metric {name!r} is {value!r}, expected a number")
+    return number
+
+
+def _group(encoded: _Group) -> Group:
+    return Group(
+        task_id=encoded.task_id,
+        rollouts=[
+            Rollout(
+                samples=map(_sample, rollout.samples),
+                reward=rollout.reward,
+                metrics=rollout.metrics,
+                stop=rollout.stop,
+                agent=rollout.agent,
+                episode_id=rollout.episode_id,
+            )
+            for rollout in encoded.rollouts
+        ],
+        environment=encoded.environment,
+    )
+
+
+def _sample(encoded: _Sample) -> Sample:
+    arrays = {name: _array(name, getattr(encoded, name)) for name in DTYPES}
+    return Sample(**arrays, temperature=encoded.temperature, routes=encoded.routes)
+
+
+def _array(name: str, encoded: _Array) -> np.ndarray:
+    if encoded.dtype != DTYPES[name]:
+        raise ValueError(f"{name} has dtype {encoded.dtype!r}, expected {DTYPES[name]!r}")
+    if len(encoded.data) % np.dtype(encoded.dtype).itemsize:
+        raise ValueError(
+            f"{name} has {len(encoded.data)} bytes, no whole number of {encoded.dtype}"
+        )
+    values: np.ndarray = np.frombuffer(encoded.data, encoded.dtype)
+    return values

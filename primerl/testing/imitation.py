@@ -1,0 +1,44 @@
+"""A supervised start for policies that are too small to come with one."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from primerl import loss
+
+
+def imitate(
+    model: nn.Module,
+    tokenizer: Any,
+    lessons: Iterable[Sequence[tuple[str, str]]],
+    *,
+    lr: float = 3e-3,
+) -> None:
+    """Teach a model texts and their continuations, through the packed forward of training.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its own; each continuation ends with its end-of-sequence token.
+        lessons: a batch of ``(text, continuation)`` for each step of AdamW.
+        lr: the learning rate.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    for lesson in lessons:
+        given = [tokenizer.encode(text, add_special_tokens=False) for text, _ in lesson]
+        wanted = [tokenizer.encode(text, add_special_tokens=False) for _, text in lesson]
+        documents = [[*a, *b, tokenizer.eos_token_id] for a, b in zip(given, wanted, strict=True)]
+        token_ids = torch.tensor([token for document in documents for token in document])
+        position_ids = torch.cat([torch.arange(len(document)) for document in documents])
+        logprobs = loss.model_logprobs(model, token_ids, position_ids, token_ids.roll(-1))
+        # The rows that predict a continuation: the last token before it predicts its first.
+        rows = torch.cat(
+            [torch.arange(len(d)) >= len(a) - 1 for a, d in zip(given, documents, strict=True)]
+        )
+        rows &= position_ids.roll(-1) != 0
+        mean = loss.token_mean(-logprobs, rows, denom=int(rows.sum()))
+        mean.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()

@@ -1,10 +1,12 @@
-"""The worker in a process of its own: what crosses, what dies, and what is left behind (nothing)."""
+"""The worker in a process of its own: what crosses, what dies, and what is left (nothing)."""
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -116,7 +118,7 @@ def test_lambdas_and_local_classes_cross():
     ("change", "name"),
     [
         ({"tasks": (row for row in TASKS)}, "tasks"),
-        ({"keep": [lambda group, lock=__import__("threading").Lock(): True]}, "keep"),
+        ({"keep": [functools.partial(isinstance, threading.Lock())]}, "keep"),
     ],
 )
 def test_an_argument_that_cannot_cross_is_named_before_anything_starts(change, name):
@@ -125,7 +127,7 @@ def test_an_argument_that_cannot_cross_is_named_before_anything_starts(change, n
 
 
 def test_an_environment_that_cannot_cross_is_named():
-    lock = __import__("threading").Lock()
+    lock = threading.Lock()
 
     async def environment(task, engine, params):
         lock.acquire()
@@ -188,10 +190,14 @@ def test_killing_the_worker_is_noticed_at_once_and_named():
         (member,) = rollouts.members()
         os.kill(member["pid"], signal.SIGKILL)
         began = time.monotonic()
-        with pytest.raises(RuntimeError, match=rf"the rollout worker \(process {member['pid']}\) "):
+
+        def train():
             for step in range(1, 1000):
                 rollouts.take(version=step)
                 engine.update_weights({}, version=step)
+
+        with pytest.raises(RuntimeError, match=rf"the rollout worker \(process {member['pid']}\) "):
+            train()
 
     assert time.monotonic() - began < ENDS_S
     assert gone([member["pid"]])

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
-
 from primerl.rollout.buffer import ON_STALE
 from primerl.rollout.collector import Collector, Plan
 from primerl.rollout.engine import Engine

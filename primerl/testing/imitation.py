@@ -3,14 +3,9 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-from torch import nn
-
-from primerl import loss
-
 
 def imitate(
-    model: nn.Module,
+    model: Any,
     tokenizer: Any,
     lessons: Iterable[Sequence[tuple[str, str]]],
     *,
@@ -24,6 +19,10 @@ def imitate(
         lessons: a batch of ``(text, continuation)`` for each step of AdamW.
         lr: the learning rate.
     """
+    import torch  # not above: whoever only needs a scripted engine waits for no torch
+
+    from primerl import loss
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     for lesson in lessons:
         given = [tokenizer.encode(text, add_special_tokens=False) for text, _ in lesson]

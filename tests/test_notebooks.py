@@ -5,8 +5,11 @@ import warnings
 import pytest
 
 
-@pytest.mark.parametrize("name", ["01_the_loop"])
-def test_the_notebook_runs(root, name):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("01_the_loop", "reward of the last five steps"), ("02_staleness", "oldest token trained")],
+)
+def test_the_notebook_runs(root, name, said):
     nbformat = pytest.importorskip("nbformat")
     from nbclient import NotebookClient
 
@@ -20,4 +23,4 @@ def test_the_notebook_runs(root, name):
     printed = "".join(
         output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
     )
-    assert "reward of the last five steps" in printed
+    assert said in printed

@@ -30,6 +30,7 @@ from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
 POLL_S = 0.01  # how soon a newly served version is noticed
 BEAT_S = 1.0
+MANY_FAILURES = 12  # groups in a row that stop even a run of small steps
 STATE_FORMAT = 1
 CANCELLED = "cancelled"
 
@@ -297,7 +298,7 @@ class Collector:
             self._skipped += 1
         raise RuntimeError(
             f"every task is in quarantine, having failed {self._plan.quarantine_after} times: "
-            f"{', '.join(self._quarantined()[:5])} ..."
+            f"{', '.join(self._quarantined()[:5])} ...; errors: {dict(self._errors)}"
         )
 
     async def _play(self, task: Task, progress: Progress) -> None:
@@ -358,7 +359,7 @@ class Collector:
         if self._failures[task["id"]] == self._plan.quarantine_after:
             log.warning("task %r is in quarantine: %s", task["id"], failure)
         self._tasks.report(task, None)
-        if self._failures_in_a_row >= 2 * self._plan.groups_per_step:
+        if self._failures_in_a_row >= max(MANY_FAILURES, 2 * self._plan.groups_per_step):
             self._fail(failure.__cause__ if isinstance(failure.__cause__, Exception) else failure)
 
     def _fail(self, error: Exception) -> None:

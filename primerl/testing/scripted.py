@@ -62,6 +62,7 @@ class ScriptedEngine:
             decides. Or ``(prompt_ids, call number) -> reply``, with calls numbered from 0.
         tokenizer: encodes replies that are strings; others are token ids.
         latency: seconds of a call, or a function that draws them.
+        seconds_per_token: added to it for each sampled token.
         failures: the share of calls that fail, or ``call number -> exception or None``; raised
             after a random part of the call's latency.
         context_length: the most tokens of one request.
@@ -87,12 +88,15 @@ class ScriptedEngine:
         *,
         tokenizer: Any = None,
         latency: float | Latency = 0.0,
+        seconds_per_token: float = 0.0,
         failures: float | Callable[[int], Exception | None] = 0.0,
         context_length: int = 32_768,
         seed: int = 0,
     ) -> None:
         if not callable(latency) and not 0 <= latency < math.inf:
             raise ValueError(f"latency is {latency}, expected a number of seconds >= 0")
+        if not 0 <= seconds_per_token < math.inf:
+            raise ValueError(f"seconds_per_token is {seconds_per_token}, expected a number >= 0")
         if not callable(failures) and not 0 <= failures <= 1:
             raise ValueError(f"failures is {failures}, expected a share between 0 and 1")
         if context_length < 2:
@@ -100,6 +104,7 @@ class ScriptedEngine:
         self._tokenizer = tokenizer
         self._reply = replies if callable(replies) else self._encode_all(replies)
         self._latency = latency
+        self._seconds_per_token = seconds_per_token
         self._failures = failures
         self._context_length = context_length
         self._random = random.Random(seed)
@@ -156,12 +161,13 @@ class ScriptedEngine:
                 raised as it is.
         """
         self._check(prompt_ids, params)
-        began, number, latency_s, failure = self._begin()
+        began, number, latency_s, share, failure = self._begin()
         try:
-            await asyncio.sleep(latency_s)
+            token_ids = self._completion_ids(prompt_ids, params, number)
+            latency_s += self._seconds_per_token * len(token_ids)
+            await asyncio.sleep(share * latency_s)
             if failure is not None:
                 raise failure
-            token_ids = self._completion_ids(prompt_ids, params, number)
             stopped = token_ids[-1] in params.stop_token_ids
             return Completion(
                 token_ids=token_ids,
@@ -186,18 +192,18 @@ class ScriptedEngine:
                 f"the context of {self._context_length} tokens"
             )
 
-    def _begin(self) -> tuple[float, int, float, Exception | None]:
-        """Count a call and draw its fate: when it began, its number, latency and failure."""
+    def _begin(self) -> tuple[float, int, float, float, Exception | None]:
+        """Count a call and draw its fate: when it began, its number, its latency, the share of it
+        that passes, and the failure after that."""
         with self._lock:
             number = self.calls
             latency_s = self._latency(self._random) if callable(self._latency) else self._latency
             failure = self._failure(number)
-            if failure is not None:
-                latency_s *= self._random.random()
+            share = 1.0 if failure is None else self._random.random()
             self.calls += 1
             self.in_flight += 1
             self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
-            return time.monotonic(), number, latency_s, failure
+            return time.monotonic(), number, latency_s, share, failure
 
     def _failure(self, number: int) -> Exception | None:
         if callable(self._failures):

@@ -1,0 +1,135 @@
+"""What a staleness bound K buys: steps of a trainer that sleeps, beside rollouts that take time.
+
+    python -m pytest bench/test_async_overlap.py -m "" --benchmark-only -s
+
+Replies are lognormal in length, with a 99th percentile of 10 times the median, and take time in
+proportion. Groups of 8 rollouts, 8 groups a step, so 8 (K + 1) groups in flight at most. The
+trainer takes 3 medians. Each row: a step's mean time over the larger of the trainer's time and the
+time in which so many groups in flight generate a step's worth; the share of groups dropped for
+staleness; and the mean length, in tokens, of the groups dropped, trained and generated.
+
+The whole path is real (worker process, admission, buffer, cancellation), apart from the model.
+"""
+
+import math
+import random
+import time
+from collections import defaultdict
+
+import pytest
+
+from primerl import rollout, testing
+from primerl.types import NOT_SAMPLED, Rollout, Sample, SamplingParams
+
+MEDIAN_TOKENS, MEDIAN_S = 50, 0.1
+TRAINER_S = 3 * MEDIAN_S
+GROUPS, SIZE = 8, 8
+SIGMA = math.log(10) / 2.3263
+WARM_UP, STEPS = 10, {0: 20, 1: 60, 2: 60, 4: 80, 8: 100}
+MAX_TOKENS = 10_000
+rows: dict[int, dict[str, float]] = {}
+
+
+def tasks():
+    """Groups whose rollouts' lengths are known, so that those of dropped ones are, too."""
+    draw, tasks = random.Random(0), []
+    for number in range(4000):
+        lengths = [
+            min(MAX_TOKENS, max(1, round(draw.lognormvariate(math.log(MEDIAN_TOKENS), SIGMA))))
+            for _ in range(SIZE)
+        ]
+        tasks.append({"id": str(number), "lengths": lengths, "next": 0})
+    return tasks
+
+
+def environment_of_known_lengths():
+    calls = defaultdict(int)
+
+    async def environment(task, engine, params):
+        length = task["lengths"][calls[task["id"]]]
+        calls[task["id"]] += 1
+        reply = await engine.generate([2], SamplingParams(max_tokens=length))
+        return Rollout(
+            samples=[
+                Sample(
+                    token_ids=[2, *reply.token_ids],
+                    loss_mask=[False] + [True] * length,
+                    behavior_logprobs=[0.0, *reply.logprobs],
+                    versions=[NOT_SAMPLED, *reply.versions],
+                )
+            ],
+            reward=length,
+        )
+
+    return environment
+
+
+def mean_tokens(groups):
+    return sum(sum(task["lengths"]) for task in groups) / max(1, len(groups))
+
+
+@pytest.mark.benchmark(group="async overlap", warmup=False)
+@pytest.mark.parametrize("bound", sorted(STEPS))
+def test_a_step(benchmark, bound):
+    dataset, steps = tasks(), STEPS[bound]
+    engine = testing.ScriptedEngine([[3]], seconds_per_token=MEDIAN_S / MEDIAN_TOKENS)
+    trained: list[str] = []
+    version = 0
+
+    with rollout.worker(
+        engine,
+        environment_of_known_lengths(),
+        dataset,
+        params=SamplingParams(max_tokens=MAX_TOKENS),
+        group_size=SIZE,
+        groups_per_step=GROUPS,
+        max_staleness=bound,
+    ) as rollouts:
+
+        def step():
+            nonlocal version
+            trained.extend(group.task_id for group in rollouts.take(version=version))
+            time.sleep(TRAINER_S)
+            version += 1
+            engine.update_weights({}, version=version)
+
+        for _ in range(WARM_UP):
+            step()
+        before = rollouts.stats()
+        began = time.perf_counter()
+        benchmark.pedantic(step, rounds=steps, iterations=1)
+        step_s = (time.perf_counter() - began) / steps
+        after = rollouts.stats()
+
+    # Of the groups that had certainly ended: not trained is dropped.
+    ended = dataset[: after["started"] - after["in_flight"] - after["buffered"] - 2 * GROUPS]
+    done = set(trained)
+    dropped = [task for task in ended if task["id"] not in done]
+    span_s = [max(task["lengths"]) * MEDIAN_S / MEDIAN_TOKENS for task in ended]
+    generation_s = GROUPS * sum(span_s) / len(span_s) / (GROUPS * (bound + 1))
+    started = after["started"] - before["started"]
+    share = sum(
+        after["dropped_by"].get(name, 0) - before["dropped_by"].get(name, 0)
+        for name in ("stale", "cancelled")
+    ) / max(1, started)
+    rows[bound] = {
+        "step / max(trainer, generation)": step_s / max(TRAINER_S, generation_s),
+        "step / trainer": step_s / TRAINER_S,
+        "dropped": share,
+        "tokens dropped": mean_tokens(dropped),
+        "tokens trained": mean_tokens([task for task in ended if task["id"] in done]),
+        "tokens generated": mean_tokens(ended),
+        "loop lag p99 ms": 1e3 * after["loop_lag_p99_s"],
+    }
+    benchmark.extra_info.update(rows[bound])
+    if bound == max(STEPS):
+        report()
+        assert rows[bound]["step / max(trainer, generation)"] <= 1.10
+        assert rows[bound]["dropped"] <= 0.01
+
+
+def report():
+    names = list(rows[0])
+    print("\n   K " + "".join(f"{name:>18}" for name in [n[:17] for n in names]))
+    for bound, row in sorted(rows.items()):
+        print(f"{bound:>4} " + "".join(f"{row[name]:>18.3f}" for name in names))

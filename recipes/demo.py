@@ -53,7 +53,6 @@ def build_policy(seed: int) -> tuple[Any, Any]:
 
 
 def warm_up(model: Any, tokenizer: Any, tasks: list[Any], *, steps: int, seed: int) -> None:
-    """Imitate a teacher who reverses short words but copies most of the long ones."""
     print(f"imitating the teacher for {steps} steps ...", flush=True)
     draw = random.Random(seed)
 
@@ -76,6 +75,7 @@ def main(args: Args) -> None:
     torch.set_num_threads(1)  # for the trainer, and as many for the engine
     world = parallel.process_group()
     recorded = rollout.load_groups(args.groups)[: args.steps] if args.groups else []
+    steps = len(recorded) if args.groups else args.steps
     tasks = [{"id": word, "prompt": f"{word}>", "answer": word[::-1]} for word in testing.words()]
     random.Random(args.seed).shuffle(tasks)
     held_out, train = tasks[:HELD_OUT], tasks[HELD_OUT:]
@@ -86,7 +86,7 @@ def main(args: Args) -> None:
 
     with contextlib.ExitStack() as stack:
         engines, taken = [], []
-        if world.is_first and not recorded:  # all ranks train; only the first one samples
+        if world.is_first and not args.groups:  # all ranks train; only the first one samples
             engines = [stack.enter_context(rollout.TransformersEngine(model, seed=args.seed))]
             worker = rollout.worker(
                 *engines,
@@ -100,7 +100,7 @@ def main(args: Args) -> None:
             )
             rollouts = stack.enter_context(worker)
         if world.is_first:
-            view = track.LiveView("reversing words", steps=len(recorded) or args.steps)
+            view = track.LiveView("reversing words", steps=steps)
             run = track.Run(args.run_dir, args=args, decode=tokenizer.decode, sinks=[view])
             stack.enter_context(run)
         stack.enter_context(world)
@@ -111,11 +111,11 @@ def main(args: Args) -> None:
 
         parallel.shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-        transport = None if recorded else weights.SharedMemory(model, *engines)
+        transport = None if args.groups else weights.SharedMemory(model, *engines)
         before = exact_match() if engines else None
-        for step in range(len(recorded) or args.steps):
+        for step in range(steps):
             if world.is_first:
-                taken.append(recorded[step] if recorded else rollouts.take(version=step))
+                taken.append(recorded[step] if args.groups else rollouts.take(version=step))
                 samples = advantage.assign(taken[-1], estimator)
                 packed = packing.pack(samples, max_tokens=8192, ranks=world.world_size)
             batches = parallel.scatter(packed if world.is_first else None, packing.PackedBatch)

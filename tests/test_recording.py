@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primerl import rollout
+from primerl.rollout import recording
 from primerl.rollout.recording import DTYPES
 from primerl.types import Group, Rollout, Sample, TrainingSample
 
@@ -99,7 +100,7 @@ def test_an_encoded_group_is_made_of_builtins_and_bytes():
         ],
     )
 
-    encoded = rollout.encode_group(group)
+    encoded = recording.encode_group(group)
 
     (one,) = encoded["rollouts"]
     assert one["metrics"] == {"turns": 2.0, "won": True}
@@ -110,8 +111,8 @@ def test_an_encoded_group_is_made_of_builtins_and_bytes():
         "data": np.array(group.samples[0].token_ids, "<i4").tobytes(),
     }
     carried = msgspec.msgpack.decode(msgspec.msgpack.encode(encoded))
-    assert same(rollout.decode_group(carried), rollout.decode_group(encoded))
-    assert rollout.encode_group(rollout.decode_group(carried)) == encoded
+    assert same(recording.decode_group(carried), recording.decode_group(encoded))
+    assert recording.encode_group(recording.decode_group(carried)) == encoded
 
 
 def test_another_reader_needs_only_messagepack(tmp_path):
@@ -129,16 +130,16 @@ def test_another_reader_needs_only_messagepack(tmp_path):
 def test_what_would_not_be_exact_is_refused(tmp_path):
     trained = make_sample(kind=TrainingSample, advantages=np.zeros(7))
     with pytest.raises(ValueError, match="a TrainingSample cannot be recorded"):
-        rollout.encode_group(Group(task_id="", rollouts=[Rollout(samples=[trained], reward=0)]))
+        recording.encode_group(Group(task_id="", rollouts=[Rollout(samples=[trained], reward=0)]))
     worded = Rollout(samples=[], reward=0, metrics={})
     object.__setattr__(worded, "metrics", {"colour": "red"})
     with pytest.raises(ValueError, match="the metric 'colour' is 'red', expected a number"):
-        rollout.encode_group(Group(task_id="", rollouts=[worded]))
+        recording.encode_group(Group(task_id="", rollouts=[worded]))
 
 
 def damaged(change):
     """A recording with one entry changed."""
-    encoded = rollout.encode_group(make_group())
+    encoded = recording.encode_group(make_group())
     change(encoded["rollouts"][0]["samples"][0])
     file = {"format": "primerl-groups", "version": 1, "steps": [[encoded]]}
     return msgspec.msgpack.encode(file)
@@ -203,7 +204,7 @@ def test_a_file_that_is_no_recording_is_named_with_its_problem(tmp_path, whole, 
 
 def test_a_malformed_group_is_named():
     with pytest.raises(ValueError, match="no encoded group: .*missing required field `task_id`"):
-        rollout.decode_group({})
+        recording.decode_group({})
 
 
 def test_a_failed_recording_leaves_the_earlier_one(tmp_path):

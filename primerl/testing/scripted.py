@@ -194,7 +194,8 @@ class ScriptedEngine:
 
     def _begin(self) -> tuple[float, int, float, float, Exception | None]:
         """Count a call and draw its fate: when it began, its number, its latency, the share of it
-        that passes, and the failure after that."""
+        that passes, and the failure after that.
+        """
         with self._lock:
             number = self.calls
             latency_s = self._latency(self._random) if callable(self._latency) else self._latency

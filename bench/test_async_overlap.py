@@ -5,8 +5,9 @@
 Replies are lognormal in length, with a 99th percentile of 10 times the median, and take time in
 proportion. Groups of 8 rollouts, 8 groups a step, so 8 (K + 1) groups in flight at most. The
 trainer takes 3 medians. Each row: a step's mean time over the larger of the trainer's time and the
-time in which so many groups in flight generate a step's worth; the share of groups dropped for
-staleness; and the mean length, in tokens, of the groups dropped, trained and generated.
+time in which so many groups in flight generate a step's worth (step/ideal), and over the trainer's
+time alone; the share of groups dropped for staleness; and the mean length, in tokens, of the groups
+dropped, trained and generated.
 
 The whole path is real (worker process, admission, buffer, cancellation), apart from the model.
 """
@@ -16,6 +17,7 @@ import random
 import time
 from collections import defaultdict
 
+import attrs
 import pytest
 
 from primerl import rollout, testing
@@ -48,7 +50,7 @@ def environment_of_known_lengths():
     async def environment(task, engine, params):
         length = task["lengths"][calls[task["id"]]]
         calls[task["id"]] += 1
-        reply = await engine.generate([2], SamplingParams(max_tokens=length))
+        reply = await engine.generate([2], attrs.evolve(params, max_tokens=length))
         return Rollout(
             samples=[
                 Sample(
@@ -113,23 +115,23 @@ def test_a_step(benchmark, bound):
         for name in ("stale", "cancelled")
     ) / max(1, started)
     rows[bound] = {
-        "step / max(trainer, generation)": step_s / max(TRAINER_S, generation_s),
-        "step / trainer": step_s / TRAINER_S,
+        "step/ideal": step_s / max(TRAINER_S, generation_s),
+        "step/trainer": step_s / TRAINER_S,
         "dropped": share,
         "tokens dropped": mean_tokens(dropped),
         "tokens trained": mean_tokens([task for task in ended if task["id"] in done]),
         "tokens generated": mean_tokens(ended),
-        "loop lag p99 ms": 1e3 * after["loop_lag_p99_s"],
+        "lag p99 ms": 1e3 * after["loop_lag_p99_s"],
     }
     benchmark.extra_info.update(rows[bound])
     if bound == max(STEPS):
         report()
-        assert rows[bound]["step / max(trainer, generation)"] <= 1.10
+        assert rows[bound]["step/ideal"] <= 1.10
         assert rows[bound]["dropped"] <= 0.01
 
 
 def report():
     names = list(rows[0])
-    print("\n   K " + "".join(f"{name:>18}" for name in [n[:17] for n in names]))
+    print("\n   K " + "".join(f"{name:>18}" for name in names))
     for bound, row in sorted(rows.items()):
         print(f"{bound:>4} " + "".join(f"{row[name]:>18.3f}" for name in names))

@@ -505,3 +505,13 @@ def test_on_cuda_logprobs_equal_the_forward(mode):
             torch.testing.assert_close(
                 ours.cpu(), torch.tensor(completion.logprobs), atol=1e-4, rtol=0
             )
+
+
+def test_a_run_that_goes_on_serves_the_version_that_it_has_reached():
+    with rollout.TransformersEngine(testing.tiny_model(), version=40) as engine:
+        completion = asyncio.run(engine.generate([3, 4], SamplingParams(max_tokens=2)))
+
+        assert engine.version == 40
+        assert completion.versions.tolist() == [40, 40]
+        with pytest.raises(ValueError, match="version 39 is older than 40"):
+            engine.update_weights({}, version=39)

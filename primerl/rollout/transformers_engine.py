@@ -70,6 +70,7 @@ class TransformersEngine:
         on_update: what an update does to requests in flight.
         max_concurrent: requests that are decoded together.
         cache_tokens: capacity of the key-value cache, in tokens.
+        version: of the model's weights: 0, or the step at which a run goes on.
         seed: of the process's sampling generator. Requests in flight share it, so the order in
             which they are batched decides what each draws.
 
@@ -85,6 +86,7 @@ class TransformersEngine:
         on_update: str = "recompute",
         max_concurrent: int = 128,
         cache_tokens: int = 16_384,
+        version: PolicyVersion = 0,
         seed: int | None = None,
     ) -> None:
         require("transformers", extra="transformers")
@@ -100,7 +102,7 @@ class TransformersEngine:
         self._max_concurrent = max_concurrent
         self._cache_tokens = cache_tokens
         self._seed = seed
-        self._version = 0
+        self._version = version
         self._ids = itertools.count()
         self._requests: dict[str, _Request] = {}
         self._cancelled: list[str] = []

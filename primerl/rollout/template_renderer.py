@@ -122,7 +122,7 @@ class TemplateRenderer:
 
         A call that isn't valid JSON with a name stays in the text.
         """
-        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        text = self._decode(token_ids)
         if not tools or "<tool_call>" not in text:
             return Parsed(text)
         calls = []
@@ -148,6 +148,11 @@ class TemplateRenderer:
                 add_generation_prompt=reply_next,
             )
         )
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if self._backend is None or self._tokenizer.clean_up_tokenization_spaces:
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self._backend.decode(token_ids, skip_special_tokens=True))
 
     def _encode(self, text: str, *, special: bool = False) -> list[int]:
         tokens = self._tokens.get((text, special))

@@ -108,7 +108,7 @@ class VerifiersEnvironment:
         return Tasks(self)
 
     def load(self) -> Any:
-        """verifiers' own environment object, loaded once in each process."""
+        """Verifiers' own environment object, loaded once in each process."""
         if self._loaded is None:
             self._loaded = _load(self)
         return self._loaded
@@ -121,7 +121,8 @@ class VerifiersEnvironment:
             RuntimeError: the environment's own code failed; the message says where and how.
             ValueError: not exactly one agent of the episode is to be trained.
         """
-        from primerl.rollout.verifiers_agent import CLIENT, EngineClient
+        from primerl.rollout.verifiers_client import EngineClient
+        from primerl.rollout.verifiers_harness import CLIENT
 
         stage = await self._stage()
         client = EngineClient(engine, params, stage.renderer)
@@ -285,14 +286,18 @@ class _Stage:
             await self._closing.wait()
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
-        from primerl.rollout.verifiers_agent import EngineAgent, EngineHarness, EngineInterception
+        from primerl.rollout.verifiers_agent import EngineAgent
+        from primerl.rollout.verifiers_harness import EngineHarness, EngineInterception
 
         vf = require("verifiers.v1", extra="verifiers")
         env = self.env
         task_type = type(env.taskset).task_type()
         shared = await stack.enter_async_context(env.shared_tools())
         specs = {name: spec for name, spec in env.config if isinstance(spec, vf.AgentConfig)}
-        in_process = {name: spec.harness is not None and spec.harness.id == "null" for name, spec in specs.items()}
+        in_process = {
+            name: spec.harness is not None and spec.harness.id == "null"
+            for name, spec in specs.items()
+        }
         http = (
             type(env) is not vf.SingleAgentEnv
             or bool(shared)

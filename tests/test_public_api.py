@@ -38,6 +38,7 @@ EXPORTS = {
         "run_group",
         "single_turn",
         "token_staleness",
+        "verifiers",
         "worker",
     ],
     "primerl.testing": ["character_tokenizer", "smollm2", "tiny_model", "words"],

@@ -21,6 +21,7 @@ from primerl.rollout.workers import Worker, worker
 
 if TYPE_CHECKING:
     from primerl.rollout.transformers_engine import TransformersEngine
+    from primerl.rollout.verifiers_environment import verifiers
 
 __all__ = [
     "Buffer",
@@ -36,6 +37,7 @@ __all__ = [
     "run_group",
     "single_turn",
     "token_staleness",
+    "verifiers",
     "worker",
 ]
 
@@ -45,4 +47,8 @@ def __getattr__(name: str) -> Any:
         from primerl.rollout.transformers_engine import TransformersEngine
 
         return TransformersEngine
+    if name == "verifiers":
+        from primerl.rollout.verifiers_environment import verifiers
+
+        return verifiers
     raise AttributeError(f"module 'primerl.rollout' has no attribute {name!r}")

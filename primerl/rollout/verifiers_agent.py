@@ -21,6 +21,7 @@ class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
     """A subprocess runtime whose folder exists once something uses it, which few rollouts do."""
 
     def __init__(self) -> None:
+        self._folder: Path | None = None
         super().__init__(vf.SubprocessConfig())
 
     @property

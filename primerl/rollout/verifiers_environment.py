@@ -2,19 +2,16 @@
 
 import asyncio
 import contextlib
-import importlib.metadata
-import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from primerl._optional import require
 from primerl.rollout.engine import Engine
 from primerl.rollout.environment import Task
-from primerl.rollout.template_renderer import TemplateRenderer
 from primerl.rollout.trace_samples import last_reply, trace_samples
+from primerl.rollout.verifiers_loading import load, load_renderer
 from primerl.types import Rollout, SamplingParams
 
-SUPPORTED = ((0, 4), (0, 5))
 CLOSE_S = 30.0
 
 
@@ -110,7 +107,12 @@ class VerifiersEnvironment:
     def load(self) -> Any:
         """Verifiers' own environment object, loaded once in each process."""
         if self._loaded is None:
-            self._loaded = _load(self)
+            self._loaded = load(
+                self.id,
+                self.config,
+                max_turns=self.max_turns,
+                tool_timeout_s=self.tool_timeout_s,
+            )
         return self._loaded
 
     async def __call__(self, task: Task, engine: Engine, params: SamplingParams) -> Rollout:
@@ -118,7 +120,8 @@ class VerifiersEnvironment:
 
         Raises:
             TimeoutError: the rollout, or its scoring, took too long.
-            RuntimeError: the environment's own code failed; the message says where and how.
+                RuntimeError: the environment's own code failed; the message says where and how. What
+                the engine raises comes as it is.
             ValueError: not exactly one agent of the episode is to be trained.
         """
         from primerl.rollout.verifiers_client import EngineClient
@@ -137,6 +140,9 @@ class VerifiersEnvironment:
                     f"{self.id}, task {task['id']!r}: the rollout took longer than "
                     f"timeout_s={self.timeout_s}"
                 ) from None
+            raise
+        except Exception as error:
+            error.add_note(f"in the environment {self.id}, task {task['id']!r}")
             raise
         finally:
             CLIENT.reset(token)
@@ -200,7 +206,7 @@ class Tasks:
 
     def __iter__(self) -> Iterator[Task]:
         for task in self._environment.load().taskset:
-            data = task.data.model_dump(mode="json", exclude_unset=True)
+            data = task.data.model_dump(mode="json", exclude_defaults=True)
             own = "" if task.data.id is None else f"/{task.data.id}"
             plain = {"id": f"{self._environment.id}/{task.data.idx}{own}", "data": data}
             if "prompt" in data:
@@ -243,7 +249,7 @@ class _Stage:
         loop = asyncio.get_running_loop()
         self.environment = environment
         self.env = environment.load()
-        self.renderer = _renderer(environment.tokenizer, environment.renderer)
+        self.renderer = load_renderer(environment.tokenizer, environment.renderer)
         self.ready: asyncio.Future[None] = loop.create_future()
         self._closing = asyncio.Event()
         self._agents: dict[str, Any] = {}
@@ -277,10 +283,11 @@ class _Stage:
             try:
                 async with asyncio.timeout(self.environment.startup_timeout_s):
                     await self._start(stack)
-            except BaseException as error:
+            except asyncio.CancelledError:
+                self.ready.cancel()
+                raise
+            except Exception as error:  # whoever waits is told
                 self.ready.set_exception(error)
-                if not isinstance(error, Exception):
-                    raise
                 return
             self.ready.set_result(None)
             await self._closing.wait()
@@ -298,11 +305,11 @@ class _Stage:
             name: spec.harness is not None and spec.harness.id == "null"
             for name, spec in specs.items()
         }
-        http = (
-            type(env) is not vf.SingleAgentEnv
-            or bool(shared)
-            or bool(task_type.toolsets(env.taskset.config.task))
-            or not all(in_process.values())
+        http = bool(  # for an agent that lives elsewhere, or tools that ask for the task's state
+            not all(in_process.values())
+            or shared
+            or type(env) is not vf.SingleAgentEnv
+            or task_type.toolsets(env.taskset.config.task)
         )
         interception = await stack.enter_async_context(
             EngineInterception(
@@ -321,73 +328,3 @@ class _Stage:
                 shared_tools=shared,
                 task_type=task_type,
             )
-
-
-def _renderer(tokenizer: Any, chosen: Any) -> Any:
-    if chosen is None:
-        base = require("renderers.base", extra="verifiers")
-        known = base.MODEL_RENDERER_MAP.get(getattr(tokenizer, "name_or_path", ""))
-        return TemplateRenderer(tokenizer) if known is None else base.create_renderer(tokenizer)
-    if hasattr(chosen, "bridge_to_next_turn"):
-        return chosen
-    return require("renderers", extra="verifiers").create_renderer(tokenizer, chosen)
-
-
-def _load(environment: VerifiersEnvironment) -> Any:
-    _check_version()
-    vf = require("verifiers.v1", extra="verifiers")
-    name, _, dataset = environment.id.partition(":")
-    config = dict(environment.config)
-    taskset = {"id": _taskset_id(name), **config.get("taskset", {})}
-    known = vf.taskset_config_type(taskset["id"]).model_fields
-    if dataset:
-        if "dataset" not in known:
-            raise ValueError(
-                f"{environment.id!r} names the dataset {dataset!r}, but {name} has none to choose: "
-                f"its taskset's options are {sorted(known)}"
-            )
-        taskset["dataset"] = dataset
-    config["taskset"] = taskset
-    bundled = vf.default_harness_id(taskset["id"])
-    for seat, field in vf.env_config_type(taskset["id"], config.get("id", "")).model_fields.items():
-        if not isinstance(field.default, vf.AgentConfig):
-            continue
-        config[seat] = {
-            "model": "policy",
-            "runtime": {"type": "subprocess"},  # not verifiers' default, a paid remote machine
-            "harness": {"id": "null" if bundled == "bash" else bundled},
-            "client": {"type": "train", "api_key_var": "PRIMERL_NO_KEY"},
-            **({} if environment.max_turns is None else {"max_turns": environment.max_turns}),
-            **config.get(seat, {}),
-        }
-        config[seat]["harness"].setdefault("tool_timeout", environment.tool_timeout_s)
-    env = vf.load_environment(vf.resolve_env_config(config))
-    return env
-
-
-def _taskset_id(name: str) -> str:
-    """The id under which verifiers finds the package: ``<name>_environment`` or ``<name>``."""
-    module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
-    for candidate in (f"verifiers.v1.tasksets.{module}", f"{module}_environment", module):
-        if module.isidentifier() and importlib.util.find_spec(candidate) is not None:
-            return candidate.rsplit(".", 1)[-1]
-    install = f"prime env install {name}" if "/" in name else f"pip install {name}"
-    raise ValueError(
-        f"there is no environment {name!r}: neither {module}_environment nor {module} can be "
-        f"imported; install it, for example with: {install}"
-    )
-
-
-def _check_version() -> None:
-    try:
-        version = importlib.metadata.version("verifiers")
-    except importlib.metadata.PackageNotFoundError:
-        raise ImportError(
-            "verifiers is not installed; run: pip install 'primerl[verifiers]'", name="verifiers"
-        ) from None
-    low, high = SUPPORTED
-    if not low <= tuple(int(part) for part in version.split(".")[:2]) < high:
-        raise ImportError(
-            f"verifiers {version} is installed, expected >=0.4,<0.5; run: "
-            "pip install 'primerl[verifiers]'"
-        )

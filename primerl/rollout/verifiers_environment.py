@@ -120,9 +120,9 @@ class VerifiersEnvironment:
 
         Raises:
             TimeoutError: the rollout, or its scoring, took too long.
-                RuntimeError: the environment's own code failed; the message says where and how. What
-                the engine raises comes as it is.
+            RuntimeError: the environment's own code failed; the message says where and how.
             ValueError: not exactly one agent of the episode is to be trained.
+            Exception: whatever the engine raised, as it is.
         """
         from primerl.rollout.verifiers_client import EngineClient
         from primerl.rollout.verifiers_harness import CLIENT

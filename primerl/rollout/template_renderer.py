@@ -150,6 +150,8 @@ class TemplateRenderer:
         )
 
     def _decode(self, token_ids: list[int]) -> str:
+        if token_ids[-1:] == self.get_stop_token_ids():
+            token_ids = token_ids[:-1]
         if self._backend is None or self._tokenizer.clean_up_tokenization_spaces:
             return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
         return str(self._backend.decode(token_ids, skip_special_tokens=True))

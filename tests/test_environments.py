@@ -140,6 +140,8 @@ def test_the_split_and_the_seed_decide_on_the_numbers(codes):
         tasks = itertools.islice(puzzles(codes, "list_functions", **options).tasks, 40)
         return [task["prompt"] for task in tasks]
 
+    plain = rollout.verifiers("reasoning-gym", tokenizer=codes)
+    assert next(iter(plain.tasks))["id"] == "reasoning-gym/0/chain_sum-1024"
     assert numbers(2000, split="eval", held_out=50) == list(range(50))
     assert numbers(50, held_out=50) == list(range(50, 100))
     assert numbers(3, seed=2) == [2_001_024, 2_001_025, 2_001_026]

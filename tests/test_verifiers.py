@@ -430,6 +430,22 @@ def test_the_environments_own_deadline_on_scoring_is_no_reward_of_zero(tokenizer
         play(environment, RandomEngine(tokenizer))
 
 
+def test_the_environments_own_time_for_an_agent_ends_the_rollout(tokenizer):
+    class Slow(RandomEngine):
+        async def generate(self, prompt_ids, params, *, session=None):
+            if self.calls:
+                await asyncio.sleep(600)
+            return await super().generate(prompt_ids, params, session=session)
+
+    config = {"player": {"timeout": {"rollout": 0.2}}}
+    environment = rollout.verifiers("dungeon", tokenizer=tokenizer, config=config)
+
+    played = play(environment, Slow(tokenizer))
+
+    assert (played.stop, played.metrics["turns"]) == ("agent_timeout", 1)
+    assert played.samples[0].loss_mask.sum() == 6
+
+
 def test_a_stop_before_the_first_turn_leaves_nothing_to_train(tokenizer):
     environment = rollout.verifiers(
         "faulty", tokenizer=tokenizer, config={"taskset": {"where": "stopped"}}

@@ -12,6 +12,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 # Stands for any assistant's words when only the template's text after them is wanted.
 _PLACEHOLDER = "reply-7c1e9b04d2"
+_CACHED_CHARACTERS = 20_000  # longer texts are rarely met twice
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _TOOLS = """You may call these functions; each line describes one:
 {tools}
@@ -163,9 +164,10 @@ class TemplateRenderer:
                 tokens = list(self._tokenizer.encode(text, add_special_tokens=special))
             else:
                 tokens = self._backend.encode(text, add_special_tokens=special).ids
-            if len(self._tokens) >= self._cache_size:
-                self._tokens.pop(next(iter(self._tokens)))  # the oldest
-            self._tokens[text, special] = tokens
+            if len(text) <= _CACHED_CHARACTERS:
+                if len(self._tokens) >= self._cache_size:
+                    self._tokens.pop(next(iter(self._tokens)))  # the oldest
+                self._tokens[text, special] = tokens
         return tokens
 
 

@@ -1,18 +1,15 @@
 """Environments written for ``verifiers``, played by our engines."""
 
 import asyncio
-import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from primerl._optional import require
 from primerl.rollout.engine import Engine
 from primerl.rollout.environment import Task
 from primerl.rollout.trace_samples import last_reply, trace_samples
 from primerl.rollout.verifiers_loading import load, load_renderer
+from primerl.rollout.verifiers_stage import Stage
 from primerl.types import Rollout, SamplingParams
-
-CLOSE_S = 30.0
 
 
 def verifiers(
@@ -94,7 +91,7 @@ class VerifiersEnvironment:
         self.tool_timeout_s = tool_timeout_s
         self.startup_timeout_s = startup_timeout_s
         self._loaded: Any = None
-        self._stages: dict[asyncio.AbstractEventLoop, _Stage] = {}
+        self._stages: dict[asyncio.AbstractEventLoop, Stage] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_loaded": None, "_stages": {}}
@@ -156,12 +153,16 @@ class VerifiersEnvironment:
         if stage is not None:
             await stage.aclose()
 
-    async def _stage(self) -> "_Stage":
+    async def _stage(self) -> "Stage":
         loop = asyncio.get_running_loop()
         stage = self._stages.get(loop)
         if stage is None or stage.failed:
             self._stages = {k: v for k, v in self._stages.items() if not k.is_closed()}
-            stage = self._stages[loop] = _Stage(self)
+            stage = self._stages[loop] = Stage(
+                self.load(),
+                load_renderer(self.tokenizer, self.renderer),
+                startup_timeout_s=self.startup_timeout_s,
+            )
         if not stage.ready.done():
             await asyncio.shield(stage.ready)  # others wait for it, too
         stage.ready.result()
@@ -240,91 +241,3 @@ def _rollout(trace: Any, params: SamplingParams) -> Rollout:
         agent=trace.agent.name,
         episode_id=trace.id,
     )
-
-
-class _Stage:
-    """What one event loop plays on: the seats, their interception and shared tool servers."""
-
-    def __init__(self, environment: VerifiersEnvironment) -> None:
-        loop = asyncio.get_running_loop()
-        self.environment = environment
-        self.env = environment.load()
-        self.renderer = load_renderer(environment.tokenizer, environment.renderer)
-        self.ready: asyncio.Future[None] = loop.create_future()
-        self._closing = asyncio.Event()
-        self._agents: dict[str, Any] = {}
-        self._task = loop.create_task(self._hold())
-
-    @property
-    def failed(self) -> bool:
-        return self.ready.done() and (self.ready.cancelled() or self.ready.exception() is not None)
-
-    async def play(self, task: Any) -> list[Any]:
-        vf = require("verifiers.v1", extra="verifiers")
-        env, traces = self.env, list[Any]()
-        agents = vf.Agents(env.config, lambda name, _: self._agents[name].for_episode(traces))
-        if type(env) is vf.SingleAgentEnv:
-            await agents.agent.run(task)
-            return traces
-        await env.setup(agents)
-        await env.run(task, agents)
-        seed = vf.TraceTask(type=type(task).__name__, data=task.data)
-        await env.finalize(task, vf.Episode(task=seed, traces=traces))
-        return traces
-
-    async def aclose(self) -> None:
-        self._closing.set()
-        async with asyncio.timeout(CLOSE_S):
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _hold(self) -> None:
-        # One task enters and leaves everything: some of it must not change tasks.
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                async with asyncio.timeout(self.environment.startup_timeout_s):
-                    await self._start(stack)
-            except asyncio.CancelledError:
-                self.ready.cancel()
-                raise
-            except Exception as error:  # whoever waits is told
-                self.ready.set_exception(error)
-                return
-            self.ready.set_result(None)
-            await self._closing.wait()
-
-    async def _start(self, stack: contextlib.AsyncExitStack) -> None:
-        from primerl.rollout.verifiers_agent import EngineAgent
-        from primerl.rollout.verifiers_harness import EngineHarness, EngineInterception
-
-        vf = require("verifiers.v1", extra="verifiers")
-        env = self.env
-        task_type = type(env.taskset).task_type()
-        shared = await stack.enter_async_context(env.shared_tools())
-        specs = {name: spec for name, spec in env.config if isinstance(spec, vf.AgentConfig)}
-        in_process = {
-            name: spec.harness is not None and spec.harness.id == "null"
-            for name, spec in specs.items()
-        }
-        http = bool(  # for an agent that lives elsewhere, or tools that ask for the task's state
-            not all(in_process.values())
-            or shared
-            or type(env) is not vf.SingleAgentEnv
-            or task_type.toolsets(env.taskset.config.task)
-        )
-        interception = await stack.enter_async_context(
-            EngineInterception(
-                http=http,
-                state_secrets=[tool.state_secret for tool in shared.values() if tool.state_secret],
-            )
-        )
-        stack.push_async_callback(env.stop)
-        await env.start()
-        for name, spec in specs.items():
-            self._agents[name] = EngineAgent(
-                spec,
-                name=name,
-                harness=EngineHarness(spec.harness) if in_process[name] else None,
-                interception=interception,
-                shared_tools=shared,
-                task_type=task_type,
-            )

@@ -44,7 +44,7 @@ class Solve(vf.Task[Puzzle]):
 class Options(vf.TasksetConfig):
     """Which generator, and which part of its stream."""
 
-    dataset: str
+    dataset: str = "chain_sum"
     options: dict[str, Any] = Field(default_factory=dict)
     split: Literal["train", "eval"] = "train"
     held_out: int = 1024

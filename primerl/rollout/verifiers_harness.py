@@ -59,7 +59,12 @@ class EngineInterception(_interception.Interception):  # type: ignore[misc]
 
 
 class EngineHarness(vf.Harness):  # type: ignore[misc]
-    """Plays as verifiers' ``null`` harness does, which starts a program for each rollout."""
+    """Plays as verifiers' ``null`` harness does, which starts a program for each rollout.
+
+    Args:
+        config: the seat's.
+        http: connections to tool servers, where there are any.
+    """
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -67,6 +72,10 @@ class EngineHarness(vf.Harness):  # type: ignore[misc]
     SUPPORTS_TOOL_INTERCEPTION = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
+
+    def __init__(self, config: Any, http: Any = None) -> None:
+        super().__init__(config)
+        self.http = http
 
     async def launch(self, *_: Any, **__: Any) -> Any:
         """Unused: the conversation is held by ``session``."""
@@ -98,7 +107,8 @@ class ChatSession(vf.HarnessSession):  # type: ignore[misc]
         if self.mcp_urls:
             from primerl.rollout.verifiers_tools import toolbox
 
-            async with toolbox(self.mcp_urls, timeout_s=self.harness.config.tool_timeout) as tools:
+            timeout_s = self.harness.config.tool_timeout
+            async with toolbox(self.mcp_urls, self.harness.http, timeout_s=timeout_s) as tools:
                 await self._converse(tools)
         else:
             await self._converse(None)

@@ -81,26 +81,30 @@ class Stage:
             name: spec.harness is not None and spec.harness.id == "null"
             for name, spec in specs.items()
         }
-        http = bool(  # for an agent that lives elsewhere, or tools that ask for the task's state
-            not all(in_process.values())
-            or shared
-            or type(env) is not vf.SingleAgentEnv
-            or task_type.toolsets(env.taskset.config.task)
-        )
+        tools = bool(shared or task_type.toolsets(env.taskset.config.task))
+        # For agents that live elsewhere, and for tools that ask for the task's state.
+        http = tools or not all(in_process.values()) or type(env) is not vf.SingleAgentEnv
         interception = await stack.enter_async_context(
             EngineInterception(
                 http=http,
                 state_secrets=[tool.state_secret for tool in shared.values() if tool.state_secret],
             )
         )
+        connections = await stack.enter_async_context(_connections()) if tools else None
         stack.push_async_callback(env.stop)
         await env.start()
         for name, spec in specs.items():
             self._agents[name] = EngineAgent(
                 spec,
                 name=name,
-                harness=EngineHarness(spec.harness) if in_process[name] else None,
+                harness=EngineHarness(spec.harness, connections) if in_process[name] else None,
                 interception=interception,
                 shared_tools=shared,
                 task_type=task_type,
             )
+
+
+def _connections() -> Any:
+    from primerl.rollout.verifiers_tools import connections  # loads MCP, which few need
+
+    return connections()

@@ -10,12 +10,32 @@ from primerl._optional import require
 
 vf: Any = require("verifiers.v1", extra="verifiers")
 _mcp: Any = require("mcp", extra="verifiers")
-_http: Any = require("mcp.client.streamable_http", extra="verifiers")
+_transport: Any = require("mcp.client.streamable_http", extra="verifiers")
+_http: Any = require("httpx2", extra="verifiers")
+
+
+def connections() -> Any:
+    """The HTTP connections to tool servers, for all rollouts of an event loop.
+
+    Making them for each rollout costs 30 ms, most of it for certificates.
+    """
+    return _http.AsyncClient(
+        follow_redirects=True,
+        timeout=_http.Timeout(None, connect=30.0),  # each call has its own deadline
+        limits=_http.Limits(max_connections=None, max_keepalive_connections=64),
+    )
 
 
 @contextlib.asynccontextmanager
-async def toolbox(urls: Mapping[str, str], *, timeout_s: float) -> AsyncIterator["Toolbox"]:
+async def toolbox(
+    urls: Mapping[str, str], http: Any, *, timeout_s: float
+) -> AsyncIterator["Toolbox"]:
     """The tools of the servers at ``urls``, by their servers' names.
+
+    Args:
+        urls: for each server's name, where it is.
+        http: ``connections``.
+        timeout_s: of each call.
 
     Raises:
         verifiers.v1.ToolsetError: a server does not answer within ``timeout_s``, or two tools have
@@ -28,7 +48,7 @@ async def toolbox(urls: Mapping[str, str], *, timeout_s: float) -> AsyncIterator
             try:
                 async with asyncio.timeout(timeout_s):
                     client = await stack.enter_async_context(
-                        _mcp.Client(_http.streamable_http_client(url))
+                        _mcp.Client(_transport.streamable_http_client(url, http_client=http))
                     )
                     listed = await client.list_tools()
             except TimeoutError:

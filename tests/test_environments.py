@@ -91,15 +91,17 @@ def test_a_reversed_word_is_rewarded_by_letter_and_by_word():
     assert got == [0.0, 1.0, pytest.approx(0.5 * (long - 1) / long)]
 
 
-def test_the_package_installs(root, tmp_path):
-    folder = root / "recipes" / "environments" / "reverse-words"
+@pytest.mark.parametrize("name", ["reverse-words", "reasoning-gym"])
+def test_the_packages_build(root, tmp_path, name):
+    folder = root / "recipes" / "environments" / name
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path)]
     subprocess.run([*build, str(folder)], check=True, capture_output=True, timeout=120)
 
     (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
-    assert "reverse_words/words.txt" in zipfile.ZipFile(wheel).namelist()
+    files = {str(path.relative_to(folder)) for path in folder.glob("*_*/*.*")}
+    assert files <= set(zipfile.ZipFile(wheel).namelist())
     with tarfile.open(sdist) as archive:
-        assert any(name.endswith("reverse_words/__init__.py") for name in archive.getnames())
+        assert files <= {member.partition("/")[2] for member in archive.getnames()}
 
 
 # ---- reasoning-gym

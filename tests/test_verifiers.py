@@ -218,6 +218,30 @@ def test_every_way_to_the_engine_gives_the_same_rollout(tokenizer, way):
             assert a.behavior_logprobs.tolist() == b.behavior_logprobs.tolist()
 
 
+def test_hooks_that_change_messages_mean_the_same_over_http(tokenizer):
+    played, engines = [], []
+    for player in ({}, {"harness": {"id": "http-chat"}}):
+        environment = rollout.verifiers(
+            "censored-dungeon", tokenizer=tokenizer, config={"turns": 9, "player": player}
+        )
+        engines.append(RandomEngine(tokenizer, length=20))
+        played.append(play(environment, engines[-1]))
+
+    one, two = played
+    assert one.stop == two.stop == "after_four"
+    assert (one.reward, one.metrics) == (two.reward, two.metrics)
+    assert [s.token_ids.tolist() for s in one.samples] == [
+        s.token_ids.tolist() for s in two.samples
+    ]
+    trained = [s.token_ids[s.loss_mask].tolist() for s in one.samples]
+    assert trained == [s.token_ids[s.loss_mask].tolist() for s in two.samples]
+    replies = [reply for _, reply, _, _ in engines[0].calls]
+    assert trained == [replies[0], replies[2] + replies[3]]  # what was censored is not
+    last_prompt = tokenizer.decode(engines[0].calls[3][0])
+    assert "ROOM 1: A DOOR." in last_prompt
+    assert "<|im_start|>assistant\n...<|im_end|>" in last_prompt
+
+
 def test_a_renderer_without_a_bridge_makes_a_branch_of_each_turn(tokenizer):
     from renderers import DefaultRendererConfig
 
@@ -371,6 +395,38 @@ def test_a_bridge_adds_what_the_template_would(tokenizer):
     assert renderer.bridge_to_next_turn(prompt, reply, chat) is None
 
 
+TEMPLATES = {
+    "Llama": (
+        "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n"
+        "{{ m.content | trim }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
+    ),
+    "Mistral": (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+        "[INST] {{ m.content }} [/INST]{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_bridge_follows_templates_of_other_kinds(smollm2_folder, name):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
+    tokenizer.chat_template = TEMPLATES[name]
+    renderer = TemplateRenderer(tokenizer)
+    chat = [{"role": "user", "content": "Hello"}]
+    tokens = renderer.render(chat, add_generation_prompt=True).token_ids
+    for turn in range(3):
+        reply = [*tokenizer.encode(f"Reply {turn}."), tokenizer.eos_token_id]
+        chat.append({"role": "assistant", "content": f"Reply {turn}."})
+        chat.append({"role": "user", "content": f"Question {turn}?"})
+        tokens = renderer.bridge_to_next_turn(tokens, reply, chat[-1:]).token_ids
+
+    whole = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(tokens) == whole
+
+
 def test_earlier_calls_are_text_for_a_template_that_knows_none(tokenizer):
     function = {"name": "look", "arguments": '{"at": "door"}'}
     said = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
@@ -464,6 +520,11 @@ def test_a_missing_environment_says_how_to_install_it(tokenizer):
         rollout.verifiers("dungeon:deep", tokenizer=tokenizer)
     with pytest.raises(ValueError, match="sistem"):
         rollout.verifiers("dungeon", tokenizer=tokenizer, config={"taskset": {"sistem": ""}})
+
+
+def test_a_seat_that_is_not_there_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"no seat 'agent' to train, only \['player'\]"):
+        rollout.verifiers("dungeon", tokenizer=tokenizer, agent="agent")
 
 
 def test_another_version_of_verifiers_is_refused(tokenizer, monkeypatch):

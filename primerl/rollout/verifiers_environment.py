@@ -107,6 +107,7 @@ class VerifiersEnvironment:
             self._loaded = load(
                 self.id,
                 self.config,
+                agent=self.agent,
                 max_turns=self.max_turns,
                 tool_timeout_s=self.tool_timeout_s,
             )

@@ -12,7 +12,12 @@ SUPPORTED = ((0, 4), (0, 5))  # from, and up to but without
 
 
 def load(
-    name: str, config: Mapping[str, Any], *, max_turns: int | None, tool_timeout_s: float
+    name: str,
+    config: Mapping[str, Any],
+    *,
+    agent: str | None,
+    max_turns: int | None,
+    tool_timeout_s: float,
 ) -> Any:
     """Verifiers' ``Env`` for ``name``, every seat of it on this machine unless it says otherwise.
 
@@ -41,7 +46,11 @@ def load(
             whole[seat] = {**ours, **config.get(seat, {})}
             if "harness" in whole[seat]:
                 whole[seat]["harness"] = {"tool_timeout": tool_timeout_s, **whole[seat]["harness"]}
-    return vf.load_environment(vf.resolve_env_config(whole))
+    env = vf.load_environment(vf.resolve_env_config(whole))
+    seats = [seat for seat, spec in env.config if isinstance(spec, vf.AgentConfig)]
+    if agent is not None and agent not in seats:
+        raise ValueError(f"{name!r} has no seat {agent!r} to train, only {seats}")
+    return env
 
 
 def load_renderer(tokenizer: Any, chosen: Any) -> Any:

@@ -49,6 +49,7 @@ EXPORTS = {
         "save_groups",
         "single_turn",
         "token_staleness",
+        "verifiers",
         "worker",
     ],
     "primerl.testing": [

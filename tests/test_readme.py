@@ -36,7 +36,9 @@ def test_the_whole_training_run(root, smollm2_folder, tmp_path, monkeypatch, cap
     assert len([line for line in example.splitlines() if line.strip()]) <= 29
 
 
-def test_the_documentation_has_no_broken_python(root):
+def test_the_documentation_has_no_broken_python(root, monkeypatch):
+    for environment in root.glob("recipes/environments/*"):
+        monkeypatch.syspath_prepend(str(environment))  # docs/environments.md installs them
     for page in root.glob("docs/*.md"):
         for example in examples(page):
             exec(example, {})

@@ -26,6 +26,7 @@ from primerl.rollout.workers import Evaluation, Worker, worker
 
 if TYPE_CHECKING:
     from primerl.rollout.transformers_engine import TransformersEngine
+    from primerl.rollout.verifiers_environment import verifiers
 
 __all__ = [
     "Buffer",
@@ -51,6 +52,7 @@ __all__ = [
     "save_groups",
     "single_turn",
     "token_staleness",
+    "verifiers",
     "worker",
 ]
 
@@ -60,4 +62,8 @@ def __getattr__(name: str) -> Any:
         from primerl.rollout.transformers_engine import TransformersEngine
 
         return TransformersEngine
+    if name == "verifiers":
+        from primerl.rollout.verifiers_environment import verifiers
+
+        return verifiers
     raise AttributeError(f"module 'primerl.rollout' has no attribute {name!r}")

@@ -1,0 +1,206 @@
+"""From messages to tokens and back, through a tokenizer's own chat template."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+
+# Stands for any assistant's words when only the template's text after them is wanted.
+_PLACEHOLDER = "reply-7c1e9b04d2"
+_CACHED_CHARACTERS = 20_000  # longer texts are rarely met twice
+_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_TOOLS = """You may call these functions; each line describes one:
+{tools}
+
+To call one, reply with its name and arguments as JSON:
+<tool_call>
+{{"name": "a function's name", "arguments": {{}}}}
+</tool_call>"""
+
+
+@attrs.frozen
+class Rendered:
+    """A prompt's tokens."""
+
+    token_ids: list[int]
+
+
+@attrs.frozen
+class ParsedToolCall:
+    """One function call of a reply; ``arguments`` by name."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
+    status: str = "ok"
+
+
+@attrs.frozen
+class Parsed:
+    """A reply as text and function calls."""
+
+    content: str
+    tool_calls: list[ParsedToolCall] = attrs.field(factory=list)
+    reasoning_content: str | None = None
+
+
+class TemplateRenderer:
+    """Renders with any Hugging Face tokenizer; the part of ``renderers``' protocol that we use.
+
+    With a chat template, a turn after a reply adds the template's own text between that reply and
+    the next; nothing that was sampled is tokenized again. Without one, messages are concatenated
+    as they stand. Function calls are Hermes' JSON in ``<tool_call>`` tags; a template that knows
+    nothing of functions gets them described in the system message.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        cache_size: how many rendered texts to remember: rollouts of one task share their prompt.
+    """
+
+    def __init__(self, tokenizer: Any, *, cache_size: int = 512) -> None:
+        self._tokenizer = tokenizer
+        # The Rust tokenizer behind it encodes the same, without a wrapper that costs more.
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        template = getattr(tokenizer, "chat_template", None)
+        self._template = None if template is None else str(template)
+        self._tokens: dict[tuple[str, bool], list[int]] = {}
+        self._cache_size = cache_size
+
+    def get_stop_token_ids(self) -> list[int]:
+        """The tokens that end a reply."""
+        eos = self._tokenizer.eos_token_id
+        return [] if eos is None else [eos]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = False,
+    ) -> Rendered:
+        """A whole conversation."""
+        if self._template is None:
+            return Rendered(self._encode(_concatenated(messages), special=True))
+        return Rendered(self._encode(self._text(messages, tools, add_generation_prompt)))
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: Sequence[Message],
+        *,
+        tools: Tools | None = None,
+    ) -> Rendered | None:
+        """What was said, and ``new_messages`` after it; None if one of them is an assistant's."""
+        if any(message["role"] == "assistant" for message in new_messages):
+            return None
+        if self._template is None:
+            between = self._encode(_concatenated(new_messages))
+        else:
+            opening = [{"role": "user", "content": "-"}]
+            spoken = [*opening, {"role": "assistant", "content": _PLACEHOLDER}, *new_messages]
+            text = self._text(spoken, tools, True)
+            between = self._encode(text[text.rindex(_PLACEHOLDER) + len(_PLACEHOLDER) :])
+            # The reply's own stop token is already there, and must not be said twice.
+            last = previous_completion_ids[-1]
+            if between[:1] == [last] and last in self.get_stop_token_ids():
+                between = between[1:]
+        return Rendered(previous_prompt_ids + previous_completion_ids + between)
+
+    def parse_response(
+        self,
+        token_ids: list[int],
+        *,
+        tools: Tools | None = None,
+        prompt_ids: list[int] | None = None,  # noqa: ARG002 - renderers' protocol
+    ) -> Parsed:
+        """The reply's text; with ``tools``, its function calls too.
+
+        A call that isn't valid JSON with a name stays in the text.
+        """
+        text = self._decode(token_ids)
+        if not tools or "<tool_call>" not in text:
+            return Parsed(text)
+        calls = []
+        for match in _TOOL_CALL.finditer(text):
+            call = _tool_call(match[1])
+            if call is not None:
+                calls.append(call)
+                text = text.replace(match[0], "", 1)
+        return Parsed(text.strip() if calls else text, calls)
+
+    def _text(self, messages: Sequence[Message], tools: Tools | None, reply_next: bool) -> str:
+        template = self._template or ""
+        shown = list(messages)
+        if "tool_calls" not in template:
+            shown = [_with_calls_as_text(message) for message in shown]
+        if tools and "tools" not in template:
+            shown = _with_tools_as_text(shown, tools)
+        return str(
+            self._tokenizer.apply_chat_template(
+                shown,
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=reply_next,
+            )
+        )
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if token_ids[-1:] == self.get_stop_token_ids():
+            token_ids = token_ids[:-1]
+        if self._backend is None or self._tokenizer.clean_up_tokenization_spaces:
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self._backend.decode(token_ids, skip_special_tokens=True))
+
+    def _encode(self, text: str, *, special: bool = False) -> list[int]:
+        tokens = self._tokens.get((text, special))
+        if tokens is None:
+            if self._backend is None:
+                tokens = list(self._tokenizer.encode(text, add_special_tokens=special))
+            else:
+                tokens = self._backend.encode(text, add_special_tokens=special).ids
+            if len(text) <= _CACHED_CHARACTERS:
+                if len(self._tokens) >= self._cache_size:
+                    self._tokens.pop(next(iter(self._tokens)))  # the oldest
+                self._tokens[text, special] = tokens
+        return tokens
+
+
+def _concatenated(messages: Sequence[Message]) -> str:
+    return "".join(str(message.get("content") or "") for message in messages)
+
+
+def _tool_call(text: str) -> ParsedToolCall | None:
+    try:
+        call = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", {})
+    return ParsedToolCall(call["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def _with_calls_as_text(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    parts = [message.get("content") or ""]
+    for call in calls:
+        function = call["function"]
+        said = {"name": function["name"], "arguments": json.loads(function["arguments"])}
+        parts.append(f"<tool_call>\n{json.dumps(said)}\n</tool_call>")
+    return {"role": message["role"], "content": "\n".join(filter(None, parts))}
+
+
+def _with_tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
+    described = _TOOLS.format(tools="\n".join(json.dumps(tool["function"]) for tool in tools))
+    if messages and messages[0]["role"] == "system":
+        content = f"{messages[0]['content']}\n\n{described}"
+        return [{"role": "system", "content": content}, *messages[1:]]
+    return [{"role": "system", "content": described}, *messages]

@@ -1,0 +1,107 @@
+"""An environment's tools, called over MCP with a deadline."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from primerl._optional import require
+
+vf: Any = require("verifiers.v1", extra="verifiers")
+_mcp: Any = require("mcp", extra="verifiers")
+_transport: Any = require("mcp.client.streamable_http", extra="verifiers")
+_http: Any = require("httpx2", extra="verifiers")
+
+
+def connections() -> Any:
+    """The HTTP connections to tool servers, for all rollouts of an event loop.
+
+    Making them for each rollout costs 30 ms, most of it for certificates.
+    """
+    return _http.AsyncClient(
+        follow_redirects=True,
+        timeout=_http.Timeout(None, connect=30.0),  # each call has its own deadline
+        limits=_http.Limits(max_connections=None, max_keepalive_connections=64),
+    )
+
+
+@contextlib.asynccontextmanager
+async def toolbox(
+    urls: Mapping[str, str], http: Any, *, timeout_s: float
+) -> AsyncIterator["Toolbox"]:
+    """The tools of the servers at ``urls``, by their servers' names.
+
+    Args:
+        urls: for each server's name, where it is.
+        http: ``connections``.
+        timeout_s: of each call.
+
+    Raises:
+        verifiers.v1.ToolsetError: a server does not answer within ``timeout_s``, or two tools have
+            one name.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        tools: dict[str, tuple[Any, str]] = {}
+        described = []
+        for server, url in urls.items():
+            try:
+                async with asyncio.timeout(timeout_s):
+                    client = await stack.enter_async_context(
+                        _mcp.Client(_transport.streamable_http_client(url, http_client=http))
+                    )
+                    listed = await client.list_tools()
+            except TimeoutError:
+                raise vf.ToolsetError(
+                    f"tool server {server!r} did not answer within {timeout_s} s"
+                ) from None
+            for tool in listed.tools:
+                name = f"{server}_{tool.name}" if server else tool.name
+                if name in tools:
+                    raise vf.ToolsetError(f"two tools are named {name!r}; give one a TOOL_PREFIX")
+                tools[name] = (client, tool.name)
+                described.append(
+                    vf.Tool(
+                        name=name,
+                        description=tool.description or "",
+                        parameters=tool.input_schema,
+                    )
+                )
+        yield Toolbox(described, tools, timeout_s)
+
+
+class Toolbox:
+    """Tools that the policy may call.
+
+    Args:
+        tools: their descriptions.
+        owners: for each name, the server's client and its own name for the tool.
+        timeout_s: of one call.
+    """
+
+    def __init__(
+        self, tools: list[Any], owners: Mapping[str, tuple[Any, str]], timeout_s: float
+    ) -> None:
+        self.tools = tools
+        self._owners = owners
+        self._timeout_s = timeout_s
+
+    async def call(self, name: str, arguments: str) -> str:
+        """The result as text; what the policy got wrong comes back to it as text, too."""
+        if name not in self._owners:
+            return f"error: there is no tool {name!r}, only {sorted(self._owners)}"
+        try:
+            values = json.loads(arguments)
+        except ValueError as error:
+            return f"error: the arguments are not JSON: {error}"
+        if not isinstance(values, dict):
+            return "error: the arguments are not an object of names and values"
+        client, own_name = self._owners[name]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                result = await client.call_tool(own_name, values)
+        except TimeoutError:
+            return f"error: {name} did not answer within {self._timeout_s} s"
+        return "\n".join(
+            block.text if block.type == "text" else f"[{block.type}]" for block in result.content
+        )

@@ -1,0 +1,153 @@
+"""The procedural generators of reasoning-gym, as verifiers tasks."""
+
+import difflib
+import functools
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import reasoning_gym
+import verifiers.v1 as vf
+from pydantic import Field
+from reasoning_gym.factory import DATASETS
+
+__all__ = ["ReasoningGym"]
+
+CHUNK = 32  # tasks made at once: some generators make all of theirs when they are created
+STREAM = 1_000_000  # tasks between the starts of two seeds
+UNSCORED = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
+
+
+class Puzzle(vf.TaskData):
+    """A generator's entry, in JSON that keeps its tuples."""
+
+    dataset: str
+    entry: dict[str, Any]
+
+
+class Solve(vf.Task[Puzzle]):
+    """Scored by the generator."""
+
+    @vf.reward
+    async def correct(self, trace: vf.Trace) -> float:
+        """What the generator's scorer says of the text in the last ``<answer>`` tags, if any."""
+        reply = trace.last_reply
+        if "<answer>" in reply:
+            reply = reply.rsplit("<answer>", 1)[1].split("</answer>", 1)[0].strip()
+        try:
+            return float(scorer(self.data.dataset)(reply, restored(self.data.entry)))
+        except Exception:  # a stranger's scorer, on whatever the policy wrote: that is no answer
+            return 0.0
+
+
+class Options(vf.TasksetConfig):
+    """Which generator, and which part of its stream."""
+
+    dataset: str = "chain_sum"
+    options: dict[str, Any] = Field(default_factory=dict)
+    split: Literal["train", "eval"] = "train"
+    held_out: int = 1024
+    seed: int = 0
+    instruction: str = "Write your final answer between <answer> and </answer>."
+
+
+class ReasoningGym(vf.Taskset[Solve, Options]):
+    """Tasks by number: the first ``held_out`` for eval, then an endless stream to train on."""
+
+    def __init__(self, config: Options) -> None:
+        super().__init__(config)
+        check(config.dataset)
+        self.INFINITE = config.split == "train"
+
+    def load(self) -> Iterator[Solve]:
+        """The tasks of the split, in order."""
+        held_out = self.config.held_out
+        if self.config.split == "eval":
+            numbers: Any = range(held_out)
+        else:
+            numbers = itertools.count(held_out + self.config.seed * STREAM)
+        chunk, entries = -1, None
+        for number in numbers:
+            if number // CHUNK != chunk:
+                chunk = number // CHUNK
+                entries = reasoning_gym.create_dataset(
+                    self.config.dataset, size=CHUNK, seed=chunk * CHUNK, **self.config.options
+                )
+            yield self._task(number, drawn(entries, number))
+
+    def _task(self, number: int, entry: dict[str, Any]) -> Solve:
+        data = Puzzle(
+            id=f"{self.config.dataset}-{number}",
+            prompt=f"{entry['question']}\n\n{self.config.instruction}".rstrip(),
+            dataset=self.config.dataset,
+            entry=plain(entry),
+        )
+        return Solve(data, self.config.task)
+
+
+def check(dataset: str) -> None:
+    """Refuse a generator that is unknown or can't be scored.
+
+    Raises:
+        ValueError: with the names that come close, or the reason.
+    """
+    if dataset in UNSCORED:
+        raise ValueError(
+            f"{dataset!r} stores no answer that its own scorer accepts, so its rewards can't be "
+            f"checked; the same is true of {', '.join(UNSCORED)}"
+        )
+    known = [name for name in DATASETS if name != "composite" and name not in UNSCORED]
+    if dataset not in known:
+        close = difflib.get_close_matches(dataset, known, n=5, cutoff=0.5)
+        raise ValueError(
+            f"reasoning-gym has no generator {dataset!r}; "
+            + (f"close: {', '.join(close)}" if close else f"there are {', '.join(sorted(known))}")
+        )
+
+
+def drawn(entries: Any, number: int) -> dict[str, Any]:
+    """Entry ``number`` of the chunk ``entries``, the same each time.
+
+    One generator (list_functions) draws from Python's global generator as well: it is seeded for
+    the entry, and left as it was.
+    """
+    state = random.getstate()
+    random.seed(number)
+    try:
+        entry: dict[str, Any] = entries[number % CHUNK]
+    finally:
+        random.setstate(state)
+    return entry
+
+
+@functools.cache
+def scorer(dataset: str) -> Any:
+    """The generator's own scorer: ``(answer, entry) -> number``."""
+    return reasoning_gym.get_score_answer_fn(dataset)
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON; ``restored`` gives the tuples back, which some scorers compare."""
+    if isinstance(value, tuple):
+        return {"__tuple__": [plain(item) for item in value]}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: plain(item) for key, item in value.items()}
+        return {"__items__": [[plain(key), plain(item)] for key, item in value.items()]}
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def restored(value: Any) -> Any:
+    """What ``plain`` was given, but for objects that JSON has no form for: those stay text."""
+    if isinstance(value, list):
+        return [restored(item) for item in value]
+    if isinstance(value, dict):
+        if "__tuple__" in value:
+            return tuple(restored(item) for item in value["__tuple__"])
+        if "__items__" in value:
+            return {restored(key): restored(item) for key, item in value["__items__"]}
+        return {key: restored(item) for key, item in value.items()}
+    return value

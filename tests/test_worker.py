@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 
+import attrs
 import numpy as np
 import pytest
 from conftest import CharacterCodes, FakeEngine
@@ -196,6 +197,19 @@ def test_filters_that_refuse_everything_are_an_error_with_their_count():
     with make_worker(FakeEngine(delay_s=0), keep=[impossible], timeout_s=0.3) as rollouts:
         with pytest.raises(RuntimeError, match="no group was kept for .*'impossible': [0-9]+"):
             rollouts.take(version=0)
+
+
+def test_an_engine_that_samples_with_older_weights_than_it_says_is_not_progress():
+    class Behind(FakeEngine):
+        async def generate(self, *args, **options):
+            completion = await super().generate(*args, **options)
+            return attrs.evolve(completion, versions=[0] * 3)
+
+    engine = Behind(delay_s=0)
+    engine.version = 5
+    with make_worker(engine, timeout_s=0.5) as rollouts:
+        with pytest.raises(RuntimeError, match="no group was kept for .*'stale': [0-9]+"):
+            rollouts.take(version=5)
 
 
 def test_tasks_that_run_out_are_an_error():

@@ -89,6 +89,7 @@ class Collector:
         )
         self._again: deque[Task] = deque()
         self._drawn_out = False
+        self._next_version = 0  # until the first step is asked for, anything is of use
         self._in_flight: dict[asyncio.Task[None], tuple[Task, Progress]] = {}
         self._changed = asyncio.Event()
         self._error: Exception | None = None
@@ -346,7 +347,7 @@ class Collector:
         counts["reward_sum"] += float(group.rewards.sum())
         try:
             self._tasks.report(task, group)
-            self._kept += self._buffer.put(group)
+            self._kept += self._buffer.put(group) and self._usable(group)
         except Exception as error:  # a user's filter or curriculum raised: the run cannot go on
             self._buffer.drop(FAILED, tokens=len(group.versions))
             self._fail(error)
@@ -370,12 +371,19 @@ class Collector:
 
     def _expect(self, version: PolicyVersion) -> None:
         """The next step is ``version``: cancel every group that it could not use."""
+        self._next_version = version
         if self._plan.on_stale != "drop":
             return
         oldest = version - self._plan.max_staleness
         for group, (_, progress) in self._in_flight.items():
             if progress.oldest_version(version) < oldest:
                 group.cancel()
+
+    def _usable(self, group: Group) -> bool:
+        """Whether the next step could train the group; what it would drop is no progress."""
+        newest = self._plan.on_stale == "mask_tokens"
+        version = group.versions.max() if newest else group.versions.min()
+        return bool(version >= self._next_version - self._plan.max_staleness)
 
     def _versions(self) -> list[PolicyVersion]:
         served = self._engine.version

@@ -1,17 +1,21 @@
 """verifiers environments under an engine that answers at once: what the rollout side can carry.
 
-The checks of types at run time, on by default, take most of the time. For figures without them:
-
     pytest bench/test_verifiers_throughput.py -o addopts=--import-mode=importlib --benchmark-only
+
+``addopts`` leaves out the checks of types at run time, which would take most of the time in this
+process. *Through the worker* is the whole path: environments in the worker's process, the engine in
+the trainer's, groups delivered to ``take``; its loop lag and memory are printed.
 """
 
 import asyncio
 import importlib.util
 import itertools
-import sys
+import time
 from pathlib import Path
 
+import attrs
 import numpy as np
+import psutil
 import pytest
 
 pytest.importorskip("verifiers")
@@ -39,7 +43,7 @@ class Instant:
         )
 
     async def generate(self, *_, **__):
-        return self._completion
+        return attrs.evolve(self._completion, versions=np.full(TOKENS, self.version))
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +55,21 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(testing.smollm2(tmp_path_factory.mktemp("smollm2")))
 
 
-@pytest.mark.parametrize(
+@pytest.fixture(autouse=True)
+def packages(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "recipes" / "environments" / "reverse-words"))
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "verifiers_environments"))
+
+
+shapes = pytest.mark.parametrize(
     ("name", "config", "rollouts", "turns"),
-    [("reverse-words", {}, 300, 1), ("dungeon", {"turns": 20}, 30, 20)],
+    [("reverse-words", {}, 320, 1), ("dungeon", {"turns": 20}, 32, 20)],
     ids=["1 turn", "20 turns"],
 )
-def test_rollouts_in_process(benchmark, monkeypatch, tokenizer, name, config, rollouts, turns):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    sys.path[:0] = [
-        str(ROOT / "recipes" / "environments" / "reverse-words"),
-        str(ROOT / "tests" / "verifiers_environments"),
-    ]
+
+
+@shapes
+def test_rollouts_in_process(benchmark, tokenizer, name, config, rollouts, turns):
     environment = rollout.verifiers(name, tokenizer=tokenizer, config=config)
     tasks = list(itertools.islice(environment.tasks, rollouts))
     engine = Instant(tokenizer)
@@ -84,3 +92,67 @@ def test_rollouts_in_process(benchmark, monkeypatch, tokenizer, name, config, ro
     seconds = benchmark.stats.stats.median
     benchmark.extra_info["rollouts_per_s"] = round(rollouts / seconds)
     benchmark.extra_info["turns_per_s"] = round(rollouts * turns / seconds)
+
+
+@shapes
+def test_rollouts_through_the_worker(benchmark, tokenizer, name, config, rollouts, turns):
+    environment = rollout.verifiers(name, tokenizer=tokenizer, config=config)
+    engine = Instant(tokenizer)
+    benchmark.group = f"{rollouts} verifiers rollouts of {turns} x {TOKENS} tokens, whole path"
+    with rollout.worker(
+        engine,
+        environment,
+        environment.tasks,
+        params=PARAMS,
+        group_size=8,
+        groups_per_step=rollouts // 8,
+        max_staleness=2,
+    ) as worker:
+
+        def step():
+            for group in worker.take(engine.version):
+                assert all(one.metrics["turns"] == turns for one in group.rollouts)
+            engine.version += 1
+
+        for _ in range(6):  # the pipeline is full, and everything has been used once
+            step()
+        benchmark.pedantic(step, rounds=15)
+        stats = worker.stats()
+    seconds = benchmark.stats.stats.mean  # medians of a pipeline hide its bursts
+    benchmark.extra_info |= {
+        "rollouts_per_s": round(rollouts / seconds),
+        "turns_per_s": round(rollouts * turns / seconds),
+        "loop_lag_p99_ms": round(1e3 * stats["loop_lag_p99_s"]),
+        "loop_lag_max_ms": round(1e3 * stats["loop_lag_max_s"]),
+    }
+    print(f"\n{turns} turns: {benchmark.extra_info}")
+
+
+@shapes
+def test_memory_of_rollouts_in_flight(benchmark, tokenizer, name, config, rollouts, turns):  # noqa: ARG001
+    """Of the worker's process, with every rollout waiting for its last completion."""
+
+    class Held(Instant):
+        waiting = 0
+
+        async def generate(self, prompt_ids, params, **_):
+            if len(prompt_ids) > TOKENS * (turns - 1):
+                self.waiting += 1
+                await asyncio.sleep(3600)
+            return await super().generate(prompt_ids, params)
+
+    def resident(held):
+        environment = rollout.verifiers(name, tokenizer=tokenizer, config=config)
+        engine = Held(tokenizer)
+        plan = {"params": PARAMS, "group_size": 8, "groups_per_step": held // 8, "max_staleness": 0}
+        with rollout.worker(engine, environment, environment.tasks, **plan) as worker:
+            while engine.waiting < held:
+                time.sleep(0.01)
+            return psutil.Process(worker.members()[0]["pid"]).memory_info().rss
+
+    few, many = 128, 640
+    base = resident(few)  # with what is set up once
+    kilobytes = (benchmark.pedantic(resident, [many], rounds=1) - base) / 1e3 / (many - few)
+    benchmark.extra_info["kb_per_rollout"] = round(kilobytes)
+    print(f"\n{turns} turns: {kilobytes:.0f} KB for each rollout in flight")
+    assert kilobytes <= 300

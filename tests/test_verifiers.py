@@ -403,7 +403,8 @@ TEMPLATES = {
     ),
     "Mistral": (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
-        "[INST] {{ m.content }} [/INST]{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+        "[INST] {{ m.content }} [/INST]{% else %}{{ m.content }}{{ eos_token }}{% endif %}"
+        "{% endfor %}"
     ),
 }
 

@@ -276,6 +276,7 @@ class Collector:
                 progress = Progress()
                 group = asyncio.create_task(self._play(task, progress))
                 self._in_flight[group] = (task, progress)
+                await asyncio.sleep(0)  # hundreds that began at once would block the event loop
             idle = not self._in_flight
             began = time.monotonic()
             await self._change(POLL_S)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 
 from primerl._optional import require
 from primerl.rollout.engine import Engine
@@ -91,7 +92,7 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         except Exception as error:
             self.error = error  # verifiers keeps no more than its text
             raise
-        token_ids = completion.token_ids.tolist()
+        token_ids = _shared(completion.token_ids)
         parsed = self._renderer.parse_response(token_ids, tools=wire_tools, prompt_ids=prompt_ids)
         calls = _tool_calls(parsed.tool_calls) if tools else None
         cut = completion.finish_reason == "length"
@@ -164,6 +165,17 @@ class EngineClient(vf.Client):  # type: ignore[misc]
             rendered = self._renderer.render(everything, tools=tools, add_generation_prompt=True)
         token_ids: list[int] = rendered.token_ids
         return token_ids
+
+
+_TOKENS: list[int] = []
+
+
+def _shared(token_ids: np.ndarray) -> list[int]:
+    """As a list whose numbers are shared by all lists: an ``int`` of its own is 32 bytes."""
+    above = int(token_ids.max(initial=-1)) + 1
+    if above > len(_TOKENS):
+        _TOKENS.extend(range(len(_TOKENS), above))
+    return [_TOKENS[token] for token in token_ids.tolist()]
 
 
 def _wire_tool(tool: Any) -> dict[str, Any]:

@@ -156,6 +156,10 @@ class ChatSession(vf.HarnessSession):  # type: ignore[misc]
         return vf.ToolMessage(tool_call_id=call.id, content=content, name=call.name)
 
 
+# Of every node, shared by all of them: thousands of rollouts are in flight.
+_NODE_FIELDS = set(vf.MessageNode.model_fields)
+
+
 class PlainTurns:
     """Turns that no hook of the environment sees: the trace grows by what is new.
 
@@ -201,6 +205,7 @@ class PlainTurns:
         sampled = [] if reply is None else reply.token_ids
         # Every field is given: pydantic inspects the signature of each default's factory.
         node = vf.MessageNode.model_construct(
+            _NODE_FIELDS,
             parent=self._leaf,
             tools=tools if self._leaf is None else [],
             semantic_parents=[],

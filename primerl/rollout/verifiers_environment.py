@@ -1,6 +1,7 @@
 """Environments written for ``verifiers``, played by our engines."""
 
 import asyncio
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -203,17 +204,23 @@ class Tasks:
     Each has an ``"id"``, the ``"prompt"`` if there is one, and under ``"data"`` what rebuilds it.
     """
 
-    def __init__(self, environment: VerifiersEnvironment) -> None:
+    def __init__(self, environment: VerifiersEnvironment, first: int = 0) -> None:
         self._environment = environment
+        self._first = first
 
     def __iter__(self) -> Iterator[Task]:
-        for task in self._environment.load().taskset:
+        for task in itertools.islice(self._environment.load().taskset, self._first, None):
             data = task.data.model_dump(mode="json", exclude_defaults=True)
             own = "" if task.data.id is None else f"/{task.data.id}"
             plain = {"id": f"{self._environment.id}/{task.data.idx}{own}", "data": data}
             if "prompt" in data:
                 plain["prompt"] = data["prompt"]
             yield plain
+
+    def split(self, count: int) -> tuple[list[Task], "Tasks"]:
+        """The first ``count`` tasks, to hold out, and those after them."""
+        first = list(itertools.islice(self, count))
+        return first, Tasks(self._environment, self._first + count)
 
 
 def _rebuild(environment: Any, task: Task) -> Any:

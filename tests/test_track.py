@@ -1,6 +1,7 @@
 import json
 import math
 
+import attrs
 import numpy as np
 import pytest
 from conftest import make_group, make_sample
@@ -215,3 +216,22 @@ def test_words_are_distinct_and_short():
     assert len(words) == len(set(words)) > 5000
     assert {len(word) for word in words} == {3, 4, 5}
     assert all(word.isascii() and word.islower() for word in words)
+
+
+def test_environments_and_dropped_groups_are_recorded_by_name(tmp_path):
+    groups = [
+        attrs.evolve(make_group([0.0, 1.0]), environment="sums"),
+        attrs.evolve(make_group([3.0, 5.0]), environment="words"),
+    ]
+    samples = advantage.assign(groups, advantage.centered)
+    with track.Run(tmp_path) as run:
+        first = run.log(0, groups=groups, samples=samples, totals={"dropped_by": {"stale": 2}})
+        second = run.log(
+            1, groups=groups, samples=samples, totals={"dropped_by": {"stale": 2, "failed": 1}}
+        )
+
+    assert (first["reward/sums"], first["reward/words"]) == (0.5, 4.0)
+    assert first["dropped/stale"] == 2
+    assert (second["dropped/stale"], second["dropped/failed"]) == (0, 1)
+    written = lines(tmp_path / "rollouts.jsonl")
+    assert {line["environment"] for line in written} == {"sums", "words"}

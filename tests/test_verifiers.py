@@ -17,8 +17,8 @@ import pytest
 
 pytest.importorskip("verifiers")
 from primerl import rollout
-from primerl.rollout.template_renderer import TemplateRenderer
-from primerl.rollout.trace_samples import SampledLogprobs, trace_samples
+from primerl.rollout.verifiers_adapter.template_renderer import TemplateRenderer
+from primerl.rollout.verifiers_adapter.trace_samples import SampledLogprobs, trace_samples
 from primerl.types import NOT_SAMPLED, Completion, SamplingParams
 
 HERE = Path(__file__).parent / "verifiers_environments"
@@ -349,7 +349,7 @@ def test_tools_with_state_wrong_calls_and_deadlines(tokenizer):
 
 
 def test_a_tool_that_does_not_answer_is_given_up():
-    from primerl.rollout.verifiers_tools import Toolbox
+    from primerl.rollout.verifiers_adapter.tools import Toolbox
 
     class Silent:
         async def call_tool(self, name, arguments):

@@ -226,7 +226,7 @@ def read_pids(folder):
 
 
 def test_a_blocked_event_loop_is_an_error_that_names_the_cause(monkeypatch):
-    monkeypatch.setattr("primerl.rollout.workers.BLOCKED_S", 1.0)
+    monkeypatch.setattr("primerl.rollout.worker_hosts.BLOCKED_S", 1.0)
 
     async def blocks(task, engine, params):
         time.sleep(3600)
@@ -373,6 +373,20 @@ def script(tmp_path):
     for child in children:
         child.kill()
         child.wait()
+
+
+def test_a_trainer_that_is_busy_elsewhere_hears_of_the_workers_death_too(script):
+    child, pids = script("time.sleep(3600)")
+
+    os.kill(pids[0], signal.SIGKILL)
+    began = time.monotonic()
+    _, errors = child.communicate(timeout=60)
+
+    assert time.monotonic() - began < ENDS_S
+    assert errors.splitlines()[-1].startswith(
+        f"RuntimeError: the rollout worker (process {pids[0]}) was killed by SIGKILL"
+    )
+    assert gone(pids)
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "exception", "kill the trainer", "kill the worker"])

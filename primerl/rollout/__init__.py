@@ -26,7 +26,7 @@ from primerl.rollout.workers import Evaluation, Worker, worker
 
 if TYPE_CHECKING:
     from primerl.rollout.transformers_engine import TransformersEngine
-    from primerl.rollout.verifiers_environment import verifiers
+    from primerl.rollout.verifiers_adapter import verifiers
 
 __all__ = [
     "Buffer",
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
 
         return TransformersEngine
     if name == "verifiers":
-        from primerl.rollout.verifiers_environment import verifiers
+        from primerl.rollout.verifiers_adapter import verifiers
 
         return verifiers
     raise AttributeError(f"module 'primerl.rollout' has no attribute {name!r}")

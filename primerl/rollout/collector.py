@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
 import msgspec
 
+from primerl.rollout.accounts import Accounts
 from primerl.rollout.buffer import Buffer
 from primerl.rollout.channel import Channel
 from primerl.rollout.engine import Engine
@@ -30,15 +31,10 @@ from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
 POLL_S = 0.01  # how soon a newly served version is noticed
 BEAT_S = 1.0
-MANY_FAILURES = 12  # groups in a row that stop even a run of small steps
 STATE_FORMAT = 1
 CANCELLED = "cancelled"
 
 log = logging.getLogger(__name__)
-
-
-def _no_counts() -> dict[str, float]:
-    return {"groups": 0, "failed": 0, "rollouts": 0, "tokens": 0, "reward_sum": 0.0}
 
 
 @attrs.frozen(kw_only=True)
@@ -95,15 +91,9 @@ class Collector:
         self._error: Exception | None = None
         self._background: list[asyncio.Task[None]] = []
         self._lag = LoopLag()
-        self._failures: Counter[str] = Counter()
-        """Of each task, groups that failed since one succeeded: the poison among them."""
-        self._failures_in_a_row = 0
-        self._skipped = 0
-        self._retried = 0
-        self._errors: Counter[str] = Counter()
-        self._environments: dict[str, dict[str, float]] = defaultdict(_no_counts)
-        self._kept = 0
-        self._tokens = 0
+        self._accounts = Accounts(
+            groups_per_step=plan.groups_per_step, quarantine_after=plan.quarantine_after
+        )
         self._trainer_wait_s = 0.0
         self._rollout_wait_s = 0.0
         if state is not None:
@@ -146,13 +136,13 @@ class Collector:
         if served is not None:
             self._engines.serves(0, served)
         began = time.monotonic()
-        kept, deadline = self._kept, began + self._plan.timeout_s
+        kept, deadline = self._accounts.kept, began + self._plan.timeout_s
         self._expect(version)
         while (groups := self._buffer.take(version, in_flight=self._versions())) is None:
             self._require_progress(version)
             await self._change(min(1.0, self._plan.timeout_s))
-            if self._kept != kept:
-                kept, deadline = self._kept, time.monotonic() + self._plan.timeout_s
+            if self._accounts.kept != kept:
+                kept, deadline = self._accounts.kept, time.monotonic() + self._plan.timeout_s
             elif time.monotonic() > deadline:
                 raise RuntimeError(
                     f"no group was kept for {self._plan.timeout_s:.0f} s while step {version} "
@@ -183,22 +173,17 @@ class Collector:
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start; see ``Worker.stats``."""
-        buffer, poisoned = self._buffer, self._quarantined()
+        buffer = self._buffer
         return {
+            **self._accounts.stats(),
             "started": buffer.started,
             "trained": buffer.trained,
             "dropped": buffer.dropped.total(),
             "dropped_by": dict(buffer.dropped),
             "in_flight": buffer.in_flight,
             "buffered": buffer.buffered,
-            "rollout_tokens": self._tokens,
             "tokens_by": dict(buffer.tokens),
             "masked_tokens": buffer.masked_tokens,
-            "retried": self._retried,
-            "errors": dict(self._errors),
-            "quarantined": len(poisoned),
-            "skipped": self._skipped,
-            "environments": {name: dict(counts) for name, counts in self._environments.items()},
             "trainer_wait_s": self._trainer_wait_s,
             "rollout_wait_s": self._rollout_wait_s,
             "loop_lag_p99_s": self._lag.p99_s,
@@ -213,10 +198,7 @@ class Collector:
             "buffer": self._buffer.state(),
             "tasks": self._tasks.state(),
             "again": [dict(task) for task in [*playing, *self._again]],
-            "failures": dict(self._failures),
-            "counts": [self._kept, self._tokens, self._retried, self._skipped],
-            "errors": dict(self._errors),
-            "environments": {name: dict(counts) for name, counts in self._environments.items()},
+            "accounts": self._accounts.state(),
         }
         try:
             return msgspec.msgpack.encode(content)
@@ -254,11 +236,7 @@ class Collector:
         self._buffer.restore(state["buffer"])
         self._tasks.restore(state["tasks"])
         self._again.extend(state["again"])
-        self._failures.update(state["failures"])
-        self._kept, self._tokens, self._retried, self._skipped = state["counts"]
-        self._errors.update(state["errors"])
-        for name, counts in state["environments"].items():
-            self._environments[name].update(counts)
+        self._accounts.restore(state["accounts"])
 
     # ---- playing ----
 
@@ -290,17 +268,18 @@ class Collector:
 
     def _draw(self) -> Task | None:
         """The next task that is not in quarantine; None when there are no more."""
-        for _ in range(1000 + 2 * len(self._failures)):
+        for _ in range(self._accounts.most_skips):
             task = self._tasks.draw()
             if task is None:
                 self._drawn_out = True
                 return None
-            if self._failures[task["id"]] < self._plan.quarantine_after:
+            if not self._accounts.in_quarantine(task["id"]):
                 return task
-            self._skipped += 1
+            self._accounts.skipped += 1
+        some = ", ".join(self._accounts.quarantined[:5])
         raise RuntimeError(
             f"every task is in quarantine, having failed {self._plan.quarantine_after} times: "
-            f"{', '.join(self._quarantined()[:5])} ...; errors: {dict(self._errors)}"
+            f"{some} ...; errors: {dict(self._accounts.errors)}"
         )
 
     async def _play(self, task: Task, progress: Progress) -> None:
@@ -333,35 +312,24 @@ class Collector:
             playing = asyncio.current_task()
             assert playing is not None
             del self._in_flight[playing]
-            self._retried += progress.retried
-            self._errors.update(progress.errors)
+            self._accounts.attempted(progress)
             self._changed.set()
 
     def _ended(self, task: Task, group: Group) -> None:
-        self._failures_in_a_row = 0
-        self._failures.pop(task["id"], None)
-        self._tokens += len(group.versions)
-        counts = self._environments[group.environment]
-        counts["groups"] += 1
-        counts["rollouts"] += len(group.rollouts)
-        counts["tokens"] += len(group.versions)
-        counts["reward_sum"] += float(group.rewards.sum())
+        self._accounts.succeeded(group)
         try:
             self._tasks.report(task, group)
-            self._kept += self._buffer.put(group) and self._usable(group)
+            self._accounts.kept += self._buffer.put(group) and self._usable(group)
         except Exception as error:  # a user's filter or curriculum raised: the run cannot go on
             self._buffer.drop(FAILED, tokens=len(group.versions))
             self._fail(error)
 
     def _failed(self, task: Task, failure: GroupFailed) -> None:
-        self._failures[task["id"]] += 1
-        self._failures_in_a_row += 1
-        self._environments[str(task.get("environment", ""))]["failed"] += 1
         log.info("%s", failure)
-        if self._failures[task["id"]] == self._plan.quarantine_after:
+        if self._accounts.failed(task):
             log.warning("task %r is in quarantine: %s", task["id"], failure)
         self._tasks.report(task, None)
-        if self._failures_in_a_row >= max(MANY_FAILURES, 2 * self._plan.groups_per_step):
+        if self._accounts.hopeless:
             self._fail(failure.__cause__ if isinstance(failure.__cause__, Exception) else failure)
 
     def _fail(self, error: Exception) -> None:
@@ -413,17 +381,14 @@ class Collector:
                 "the tasks ran out and could not be iterated again; pass a list, not an iterator"
             )
 
-    def _quarantined(self) -> list[str]:
-        limit = self._plan.quarantine_after
-        return [task for task, failures in self._failures.items() if failures >= limit]
-
     def _describe(self) -> str:
         buffer = self._buffer
         text = (
             f"{buffer.in_flight} groups are in flight, {buffer.buffered} buffered, "
             f"{dict(buffer.dropped)} dropped; the engine serves version {self._engine.version}"
         )
-        return text + (f"; errors: {dict(self._errors)}" if self._errors else "")
+        errors = self._accounts.errors
+        return text + (f"; errors: {dict(errors)}" if errors else "")
 
     async def _beat(self, channel: Channel) -> None:
         while True:

@@ -9,17 +9,17 @@ from types import TracebackType
 from typing import Any
 
 from primerl.rollout.buffer import ON_STALE
-from primerl.rollout.collector import Collector, Plan
+from primerl.rollout.collector import Plan
 from primerl.rollout.engine import Engine
 from primerl.rollout.environment import Environment, Task
-from primerl.rollout.processes import Child, pickle_arguments
-from primerl.rollout.remote_engine import EngineHost, portable
+from primerl.rollout.processes import pickle_arguments
+from primerl.rollout.remote_engine import portable
 from primerl.rollout.staleness import check_schedule
 from primerl.rollout.task_streams import InOrder, TaskStream
+from primerl.rollout.worker_hosts import InProcess, InThread
 from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
 JOIN_S = 45.0
-BLOCKED_S = 10.0  # an event loop that is this silent will not end politely
 ISOLATION = ("process", "thread")
 
 
@@ -108,10 +108,10 @@ def worker(
         "state": state,
     }
     if isolation == "thread":
-        return Worker(engine, _InThread(engine, arguments), plan)
+        return Worker(engine, InThread(engine, arguments), plan)
     if portable(engine):
         arguments["engine"] = engine
-    return Worker(engine, _InProcess(engine, pickle_arguments(**arguments), threads), plan)
+    return Worker(engine, InProcess(engine, pickle_arguments(**arguments), threads), plan)
 
 
 def _check(plan: Plan, engine: Engine, tasks: Any, isolation: str) -> None:
@@ -151,7 +151,7 @@ class Worker:
     ``take`` and ``evaluate`` are called from the trainer's thread and block, with a deadline.
     """
 
-    def __init__(self, engine: Engine, host: "_InThread | _InProcess", plan: Plan) -> None:
+    def __init__(self, engine: Engine, host: "InThread | InProcess", plan: Plan) -> None:
         self._engine = engine
         self._host = host
         self._plan = plan
@@ -180,6 +180,8 @@ class Worker:
     ) -> None:
         if self._loop is not None:
             self._last_stats = self._stop()
+        if kind is KeyboardInterrupt and self._host.interrupted:
+            raise RuntimeError(self._host.death) from None  # nobody pressed Ctrl-C
 
     def take(self, version: PolicyVersion) -> list[Group]:
         """The groups of one policy step, oldest first; blocks until they are there.
@@ -337,78 +339,3 @@ class Evaluation:
             self._future, "the evaluation took longer", timeout_s
         )
         return rollouts
-
-
-class _InThread:
-    """Runs the collector on this process's event loop."""
-
-    def __init__(self, engine: Engine, arguments: dict[str, Any]) -> None:
-        self._collector = Collector(None, engine=engine, **arguments)
-
-    @property
-    def last_beat(self) -> float:
-        return self._collector.last_beat
-
-    def members(self) -> list[dict[str, Any]]:
-        return []
-
-    async def start(self) -> None:
-        await self._collector.astart()
-
-    async def call(self, name: str, *args: Any) -> Any:
-        if name == "take":
-            args = (args[0], None)  # the engine itself says what it serves
-        result = getattr(self._collector, name)(*args)
-        return await result if asyncio.iscoroutine(result) else result
-
-    async def stop(self) -> dict[str, Any]:
-        return await self._collector.aclose()
-
-
-class _InProcess:
-    """Runs the collector in a child process and serves this process's engines to it."""
-
-    def __init__(self, engine: Engine, arguments: dict[str, bytes], threads: int) -> None:
-        self._engine = engine
-        self._arguments = arguments
-        self._engines = EngineHost()
-        self._child = Child("the rollout worker", Collector, threads=threads)
-        self._reporting: asyncio.Task[None] | None = None
-        self.last_beat = time.monotonic()
-
-    def members(self) -> list[dict[str, Any]]:
-        return [{"name": self._child.name, "pid": self._child.pid, "alive": self._child.alive}]
-
-    async def start(self) -> None:
-        arguments = dict(self._arguments)
-        if "engine" not in arguments:
-            arguments |= pickle_arguments(engine=self._engines.address(self._engine))
-        await self._child.start(arguments, {"generate": self._engines.generate, "beat": self._beat})
-        self._beat()
-        self._reporting = asyncio.create_task(self._engines.report_versions(self._child.notify))
-
-    async def call(self, name: str, *args: Any) -> Any:
-        return await self._child.call(name, *(self._crossing(one) for one in args))
-
-    async def stop(self) -> dict[str, Any] | None:
-        if self._reporting is not None:
-            self._reporting.cancel()
-        blocked = time.monotonic() - self.last_beat > BLOCKED_S
-        if blocked or not self._child.alive:  # it is ended by force, and has been reported
-            await self._child.close(grace_s=0)
-            return None
-        try:
-            async with asyncio.timeout(JOIN_S / 2):
-                stats: dict[str, Any] = await self._child.call("aclose")
-                return stats
-        except (RuntimeError, TimeoutError):
-            return None
-        finally:
-            await self._child.close(grace_s=2.0)
-
-    def _crossing(self, value: Any) -> Any:
-        local = isinstance(value, Engine) and not portable(value)
-        return self._engines.address(value) if local else value
-
-    def _beat(self) -> None:
-        self.last_beat = time.monotonic()

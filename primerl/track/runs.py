@@ -22,6 +22,7 @@ SUMMARY = ("eval_before", "eval_after", "steps", "wall_s", "staleness_max", "mis
 # Totals that become a rate per second, and those that become the step's own share.
 RATES = ("rollout_tokens",)
 SHARES = ("trainer_wait_s", "rollout_wait_s")
+GAUGES = ("loop_lag_p99_s",)
 
 
 class Run:
@@ -114,7 +115,7 @@ class Run:
             groups: that were trained.
             samples: what ``advantage.assign`` made of them.
             totals: running totals, as ``Worker.stats`` gives them; their growth since the last
-                step is recorded.
+                step is recorded, that of groups dropped as ``dropped/REASON``.
             mismatch: the sum and count that ``loss.mismatch_kl`` returned, added over the step.
             metrics: further numbers, under their own names.
         """
@@ -128,6 +129,8 @@ class Run:
         )
         line |= {f"{name}_per_s": growth[name] / seconds for name in RATES if name in growth}
         line |= {name: growth[name] for name in SHARES if name in growth}
+        line |= {name: count for name, count in growth.items() if name.startswith("dropped/")}
+        line |= {name: totals[name] for name in GAUGES if totals and name in totals}
         line["mismatch_kl"] = self._add_mismatch(mismatch)
         line |= {name: _plain(value) for name, value in (metrics or {}).items()}
         for sample in samples:
@@ -159,12 +162,11 @@ class Run:
         return "\n".join(f"{name:<12}  {value}" for name, value in rows)
 
     def _growth(self, totals: Mapping[str, Any]) -> dict[str, float]:
-        grown = {
-            name: totals[name] - self._totals.get(name, 0.0)
-            for name in (*RATES, *SHARES)
-            if name in totals
-        }
-        self._totals = {name: totals[name] for name in grown}
+        counted = {name: totals[name] for name in (*RATES, *SHARES) if name in totals}
+        reasons = totals.get("dropped_by", {})
+        counted |= {f"dropped/{reason}": count for reason, count in reasons.items()}
+        grown = {name: count - self._totals.get(name, 0) for name, count in counted.items()}
+        self._totals = counted
         return grown
 
     def _add_mismatch(self, mismatch: Any) -> float | None:
@@ -187,6 +189,7 @@ class Run:
                     record = {
                         "step": step,
                         "task_id": group.task_id,
+                        "environment": group.environment,
                         "reward": rollout.reward,
                         "stop": rollout.stop,
                         "metrics": dict(rollout.metrics),
@@ -207,13 +210,20 @@ def _batch_metrics(
     rewards = np.concatenate([group.rewards for group in groups]) if groups else np.zeros(0)
     stale = [step - sample.versions[sample.loss_mask] for sample in samples]
     staleness = np.concatenate(stale) if stale else np.zeros(0, np.int64)
+    named = {group.environment for group in groups} - {""}
     return {
         "reward": float(rewards.mean()) if len(rewards) else None,
+        **{f"reward/{name}": _mean_reward(groups, name) for name in sorted(named)},
         "tokens": sum(len(sample.token_ids) for sample in samples),
         "trained_tokens": len(staleness),
         "staleness_max": int(staleness.max()) if len(staleness) else None,
         "staleness_mean": float(staleness.mean()) if len(staleness) else None,
     }
+
+
+def _mean_reward(groups: Sequence[Group], environment: str) -> float:
+    mine = [group.rewards for group in groups if group.environment == environment]
+    return float(np.concatenate(mine).mean())
 
 
 def _arrow(before: float | None, after: float | None) -> str:

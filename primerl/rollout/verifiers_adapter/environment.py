@@ -7,9 +7,9 @@ from typing import Any
 
 from primerl.rollout.engine import Engine
 from primerl.rollout.environment import Task
-from primerl.rollout.trace_samples import last_reply, trace_samples
-from primerl.rollout.verifiers_loading import load, load_renderer
-from primerl.rollout.verifiers_stage import Stage
+from primerl.rollout.verifiers_adapter.loading import load, load_renderer
+from primerl.rollout.verifiers_adapter.stage import Stage
+from primerl.rollout.verifiers_adapter.trace_samples import last_reply, trace_samples
 from primerl.types import Rollout, SamplingParams
 
 
@@ -123,8 +123,8 @@ class VerifiersEnvironment:
             ValueError: not exactly one agent of the episode is to be trained.
             Exception: whatever the engine raised, as it is.
         """
-        from primerl.rollout.verifiers_client import EngineClient
-        from primerl.rollout.verifiers_harness import CLIENT
+        from primerl.rollout.verifiers_adapter.client import EngineClient
+        from primerl.rollout.verifiers_adapter.harness import CLIENT
 
         stage = await self._stage()
         client = EngineClient(engine, params, stage.renderer)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from primerl._optional import require
-from primerl.rollout.template_renderer import TemplateRenderer
+from primerl.rollout.verifiers_adapter.template_renderer import TemplateRenderer
 
 SUPPORTED = ((0, 4), (0, 5))  # from, and up to but without
 

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from primerl._optional import require
-from primerl.rollout.verifiers_client import ContextFull, EngineClient, Reply
+from primerl.rollout.verifiers_adapter.client import ContextFull, EngineClient, Reply
 
 vf: Any = require("verifiers.v1", extra="verifiers")
 _graph: Any = require("verifiers.v1.graph", extra="verifiers")
@@ -105,7 +105,7 @@ class ChatSession(vf.HarnessSession):  # type: ignore[misc]
     async def _run(self, messages: list[Any] | None) -> Any:
         self._messages.extend(messages or [])
         if self.mcp_urls:
-            from primerl.rollout.verifiers_tools import toolbox
+            from primerl.rollout.verifiers_adapter.tools import toolbox
 
             timeout_s = self.harness.config.tool_timeout
             async with toolbox(self.mcp_urls, self.harness.http, timeout_s=timeout_s) as tools:

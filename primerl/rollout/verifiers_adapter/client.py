@@ -12,7 +12,7 @@ import numpy as np
 
 from primerl._optional import require
 from primerl.rollout.engine import Engine
-from primerl.rollout.trace_samples import SampledLogprobs
+from primerl.rollout.verifiers_adapter.trace_samples import SampledLogprobs
 from primerl.types import SamplingParams
 
 vf: Any = require("verifiers.v1", extra="verifiers")

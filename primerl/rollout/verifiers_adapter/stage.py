@@ -69,8 +69,8 @@ class Stage:
             await self._closing.wait()
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
-        from primerl.rollout.verifiers_agent import EngineAgent
-        from primerl.rollout.verifiers_harness import EngineHarness, EngineInterception
+        from primerl.rollout.verifiers_adapter.agent import EngineAgent
+        from primerl.rollout.verifiers_adapter.harness import EngineHarness, EngineInterception
 
         vf = require("verifiers.v1", extra="verifiers")
         env = self._env
@@ -105,6 +105,6 @@ class Stage:
 
 
 def _connections() -> Any:
-    from primerl.rollout.verifiers_tools import connections  # loads MCP, which few need
+    from primerl.rollout.verifiers_adapter.tools import connections  # loads MCP, which few need
 
     return connections()

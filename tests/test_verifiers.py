@@ -11,12 +11,13 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import attrs
 import cloudpickle
 import numpy as np
 import pytest
 
 pytest.importorskip("verifiers")
-from primerl import rollout
+from primerl import rollout, testing
 from primerl.rollout.verifiers_adapter.template_renderer import TemplateRenderer
 from primerl.rollout.verifiers_adapter.trace_samples import SampledLogprobs, trace_samples
 from primerl.types import NOT_SAMPLED, Completion, SamplingParams
@@ -666,3 +667,25 @@ def test_rollouts_at_once_do_not_mix(tokenizer):
         (sample,) = one.samples
         tokens = np.concatenate([reply for _, reply, _, _ in engine.calls])
         assert sample.token_ids[sample.loss_mask].tolist() == tokens.tolist()
+
+
+def test_it_is_played_in_the_workers_process_and_in_processes_of_its_own(codes):
+    environment = rollout.verifiers("dungeon", tokenizer=codes, config={"turns": 3})
+    engine = testing.ScriptedEngine([[50, 51], [52]])
+    held_out, train = environment.tasks.split(2)
+    params = SamplingParams(max_tokens=4, stop_token_ids=(1,))
+    with rollout.worker(
+        engine,
+        rollout.isolated(environment, processes=1),
+        train,
+        params=params,
+        group_size=2,
+        groups_per_step=2,
+        max_staleness=0,
+    ) as rollouts:
+        groups = rollouts.take(version=0)
+        scored = rollouts.evaluate(held_out, attrs.evolve(params, temperature=0))
+
+    assert [group.task_id for group in groups] == ["dungeon/2", "dungeon/3"]
+    assert [one.metrics["number"] for one in scored] == [0.0, 1.0]
+    assert {one.metrics["turns"] for group in groups for one in group.rollouts} == {3.0}

@@ -64,6 +64,18 @@ def _rollouts(values: "Iterable[Rollout]") -> "tuple[Rollout, ...]":
     return tuple(values)
 
 
+def _metrics(values: "Mapping[str, Any]") -> "Mapping[str, float]":
+    plain: dict[str, float] = {}
+    for name, value in values.items():
+        number = (
+            value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+        )
+        if not isinstance(name, str) or not isinstance(number, bool | int | float):
+            raise ValueError(f"the metric {name!r} is {value!r:.80}, expected a number by its name")
+        plain[name] = number
+    return plain
+
+
 def _require_lengths(value: Any, length: int, **arrays: np.ndarray | None) -> None:
     for name, array in arrays.items():
         if array is not None and array.shape != (length,):
@@ -191,12 +203,12 @@ class Rollout:
     ``stop`` says why it ended: ``"stop"``, ``"length"``, ``"context"`` or the environment's word.
 
     Raises:
-        ValueError: the reward is not finite.
+        ValueError: the reward is not finite, a metric is no number, or ``stop`` is no text.
     """
 
     samples: tuple[Sample, ...] = attrs.field(converter=_samples)
     reward: float = attrs.field(converter=float)
-    metrics: Mapping[str, float] = attrs.field(factory=dict)
+    metrics: Mapping[str, float] = attrs.field(factory=dict, converter=_metrics)
     stop: str = "stop"
     agent: str = "policy"
     episode_id: str = ""
@@ -204,6 +216,8 @@ class Rollout:
     def __attrs_post_init__(self) -> None:
         if not np.isfinite(self.reward):
             raise ValueError(f"the reward is {self.reward}, expected a finite number")
+        if not isinstance(self.stop, str):
+            raise ValueError(f"stop is {self.stop!r}, expected a word that says how it ended")
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -68,7 +68,7 @@ def main(args: Args) -> None:
     world = parallel.process_group()
     model, tokenizer = weights.load_pretrained(args.model)
     model.to(world.device)
-    if args.env:
+    if args.env is not None:
         environment = rollout.verifiers(args.env, tokenizer=tokenizer)
         held_out, train = environment.tasks.split(args.eval_tasks)
     else:

@@ -60,11 +60,11 @@ def test_a_groups_arrays_travel_beside_the_pickle_not_as_lists():
     group = make_group()
     large = np.zeros(100_000, np.float32)
 
-    _, _, content, *buffers = _encode(("return", 0, [group, large]))
+    _, _, _, content, *buffers = _encode("return", 0, "", [group, large])
 
     assert [len(buffer) for buffer in buffers] == [400_000]
     assert len(content) < 5_000
-    restored = pickle.loads(content, buffers=buffers)[2]
+    restored = pickle.loads(content, buffers=buffers)
     np.testing.assert_array_equal(restored[0].versions, group.versions)
 
 
@@ -99,6 +99,75 @@ def test_what_cannot_be_rebuilt_arrives_as_a_runtime_error_with_its_words():
         async with connected({"fails": fails}) as (here, _):
             with pytest.raises(RuntimeError, match="Odd: salt and pepper"):
                 await here.call("fails")
+
+    asyncio.run(run())
+
+
+def test_an_exception_that_is_its_own_cause_or_no_exception_arrives_too():
+    class Panic(BaseException):
+        pass
+
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+    def fails(how):
+        error = ValueError("round")
+        if how == "own cause":
+            raise error from error
+        raise Panic("in a library") if how == "panic" else Mute
+
+    async def run():
+        async with connected({"fails": fails}) as (here, _):
+            with pytest.raises(ValueError, match="round"):
+                await here.call("fails", "own cause")
+            with pytest.raises(RuntimeError, match="Panic: in a library"):
+                await here.call("fails", "panic")
+            with pytest.raises(RuntimeError, match="Mute: <exception str"):
+                await here.call("fails", "mute")
+
+    asyncio.run(run())
+
+
+def test_what_cannot_be_rebuilt_here_fails_its_call_alone():
+    class Breaks:
+        def __reduce__(self):
+            return int, ("no number",)
+
+    async def run():
+        handlers = {"answer": lambda: Breaks(), "take": lambda value: value}
+        async with connected(handlers) as (here, _):
+            with pytest.raises(RuntimeError, match="can't be rebuilt here: ValueError"):
+                await here.call("answer")
+            with pytest.raises(ValueError, match="no number"):
+                await here.call("take", Breaks())
+            assert await here.call("take", 1) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("length", [3, 10_000])
+def test_an_array_may_be_written_to_where_it_was_before(length):
+    def change(array):
+        array[0] = 7.0
+        return array
+
+    async def run():
+        async with connected({"change": change}) as (here, _):
+            return await here.call("change", np.zeros(length))
+
+    assert asyncio.run(run())[0] == 7.0
+
+
+def test_a_call_that_is_cancelled_at_once_leaves_nothing_behind():
+    async def run():
+        async with connected({"sleeps": lambda: asyncio.sleep(3600)}) as (here, there):
+            for _ in range(20):
+                call = asyncio.create_task(here.call("sleeps"))
+                await asyncio.sleep(0)
+                call.cancel()
+            await asyncio.sleep(0.2)
+            assert here._calls == there._running == {}
 
     asyncio.run(run())
 

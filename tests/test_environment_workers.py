@@ -1,6 +1,7 @@
 """Environments in processes of their own, which hang, die and are started again."""
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -80,7 +81,7 @@ def test_an_error_is_the_environments_own():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("exit", "sys.exit"),
+        ("exit", "SystemExit"),
         ("die", "environment process 0 .* killed by SIGKILL"),
         ("hang", "did not end within 5 s"),
     ],
@@ -111,7 +112,7 @@ def test_what_exits_dies_or_hangs_fails_alone_and_the_next_rollout_is_played(kin
 
 
 def test_a_process_that_is_blocked_is_killed_and_replaced(monkeypatch):
-    monkeypatch.setattr("primerl.rollout.environment_workers.ANSWER_S", 0.5)
+    monkeypatch.setattr("primerl.rollout.process_pool.ANSWER_S", 0.5)
 
     async def environment(task, engine, params):
         if task["blocks"]:
@@ -134,6 +135,97 @@ def test_a_process_that_is_blocked_is_killed_and_replaced(monkeypatch):
     before, after, restarts = asyncio.run(run())
     assert before != after
     assert restarts == 1
+
+
+def test_a_blocked_process_whose_callers_gave_up_is_replaced_too(monkeypatch):
+    monkeypatch.setattr("primerl.rollout.process_pool.ANSWER_S", 0.5)
+
+    async def environment(task, engine, params):
+        if task["blocks"]:
+            time.sleep(3600)
+        return Rollout(samples=[], reward=1.0)
+
+    isolated = rollout.isolated(environment, processes=1, timeout_s=60.0)
+
+    async def run():
+        try:
+            engine = testing.ScriptedEngine()
+            await isolated({"blocks": False}, engine, PARAMS)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(isolated({"blocks": True}, engine, PARAMS), 0.2)
+            return await isolated({"blocks": False}, engine, PARAMS)
+        finally:
+            await isolated.aclose()
+
+    with contextlib.suppress(RuntimeError):  # it had reached the process before it was killed
+        assert asyncio.run(run()).reward == 1.0
+    assert isolated.restarts == 1
+
+
+def test_a_task_that_brings_its_process_down_takes_no_other_with_it():
+    async def environment(task, engine, params):
+        await asyncio.sleep(0.1)
+        if task["reward"] == 3:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return await plain(task, engine, params)
+
+    with rollout.worker(
+        testing.ScriptedEngine(),
+        rollout.isolated(environment, processes=2),
+        [{"id": str(n), "reward": n} for n in range(16)],
+        params=PARAMS,
+        group_size=2,
+        groups_per_step=15,
+        max_staleness=0,
+        quarantine_after=1,
+    ) as rollouts:
+        groups = rollouts.take(version=0)
+        stats = rollouts.stats()
+
+    assert sorted(int(group.task_id) for group in groups) == [n for n in range(16) if n != 3]
+    assert stats["dropped_by"] == {"failed": 1}
+    assert stats["quarantined"] == 1
+
+
+def test_an_environments_own_deadline_is_its_own_error():
+    async def gives_up(task, engine, params):
+        raise TimeoutError("the sandbox did not answer")
+
+    (error,) = played(rollout.isolated(gives_up, processes=1), [{}])
+
+    assert isinstance(error, TimeoutError)
+    assert str(error) == "the sandbox did not answer"
+
+
+def test_one_process_that_cannot_start_leaves_the_work_to_the_others(tmp_path):
+    class OnlyOne:
+        def __reduce__(self):
+            return exclusive, (str(tmp_path / "taken"),)
+
+        async def __call__(self, task, engine, params):
+            raise AssertionError
+
+    results = played(rollout.isolated(OnlyOne(), processes=2), [{}] * 6)
+
+    assert [one.reward for one in results] == [1.0] * 6
+
+
+def exclusive(path):
+    """An environment that only one process can have, as one that binds a port."""
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+
+    async def environment(task, engine, params):
+        return Rollout(samples=[], reward=1.0)
+
+    return environment
+
+
+def test_it_can_be_used_again_after_it_was_closed():
+    environment = rollout.isolated(plain, processes=1)
+
+    for _ in range(2):
+        (one,) = played(environment, [{"reward": 1}])
+        assert one.reward == 1.0
 
 
 def test_an_environment_that_cannot_be_built_is_an_error_not_an_endless_restart():

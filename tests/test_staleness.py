@@ -245,7 +245,7 @@ def test_a_buffer_is_restored_with_its_groups_and_counts():
     for version in (0, 1, 1):
         buffer.start()
         buffer.put(make_group(version=version))
-    buffer.take(version=0)
+    buffer.take(version=1)
     for _ in range(2):
         buffer.start()
     buffer.drop("failed", tokens=7)
@@ -257,10 +257,24 @@ def test_a_buffer_is_restored_with_its_groups_and_counts():
     assert again.started == buffer.started - 1  # the one in flight is started again
     assert again.dropped == {"failed": 1}
     assert again.tokens == {"trained": 8, "failed": 7}
-    (group,) = again.take(version=1)
+    (group,) = again.take(version=2)
     np.testing.assert_array_equal(group.versions, make_group(version=1).versions)
     with pytest.raises(ValueError, match="groups_per_step=1, not 2"):
         rollout.Buffer(groups_per_step=2, max_staleness=2).restore(buffer.state())
+
+
+def test_what_newer_weights_than_the_trainers_sampled_is_dropped_by_name():
+    """A run that was set back to an older checkpoint, with the state of a later one."""
+    buffer = rollout.Buffer(groups_per_step=1, max_staleness=2)
+    for version in (7, 3):
+        buffer.start()
+        buffer.put(make_group(version=version))
+
+    (group,) = buffer.take(version=3)
+
+    assert set(group.versions.tolist()) == {3}
+    assert buffer.dropped == {"future": 1}
+    assert buffer.tokens == {"future": 8, "trained": 8}
 
 
 def test_an_unknown_way_to_treat_what_is_stale_is_refused():

@@ -121,7 +121,7 @@ def test_the_place_in_tasks_that_are_no_longer_there():
         with pytest.raises(ValueError, match="after task 3 of a pass, and now there are 2"):
             rollout.InOrder(tasks).restore({"pass": 0, "index": 3})
     with pytest.raises(ValueError, match="of 3 tasks, and now there are 2"):
-        rollout.Shuffled(rows(2), seed=0).restore({"pass": 0, "index": 1, "tasks": 3})
+        rollout.Shuffled(rows(2), seed=0).restore({"pass": 0, "index": 1, "tasks": 3, "seed": 0})
 
 
 def test_shuffled_takes_every_task_once_a_pass_in_changing_orders():

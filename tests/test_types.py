@@ -126,3 +126,23 @@ def test_shapes_of_annotations_are_checked_in_these_tests():
     torch = pytest.importorskip("torch")
     with pytest.raises((TypeCheckError, BeartypeCallHintViolation)):
         loss.token_ratio(torch.zeros(3), torch.zeros(4))
+
+
+def test_metrics_are_pythons_own_numbers_by_name():
+    one = Rollout(samples=[], reward=1.0, metrics={"turns": np.float32(2), "won": True})
+
+    assert dict(one.metrics) == {"turns": 2.0, "won": True}
+    assert type(one.metrics["turns"]) is float
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"metrics": {"colour": "red"}}, "the metric 'colour' is 'red', expected a number"),
+        ({"metrics": {"all": np.zeros(3)}}, "the metric 'all' is array"),
+    ],
+)
+def test_a_rollout_that_could_not_be_recorded_is_refused_where_it_is_made(fields, message):
+    rollout_fields = {"samples": [], "reward": 1.0, **fields}
+    with pytest.raises(Exception, match=message):
+        Rollout(**rollout_fields)

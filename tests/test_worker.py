@@ -397,7 +397,7 @@ def test_when_every_task_is_in_quarantine_the_run_stops():
     async def dead(task, engine, params):
         raise ConnectionError("no sandbox")
 
-    plan = {"quarantine_after": 1, "groups_per_step": 50, "max_staleness": 0, "retries": 0}
+    plan = {"quarantine_after": 1, "groups_per_step": 50, "max_staleness": 0}
     with make_worker(environment=dead, **plan) as rollouts:
         with pytest.raises(RuntimeError, match="every task is in quarantine"):
             rollouts.take(version=0)
@@ -486,7 +486,9 @@ def test_collecting_goes_on_from_a_state_without_skipping_a_task():
 
 def test_a_task_that_cannot_be_stored_is_an_error_that_loses_nothing():
     with make_worker(tasks=[{"prompt": "a", "check": object()}]) as rollouts:
-        with pytest.raises(ValueError, match="can't be stored in the worker's state"):
+        with pytest.raises(
+            ValueError, match=r"task '0'\['check'\] is a object, which can't be stored"
+        ):
             rollouts.state()
         assert len(rollouts.take(version=0)) == 3
 
@@ -509,13 +511,37 @@ def test_an_evaluation_goes_on_at_its_version_while_training_publishes():
 
 
 def test_an_evaluation_under_which_weights_change_is_an_error_not_a_mixture():
-    engine = FakeEngine(delay_s=0.1)
+    class Waits(FakeEngine):
+        async def generate(self, prompt_ids, params, *, session=None):
+            while params.temperature == 0 and self.version == 0:
+                await asyncio.sleep(0.01)
+            return await super().generate(prompt_ids, params)
+
+    engine = Waits()
     with make_worker(engine) as rollouts:
-        evaluation = rollouts.start_evaluation(TASKS, PARAMS)
+        evaluation = rollouts.start_evaluation(TASKS, SamplingParams(max_tokens=3, temperature=0))
         rollouts.take(version=0)
         engine.version = 1
         with pytest.raises(RuntimeError, match=r"weights \[0, 1\] were served during"):
             evaluation.result()
+
+
+def test_an_evaluation_that_goes_on_when_the_worker_is_left_is_cancelled_and_says_so():
+    ended = []
+
+    async def hangs(task, engine, params):
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(task["id"])
+
+    with make_worker(environment=hangs) as rollouts:
+        evaluation = rollouts.start_evaluation([{"id": "held out"}], PARAMS)
+        rollouts.stats()
+
+    with pytest.raises(RuntimeError, match="the worker was closed"):
+        evaluation.result()
+    assert "held out" in ended
 
 
 def test_several_environments_are_mixed_by_weight_and_counted_by_name():
@@ -548,3 +574,79 @@ def test_blocking_work_shows_as_loop_lag():
 
     assert stats["loop_lag_max_s"] > 0.1
     assert stats["loop_lag_p99_s"] <= stats["loop_lag_max_s"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [({1, 2}, "a set"), (2**70, "more than 64 bits"), ({"deep": [1.0, complex(1)]}, "a complex")],
+)
+def test_a_state_never_changes_a_task_silently(value, message):
+    with make_worker(tasks=[{"prompt": "a", "extra": value}]) as rollouts:
+        with pytest.raises(ValueError, match=message):
+            rollouts.state()
+
+
+def test_a_curriculum_that_raises_stops_the_run():
+    class Broken(rollout.InOrder):
+        def report(self, task, group):
+            raise ZeroDivisionError("in a curriculum")
+
+    async def dead(task, engine, params):
+        raise ConnectionError("lost")
+
+    for environment in (scored(), dead):
+        with make_worker(environment=environment, tasks=Broken(TASKS)) as rollouts:
+            with pytest.raises(RuntimeError, match="in a curriculum"):
+                rollouts.take(version=0)
+
+
+def test_an_error_that_cannot_be_printed_is_a_failure_like_any_other():
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+    async def mute(task, engine, params):
+        raise Mute
+
+    with make_worker(environment=mute) as rollouts:
+        with pytest.raises(RuntimeError, match="rollouts stopped"):
+            rollouts.take(version=0)
+        stats = rollouts.stats()
+
+    assert stats["errors"]["Mute"] > 0
+    assert balanced(stats)
+
+
+def test_a_route_closes_its_environments():
+    closed = []
+
+    class Closes:
+        async def __call__(self, task, engine, params):
+            return await scored()(task, engine, params)
+
+        async def aclose(self):
+            closed.append(1)
+
+        def members(self):
+            return [{"name": "inner", "pid": 1, "alive": True}]
+
+    environment = rollout.route({"": Closes()})
+    with make_worker(environment=environment) as rollouts:
+        rollouts.take(version=0)
+        assert [member["name"] for member in rollouts.members()] == ["inner"]
+
+    assert closed == [1]
+
+
+def test_an_environment_that_cannot_be_closed_hides_no_error(caplog):
+    class Clings:
+        async def __call__(self, task, engine, params):
+            return await scored()(task, engine, params)
+
+        async def aclose(self):
+            raise ValueError("it clings")
+
+    with pytest.raises(ZeroDivisionError), make_worker(environment=Clings()):
+        raise ZeroDivisionError
+
+    assert "could not be closed" in caplog.text

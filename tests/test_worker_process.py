@@ -2,10 +2,12 @@
 
 import asyncio
 import functools
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -147,6 +149,29 @@ def test_an_argument_that_cannot_be_rebuilt_is_named():
     with pytest.raises(ValueError, match="'keep' can't be rebuilt in the worker's process"):
         with make_worker(keep=[Breaks()]):
             pass
+
+
+def test_publishing_and_evaluating_at_once_is_of_the_published_version():
+    engine = testing.ScriptedEngine()
+    greedy = SamplingParams(max_tokens=3, temperature=0)
+    with make_worker(engine) as rollouts:
+        for step in range(5):
+            rollouts.take(version=step)
+            engine.update_weights({}, version=step + 1)
+            (one, *_) = rollouts.evaluate(TASKS, greedy)
+            assert (one.samples[0].versions[one.samples[0].loss_mask] == step + 1).all()
+
+
+def test_the_death_of_a_worker_whose_fork_lives_on_is_noticed():
+    async def forks(task, engine, params):
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,)).start()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    began = time.monotonic()
+    with make_worker(environment=forks) as rollouts:
+        with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
+            rollouts.take(version=0)
+    assert time.monotonic() - began < ENDS_S
 
 
 def test_errors_arrive_with_their_cause_and_the_workers_traceback():
@@ -321,7 +346,7 @@ def test_a_portable_engine_crosses_as_a_copy():
 
 
 SCRIPT = """
-import asyncio, os, sys, time
+import asyncio, dataclasses, os, sys, time
 sys.path.insert(0, {tests!r})
 from conftest import CharacterCodes
 from primerl import rollout, testing
@@ -332,6 +357,10 @@ async def heavy(task, engine, params):
     await asyncio.create_subprocess_exec("sleep", "3600")
     return await base(task, engine, params)
 
+@dataclasses.dataclass
+class Problem:
+    text: str
+
 engine = testing.ScriptedEngine(latency=0.05)
 with rollout.worker(engine, rollout.isolated(heavy, processes=2), [{{"prompt": "a"}}],
                     params=SamplingParams(max_tokens=3), group_size=2, groups_per_step=2,
@@ -341,6 +370,8 @@ with rollout.worker(engine, rollout.isolated(heavy, processes=2), [{{"prompt": "
         rollouts.take(version=step)
         engine.update_weights({{}}, version=step + 1)
         step += 1
+        held_out = [{{"prompt": "a", "problem": Problem("of a class of the script's own")}}]
+        rollouts.evaluate(held_out, SamplingParams(max_tokens=3, temperature=0))
         print(*[one["pid"] for one in rollouts.members()], flush=True)
         {then}
 """
@@ -391,7 +422,7 @@ def test_a_trainer_that_is_busy_elsewhere_hears_of_the_workers_death_too(script)
 
 @pytest.mark.parametrize("how", ["ctrl-c", "exception", "kill the trainer", "kill the worker"])
 def test_however_a_run_ends_nothing_is_left_behind(script, how):
-    before = {path.name for path in Path("/dev/shm").glob("*")} if Path("/dev/shm").is_dir() else ()
+    before = leftovers()
     child, pids = script("sys.stdin.readline(); 1 / 0" if how == "exception" else "pass")
     assert len(pids) > 3, "the environment's subprocesses are counted too"
     if how == "ctrl-c":
@@ -411,6 +442,10 @@ def test_however_a_run_ends_nothing_is_left_behind(script, how):
         assert "ZeroDivisionError" in errors
     elif how == "kill the worker":
         assert f"the rollout worker (process {pids[0]}) was killed by SIGKILL" in errors
-    if before:
-        left = {path.name for path in Path("/dev/shm").glob("*")} - before
-        assert not [name for name in left if "primerl" in name or name.startswith("psm_")]
+    assert leftovers() <= before
+
+
+def leftovers():
+    """Shared memory, and temporary folders of child processes."""
+    shared = [path for path in Path("/dev/shm").glob("*") if path.name.startswith(("psm_", "prim"))]
+    return {*shared, *Path(tempfile.gettempdir()).glob("primerl-*")}

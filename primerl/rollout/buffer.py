@@ -15,6 +15,9 @@ from primerl.types import Group, PolicyVersion, Rollout, Sample
 STALE = "stale"
 """The name under which ``take`` counts groups that are too old."""
 
+FUTURE = "future"
+"""The name under which ``take`` counts groups sampled by weights newer than the trainer's."""
+
 ON_STALE = ("drop", "wait", "mask_tokens")
 
 
@@ -128,6 +131,7 @@ class Buffer:
         if self.first_version is None:
             self.first_version = version
         oldest = version - self.max_staleness
+        self._drop_future(version)
         while self._finished and self._finished[0][0] < oldest:
             group = heapq.heappop(self._finished)[2]
             self._masked(group, oldest) if self.on_stale == "mask_tokens" else self._stale(group)
@@ -192,6 +196,16 @@ class Buffer:
         assert version is not None
         heapq.heappush(self._finished, (version, self._arrivals, group))
         self._arrivals += 1
+
+    def _drop_future(self, version: PolicyVersion) -> None:
+        """Drop groups of weights that are newer than the trainer's: of a run that was set back."""
+        future = [one for one in self._finished if one[2].versions.max() > version]
+        if future:
+            self._finished = [one for one in self._finished if one not in future]
+            heapq.heapify(self._finished)
+            for _, _, group in future:
+                self.dropped[FUTURE] += 1
+                self.tokens[FUTURE] += len(group.versions)
 
     def _stale(self, group: Group) -> None:
         self.dropped[STALE] += 1

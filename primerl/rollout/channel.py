@@ -15,18 +15,37 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
 import cloudpickle
+
+from primerl.rollout.crossing import dumps
+from primerl.rollout.errors import summary
 
 Handlers = Mapping[str, Callable[..., Any]]
 
-_HEADER = struct.Struct("<QI")  # bytes of the pickle, number of buffers
-_LENGTH = struct.Struct("<Q")
+_HEADER = struct.Struct("<QQI")  # bytes of the envelope, bytes of the content, number of buffers
+_BUFFER = struct.Struct("<Q?")  # bytes of a buffer, and whether it may be written to
 _IN_BAND = 4096  # smaller buffers cost less inside the pickle
+_MOST_CAUSES = 20
 MAX_MESSAGE_BYTES = 1 << 31
 
 
 class ChannelClosed(ConnectionError):
     """The other end is gone."""
+
+
+@attrs.frozen
+class _Message:
+    """What arrived; ``content`` stays pickled, so what can't be rebuilt fails its call alone."""
+
+    kind: str
+    number: int
+    name: str
+    content: bytes
+    buffers: list[Any]
+
+    def open(self) -> Any:
+        return pickle.loads(self.content, buffers=self.buffers)
 
 
 class Channel:
@@ -35,6 +54,9 @@ class Channel:
     A handler is a function or coroutine function, found by its name. Cancelling a call cancels
     the handler. An exception in a handler is raised by ``call``, its causes included, with the
     handler's traceback in a note.
+
+    ``by_value`` pickles the arguments of calls for an end that can't import this end's own code (a
+    script's, a notebook's).
     """
 
     def __init__(
@@ -43,11 +65,13 @@ class Channel:
         writer: asyncio.StreamWriter,
         handlers: Handlers,
         *,
+        by_value: bool = False,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.handlers = dict(handlers)
         self._reader = reader
         self._writer = writer
+        self._by_value = by_value
         self._max_message_bytes = max_message_bytes
         self._ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -72,19 +96,17 @@ class Channel:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = answer
         try:
-            await self._send(("call", number, name, args))
+            await self._send("call", number, name, args, by_value=self._by_value)
             return await answer
         except asyncio.CancelledError:
-            if not self._closed:
-                self._write(_encode(("cancel", number)))
+            self._post("cancel", number)
             raise
         finally:
             self._calls.pop(number, None)
 
     def notify(self, name: str, *args: Any) -> None:
         """Run the handler ``name`` at the other end, without an answer."""
-        if not self._closed:
-            self._write(_encode(("notify", name, args)))
+        self._post("notify", 0, name, args)
 
     async def serve(self) -> None:
         """Answer calls until the other end goes away; everything that waits for it then fails."""
@@ -98,6 +120,8 @@ class Channel:
 
     def close(self) -> None:
         """Close this end: open calls fail, running handlers are cancelled."""
+        if not self._closed and not self._writer.is_closing():
+            self._writer.write_eof()  # a fork of this process may hold the socket open
         self._closed = True
         self._writer.close()
         for answer in self._calls.values():
@@ -106,75 +130,86 @@ class Channel:
         for task in self._running.values():
             task.cancel()
 
-    def _dispatch(self, message: tuple[Any, ...]) -> None:
-        kind, *content = message
-        if kind == "call":
-            number, name, args = content
-            self._running[number] = asyncio.create_task(self._answer(number, name, args))
-        elif kind == "notify":
-            name, args = content
-            self.handlers[name](*args)
-        elif kind == "cancel":
-            if task := self._running.get(content[0]):
-                task.cancel()
-        else:
-            number, result = content
-            answer = self._calls.get(number)
-            if answer is None or answer.done():
-                return  # it was cancelled here
-            if kind == "return":
-                answer.set_result(result)
-            else:
+    def _dispatch(self, message: _Message) -> None:
+        number = message.number
+        if message.kind == "call":
+            task = asyncio.create_task(self._answer(message))
+            self._running[number] = task
+            task.add_done_callback(lambda _: self._running.pop(number, None))
+        elif message.kind == "notify":
+            self.handlers[message.name](*message.open())
+        elif message.kind == "cancel":
+            if running := self._running.get(number):
+                running.cancel()
+        elif (answer := self._calls.get(number)) is not None and not answer.done():
+            try:
+                result = message.open()
+            except Exception as error:  # a class that only the other end has, say
+                result = [(None, f"the answer can't be rebuilt here: {summary(error)}", "")]
                 answer.set_exception(_raised(result))
+            else:
+                if message.kind == "return":
+                    answer.set_result(result)
+                else:
+                    answer.set_exception(_raised(result))
 
-    async def _answer(self, number: int, name: str, args: tuple[Any, ...]) -> None:
+    async def _answer(self, message: _Message) -> None:
+        name, number = message.name, message.number
         try:
-            result = self.handlers[name](*args)
+            result = self.handlers[name](*message.open())
             if asyncio.iscoroutine(result):
                 result = await result
-            await self._send(("return", number, result))
+            await self._send("return", number, "", result)
         except asyncio.CancelledError:
             # Raised as itself, it would look as if the caller were cancelled.
-            self._refuse(number, RuntimeError(f"{name!r} was cancelled in the other process"))
+            error = RuntimeError(f"{name!r} was cancelled in the other process")
+            self._post("raise", number, "", _description(error))
             raise
-        except Exception as error:  # whatever a handler raises is the caller's to see
-            self._refuse(number, error)
-        finally:
-            self._running.pop(number, None)
+        except BaseException as error:  # whatever a handler raises is the caller's to see
+            self._post("raise", number, "", _description(error))
+            if isinstance(error, SystemExit | KeyboardInterrupt):
+                raise
 
-    def _refuse(self, number: int, error: Exception) -> None:
-        if not self._closed:
-            self._write(_encode(("raise", number, _description(error))))
+    def _post(self, kind: str, number: int, name: str = "", content: Any = ()) -> None:
+        if not self._closed and not self._writer.is_closing():
+            self._writer.writelines(_encode(kind, number, name, content))
 
-    async def _send(self, message: tuple[Any, ...]) -> None:
-        if self._closed:
+    async def _send(
+        self, kind: str, number: int, name: str, content: Any, *, by_value: bool = False
+    ) -> None:
+        if self._closed or self._writer.is_closing():
             raise ChannelClosed("the other process is gone")
-        parts = _encode(message)
+        try:
+            parts = _encode(kind, number, name, content, by_value=by_value)
+        except Exception as error:  # whatever a stranger's __reduce__ raises
+            what = f"the arguments of {name!r}" if kind == "call" else "the answer"
+            raise ValueError(f"{what} can't cross into another process: {error}") from error
         size = sum(len(part) for part in parts)
         if size > self._max_message_bytes:
             raise ValueError(
-                f"a message of {size:,} bytes ({message[0]}) exceeds {self._max_message_bytes:,}; "
-                "an environment's reply should be shorter"
+                f"a message of {size:,} bytes ({kind} {name}) exceeds "
+                f"{self._max_message_bytes:,}; an environment's reply should be shorter"
             )
-        self._write(parts)
+        self._writer.writelines(parts)
         with contextlib.suppress(ConnectionError):  # serve() sees that the other end is gone
             await self._writer.drain()
 
-    def _write(self, parts: list[Any]) -> None:
-        self._writer.writelines(parts)
-
-    async def _receive(self) -> tuple[Any, ...]:
-        size, count = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
-        lengths = await self._reader.readexactly(count * _LENGTH.size)
-        content = await self._reader.readexactly(size)
+    async def _receive(self) -> _Message:
+        read = self._reader.readexactly
+        envelope_size, content_size, count = _HEADER.unpack(await read(_HEADER.size))
+        kind, number, name = pickle.loads(await read(envelope_size))
+        sizes = _BUFFER.iter_unpack(await read(count * _BUFFER.size))
+        content = await read(content_size)
         buffers = [
-            await self._reader.readexactly(length) for (length,) in _LENGTH.iter_unpack(lengths)
+            bytearray(await read(size)) if writable else await read(size)
+            for size, writable in sizes
         ]
-        message: tuple[Any, ...] = pickle.loads(content, buffers=buffers)
-        return message
+        return _Message(kind, number, name, content, buffers)
 
 
-def _encode(message: tuple[Any, ...]) -> list[Any]:
+def _encode(
+    kind: str, number: int, name: str, content: Any, *, by_value: bool = False
+) -> list[Any]:
     buffers: list[Any] = []
 
     def beside(buffer: pickle.PickleBuffer) -> bool:
@@ -185,30 +220,39 @@ def _encode(message: tuple[Any, ...]) -> list[Any]:
         return False
 
     try:
-        content = pickle.dumps(message, protocol=5, buffer_callback=beside)
+        if by_value:
+            pickled = dumps(content, buffer_callback=beside)
+        else:
+            pickled = pickle.dumps(content, protocol=5, buffer_callback=beside)
     except (pickle.PicklingError, AttributeError, TypeError):  # a local class or a lambda
         buffers.clear()
-        content = cloudpickle.dumps(message, protocol=5, buffer_callback=beside)
-    lengths = b"".join(_LENGTH.pack(len(buffer)) for buffer in buffers)
-    return [_HEADER.pack(len(content), len(buffers)), lengths, content, *buffers]
+        pickled = cloudpickle.dumps(content, protocol=5, buffer_callback=beside)
+    envelope = pickle.dumps((kind, number, name))
+    sizes = b"".join(_BUFFER.pack(len(buffer), not buffer.readonly) for buffer in buffers)
+    header = _HEADER.pack(len(envelope), len(pickled), len(buffers))
+    return [header, envelope, sizes, pickled, *buffers]
 
 
 def _description(error: BaseException) -> list[tuple[bytes | None, str, str]]:
     """An exception and its causes, outermost first, each as (pickle, summary, traceback)."""
     chain: list[tuple[bytes | None, str, str]] = []
+    seen: set[int] = set()  # an exception may be its own cause
     link: BaseException | None = error
-    while link is not None:
+    while link is not None and id(link) not in seen and len(seen) < _MOST_CAUSES:
+        seen.add(id(link))
         text = "".join(traceback.format_exception(link, chain=False))
-        chain.append((_pickled(link), f"{type(link).__name__}: {link}", text))
+        chain.append((_pickled(link), summary(link), text))
         link = link.__cause__
     return chain
 
 
 def _pickled(error: BaseException) -> bytes | None:
     """The exception's pickle, if it survives a round trip: many take other arguments than kept."""
+    if not isinstance(error, Exception):
+        return None  # raised as itself, it would pass by whoever handles errors
     try:
         content: bytes = cloudpickle.dumps(error)
-        pickle.loads(content)
+        str(pickle.loads(content))
     except Exception:  # a stranger's exception may fail to be rebuilt in any way
         return None
     return content
@@ -216,11 +260,11 @@ def _pickled(error: BaseException) -> bytes | None:
 
 def _raised(chain: list[tuple[bytes | None, str, str]]) -> BaseException:
     errors: list[BaseException] = []
-    for content, summary, text in chain:
+    for content, short, text in chain:
         try:
-            error = RuntimeError(summary) if content is None else pickle.loads(content)
+            error = RuntimeError(short) if content is None else pickle.loads(content)
         except Exception:  # its module may not exist on this side
-            error = RuntimeError(summary)
+            error = RuntimeError(short)
         error.add_note(f"in the other process:\n{text}")
         errors.append(error)
     for error, cause in itertools.pairwise(errors):

@@ -15,7 +15,8 @@ from primerl.rollout.accounts import Accounts
 from primerl.rollout.buffer import Buffer
 from primerl.rollout.channel import Channel
 from primerl.rollout.engine import Engine
-from primerl.rollout.environment import Environment, RewardError, Task
+from primerl.rollout.environment import Environment, Task
+from primerl.rollout.errors import words
 from primerl.rollout.groups import (
     FAILED,
     GroupFailed,
@@ -25,12 +26,14 @@ from primerl.rollout.groups import (
     run_group,
 )
 from primerl.rollout.loop_lag import LoopLag
+from primerl.rollout.recording import require_plain
 from primerl.rollout.remote_engine import EngineAddress, RemoteEngines
 from primerl.rollout.task_streams import TaskStream
 from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
 POLL_S = 0.01  # how soon a newly served version is noticed
 BEAT_S = 1.0
+CLOSE_S = 15.0
 STATE_FORMAT = 1
 CANCELLED = "cancelled"
 
@@ -87,8 +90,10 @@ class Collector:
         self._drawn_out = False
         self._next_version = 0  # until the first step is asked for, anything is of use
         self._in_flight: dict[asyncio.Task[None], tuple[Task, Progress]] = {}
+        self._evaluations: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         self._error: Exception | None = None
+        self._last_failure: GroupFailed | None = None
         self._background: list[asyncio.Task[None]] = []
         self._lag = LoopLag()
         self._accounts = Accounts(
@@ -107,9 +112,10 @@ class Collector:
         """
         if not self._again:
             first = self._draw()
-            if first is None:
+            if first is None and not self._buffer.started:
                 raise ValueError("there are no tasks; pass at least one mapping with a 'prompt'")
-            self._again.append(first)
+            if first is not None:
+                self._again.append(first)
         self._background = [
             asyncio.create_task(self._lag.run()),
             asyncio.create_task(self._guarded_pump()),
@@ -123,12 +129,16 @@ class Collector:
             task.cancel()
         await asyncio.sleep(0)  # a group that has not begun could not account for its end
         playing = list(self._in_flight)
-        for group in playing:
-            group.cancel()
-        if playing:
-            await asyncio.wait(playing, timeout=30)
+        waiting = [*playing, *self._evaluations]
+        for one in waiting:
+            one.cancel()
+        if waiting:
+            await asyncio.wait(waiting, timeout=CLOSE_S)
         if hasattr(self._environment, "aclose"):  # it may be called again
-            await self._environment.aclose()
+            try:
+                await self._environment.aclose()
+            except Exception:  # the run is over; what it raised must not hide how
+                log.exception("the environment could not be closed")
         return self.stats()
 
     async def take(self, version: PolicyVersion, served: PolicyVersion | None) -> list[Group]:
@@ -158,10 +168,18 @@ class Collector:
         """Play each task once, in order, with one version of the weights."""
         evaluated = self._engine if engine is None else self._engines.find(engine)
         version = evaluated.version
-        rollouts = await gather_or_cancel(
-            play(self._environment, task, evaluated, params, retries=self._plan.retries)
-            for task in tasks
-        )
+        mine = asyncio.current_task()
+        assert mine is not None
+        self._evaluations.add(mine)
+        try:
+            rollouts = await gather_or_cancel(
+                play(self._environment, task, evaluated, params, retries=self._plan.retries)
+                for task in tasks
+            )
+        finally:
+            self._evaluations.discard(mine)
+            if evaluated is not self._engine:
+                self._engines.forget(engine)
         groups = [Group(task_id="", rollouts=[one]) for one in rollouts]
         versions = {int(one) for group in groups for one in group.versions} | {version}
         if len(versions) > 1:
@@ -193,20 +211,17 @@ class Collector:
     def state(self) -> bytes:
         """Where collecting can go on from: see ``Worker.state``."""
         playing = [task for task, _ in self._in_flight.values()]
+        for task in (*playing, *self._again):
+            require_plain(task, f"task {task['id']!r}")
         content = {
             "format": STATE_FORMAT,
             "buffer": self._buffer.state(),
             "tasks": self._tasks.state(),
+            "waits": [self._trainer_wait_s, self._rollout_wait_s],
             "again": [dict(task) for task in [*playing, *self._again]],
             "accounts": self._accounts.state(),
         }
-        try:
-            return msgspec.msgpack.encode(content)
-        except (TypeError, NotImplementedError) as error:
-            raise ValueError(
-                f"a task holds what can't be stored in the worker's state ({error}); tasks that "
-                "are to survive a restart hold text, numbers, lists and mappings only"
-            ) from error
+        return msgspec.msgpack.encode(content)
 
     def serves(self, index: int, version: PolicyVersion) -> None:
         """The trainer's side says which version an engine serves now."""
@@ -226,25 +241,35 @@ class Collector:
         try:
             state = msgspec.msgpack.decode(content)
             known = state["format"] == STATE_FORMAT
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"this is no state of a rollout worker: {error}") from error
         if not known:
             raise ValueError(
                 f"the worker's state has format {state['format']}, expected {STATE_FORMAT}: it "
                 "was written by another version of primerl"
             )
-        self._buffer.restore(state["buffer"])
-        self._tasks.restore(state["tasks"])
-        self._again.extend(state["again"])
-        self._accounts.restore(state["accounts"])
+        try:
+            self._buffer.restore(state["buffer"])
+            self._tasks.restore(state["tasks"])
+            self._again.extend(state["again"])
+            self._accounts.restore(state["accounts"])
+            self._trainer_wait_s, self._rollout_wait_s = state["waits"]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"the state does not fit: {type(error).__name__}: {error}; it is damaged, or of a "
+                "worker with tasks of another kind"
+            ) from error
 
     # ---- playing ----
 
     async def _guarded_pump(self) -> None:
         try:
             await self._pump()
-        except Exception as error:  # what a task stream raises, say; take() raises it again
-            self._fail(error)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # what a task stream raises, say; take() raises it again
+            plain = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            self._fail(plain)
 
     async def _pump(self) -> None:
         """Start groups as the bound allows, until cancelled."""
@@ -278,9 +303,9 @@ class Collector:
             self._accounts.skipped += 1
         some = ", ".join(self._accounts.quarantined[:5])
         raise RuntimeError(
-            f"every task is in quarantine, having failed {self._plan.quarantine_after} times: "
-            f"{some} ...; errors: {dict(self._accounts.errors)}"
-        )
+            f"every task is in quarantine, having failed {self._plan.quarantine_after} times "
+            f"({some} ...); errors: {dict(self._accounts.errors)}; the last: {self._last_failure}"
+        ) from self._last_failure
 
     async def _play(self, task: Task, progress: Progress) -> None:
         """Run one group and hand it over; a failure is data, counted by name."""
@@ -303,7 +328,7 @@ class Collector:
         except GroupFailed as failure:
             self._buffer.drop(failure.reason, tokens=progress.tokens)
             self._failed(task, failure)
-        except RewardError as error:
+        except Exception as error:  # a RewardError, or what nobody foresaw: the run cannot go on
             self._buffer.drop(FAILED, tokens=progress.tokens)
             self._fail(error)
         else:
@@ -325,10 +350,14 @@ class Collector:
             self._fail(error)
 
     def _failed(self, task: Task, failure: GroupFailed) -> None:
+        self._last_failure = failure
         log.info("%s", failure)
         if self._accounts.failed(task):
             log.warning("task %r is in quarantine: %s", task["id"], failure)
-        self._tasks.report(task, None)
+        try:
+            self._tasks.report(task, None)
+        except Exception as error:  # a user's curriculum raised: the run cannot go on
+            self._fail(error)
         if self._accounts.hopeless:
             self._fail(failure.__cause__ if isinstance(failure.__cause__, Exception) else failure)
 
@@ -367,7 +396,7 @@ class Collector:
 
     def _require_progress(self, version: PolicyVersion) -> None:
         if self._error is not None:
-            raise RuntimeError(f"rollouts stopped: {self._error}") from self._error
+            raise RuntimeError(f"rollouts stopped: {words(self._error)}") from self._error
         served, bound = self._engine.version, self._plan.max_staleness
         if version - served > bound:
             raise RuntimeError(

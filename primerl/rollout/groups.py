@@ -9,6 +9,7 @@ import attrs
 
 from primerl.rollout.engine import Engine
 from primerl.rollout.environment import Environment, RewardError, Task
+from primerl.rollout.errors import summary
 from primerl.rollout.staleness import oldest_version
 from primerl.types import Completion, Group, PolicyVersion, Rollout, SamplingParams
 
@@ -131,7 +132,7 @@ async def run_group(
     raise GroupFailed(
         f"task {task_id!r}: {len(failures)} of {size} rollouts failed"
         + (f" and {late} had not ended after {timeout_s:.0f} s" if reason == TIMEOUT else "")
-        + (f"; the last: {type(failures[-1]).__name__}: {failures[-1]}" if failures else ""),
+        + (f"; the last: {summary(failures[-1])}" if failures else ""),
         reason=reason,
     ) from (failures[-1] if failures else None)
 
@@ -151,13 +152,13 @@ async def play(
     ``progress`` takes note of it as the group's rollout ``index``.
     """
     progress = progress or Progress()
-    for attempt in range(retries + 1):
+    for number in range(retries + 1):
         progress.oldest.pop(index, None)
         try:
-            rollout = await _attempt(environment, task, _Observed(engine, progress, index), params)
+            rollout = await attempt(environment, task, _Observed(engine, progress, index), params)
         except Exception as error:  # whatever an environment raises is data
             progress.errors[type(error).__name__] += 1
-            if attempt == retries or isinstance(error, RewardError):
+            if number == retries or isinstance(error, RewardError):
                 raise
             progress.retried += 1
         else:
@@ -168,16 +169,28 @@ async def play(
     raise AssertionError("unreachable")
 
 
-async def _attempt(
+async def attempt(
     environment: Environment, task: Task, engine: Engine, params: SamplingParams
 ) -> Rollout:
+    """Play one rollout and check what it returned; every failure is an ``Exception``."""
     try:
         rollout = await environment(dict(task), engine, params)
-    except SystemExit as error:  # or it would end the event loop, and with it every rollout
-        raise RuntimeError(f"the environment called sys.exit({error.code!r})") from error
+    except asyncio.CancelledError as error:
+        if (mine := asyncio.current_task()) is not None and mine.cancelling():
+            raise
+        raise RuntimeError("the rollout was cancelled from within") from error
+    except (Exception, GeneratorExit):
+        raise
+    except BaseException as error:  # or it would end the event loop, and with it every rollout
+        raise RuntimeError(f"the environment raised {type(error).__name__}: {error}") from error
     if not isinstance(rollout, Rollout):
         raise TypeError(f"the environment returned a {type(rollout).__name__}; expected a Rollout")
     for sample in rollout.samples:
+        if sample.temperature == 0 and params.temperature > 0:
+            raise ValueError(
+                "the environment returned a greedy sample (temperature=0), which can't be trained; "
+                f"sample with the params that it is given (temperature={params.temperature})"
+            )
         trained = sample.loss_mask.nonzero()[0]
         if len(trained) and trained[-1] >= engine.context_length:
             raise ValueError(

@@ -1,5 +1,6 @@
 """Several streams of tasks as one, and the environments that play them."""
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -110,7 +111,7 @@ class Mixture:
         return min(owed, key=lambda name: (self._drawn[name] + 1) / shares[name])
 
 
-def route(environments: Mapping[str, Environment]) -> Environment:
+def route(environments: Mapping[str, Environment]) -> "Route":
     """An environment that plays each task in the one that the task's ``"environment"`` names.
 
     Raises:
@@ -118,14 +119,37 @@ def route(environments: Mapping[str, Environment]) -> Environment:
     """
     if not environments:
         raise ValueError("there are no environments to route to; pass at least one")
+    return Route(environments)
 
-    async def environment(task: Task, engine: Engine, params: SamplingParams) -> Rollout:
+
+class Route:
+    """Several environments as one: made by ``route``. It closes them, and lists their processes."""
+
+    def __init__(self, environments: Mapping[str, Environment]) -> None:
+        self._environments = dict(environments)
+
+    async def __call__(self, task: Task, engine: Engine, params: SamplingParams) -> Rollout:
+        """Play ``task`` where it belongs."""
         name = task.get("environment", "")
-        if name not in environments:
+        if name not in self._environments:
             raise ValueError(
                 f"the task {task.get('id')!r} names the environment {name!r}; there are "
-                f"{sorted(environments)}"
+                f"{sorted(self._environments)}"
             )
-        return await environments[name](task, engine, params)
+        return await self._environments[name](task, engine, params)
 
-    return environment
+    def members(self) -> list[dict[str, Any]]:
+        """The processes that the environments started."""
+        listed: list[dict[str, Any]] = []
+        for environment in self._environments.values():
+            if hasattr(environment, "members"):
+                listed += environment.members()
+        return listed
+
+    async def aclose(self) -> None:
+        """Close every environment that can be closed."""
+        closing = [one.aclose() for one in self._environments.values() if hasattr(one, "aclose")]
+        results = await asyncio.gather(*closing, return_exceptions=True)
+        for error in results:
+            if isinstance(error, BaseException):
+                raise error

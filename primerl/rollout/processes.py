@@ -11,30 +11,33 @@ import atexit
 import contextlib
 import gc
 import importlib
-import io
 import os
-import pickle
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from types import FunctionType
 from typing import Any
 
-import cloudpickle
-
 from primerl.rollout.channel import Channel, ChannelClosed, Handlers
+from primerl.rollout.crossing import load_arguments
 
 START_S = 120.0
 STOP_S = 10.0
 PARENT_POLL_S = 0.5
+ORPHAN_S = 0.05  # between a parent's last word and its death
 # A child is no rank of the trainer's process group.
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_")
 _THREADS = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "VECLIB_MAXIMUM", "RAYON")
+
+
+class ProcessDied(RuntimeError):
+    """A child process is gone; the message says which, and how."""
 
 
 class Child:
@@ -50,15 +53,23 @@ class Child:
         served: an importable class. The child makes ``served(channel, **arguments)`` and answers
             calls with its methods. ``astart`` is awaited at the beginning, ``aclose`` at the end.
         threads: of numerical libraries in the child.
+        by_value: pickle the arguments of calls for a child that can't import a script's own code.
     """
 
-    def __init__(self, name: str, served: type, *, threads: int = 1) -> None:
+    def __init__(
+        self, name: str, served: type, *, threads: int = 1, by_value: bool = False
+    ) -> None:
         self.name = name
         self._served = served
         self._threads = threads
+        self._by_value = by_value
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._folder: str | None = None
+        self._fate = ""
+        self._killed = False
 
     @property
     def pid(self) -> int | None:
@@ -89,16 +100,18 @@ class Child:
                 raises is raised.
         """
         ours, theirs = socket.socketpair()
+        self._folder = tempfile.mkdtemp(prefix="primerl-")
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _program(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=_environment(self._threads),
+                env=_environment(self._threads, self._folder),
                 start_new_session=True,
             )
-        self._channel = await Channel.over(ours, handlers)
+        self._channel = await Channel.over(ours, handlers, by_value=self._by_value)
         self._serving = asyncio.create_task(self._channel.serve())
+        self._watching = asyncio.create_task(self._watch(self._process, self._channel))
         path = (self._served.__module__, self._served.__qualname__)
         try:
             async with asyncio.timeout(timeout_s):
@@ -114,13 +127,13 @@ class Child:
         """The result of a method of the child's object.
 
         Raises:
-            RuntimeError: the process died. What the method raises is raised.
+            ProcessDied: before it answered. What the method raises is raised.
         """
         assert self._channel is not None, "start() comes first"
         try:
             return await self._channel.call(name, *args)
         except ChannelClosed:
-            raise RuntimeError(await self._obituary()) from None
+            raise ProcessDied(await self._obituary()) from None
 
     def notify(self, name: str, *args: Any) -> None:
         """Call a method without waiting for it."""
@@ -137,6 +150,9 @@ class Child:
         """End the process: politely, then by force; its process group goes with it."""
         if self._process is None:
             return
+        self._fate = self._fate or "was closed"
+        if self._watching is not None:
+            self._watching.cancel()
         if self._channel is not None:
             self._channel.close()
         await self._gone(grace_s)
@@ -144,12 +160,23 @@ class Child:
         await self._gone(STOP_S)
         if self._serving is not None:
             await asyncio.wait([self._serving], timeout=STOP_S)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
-    def kill(self) -> None:
-        """Kill the process and whatever it started."""
-        if self._process is not None:
+    def kill(self, why: str = "") -> None:
+        """Kill the process and whatever it started; ``why`` is what error messages will say."""
+        self._fate = self._fate or why
+        if self._process is not None and not self._killed:
+            self._killed = self._process.returncode is not None  # its number may be given anew
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _watch(self, process: "subprocess.Popen[bytes]", channel: Channel) -> None:
+        """Close the channel when the process ends: its forks may hold the socket open."""
+        while process.poll() is None:
+            await asyncio.sleep(PARENT_POLL_S / 2)
+        await asyncio.sleep(PARENT_POLL_S / 2)  # for what it said last
+        channel.close()
 
     async def _gone(self, timeout_s: float) -> bool:
         assert self._process is not None
@@ -163,7 +190,9 @@ class Child:
         await self._gone(1.0)
         code = self._process.poll()
         self.kill()
-        if code is None:
+        if self._fate:
+            how = self._fate
+        elif code is None:
             how = "closed its connection"
         elif code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
@@ -173,85 +202,22 @@ class Child:
         return f"{self.name} (process {self._process.pid}) {how}"
 
 
-def pickle_arguments(**arguments: Any) -> dict[str, bytes]:
-    """Each argument as bytes that a child can load, lambdas and local functions included.
-
-    Raises:
-        ValueError: an argument can't cross into another process; the message names it.
-    """
-    crossed = {}
-    for name, value in arguments.items():
-        try:
-            crossed[name] = _dumps(value)
-        except Exception as error:  # whatever a stranger's __reduce__ raises
-            raise ValueError(
-                f"the argument {name!r} ({type(value).__name__}) can't cross into the worker's "
-                f"process: {error}; build it inside the function that uses it, or pass "
-                "isolation='thread'"
-            ) from error
-    return crossed
-
-
-def _dumps(value: Any) -> bytes:
-    """Pickle by value what a fresh interpreter could not import: a notebook's or a test's code."""
-    local: set[Any] = set()
-    importable: dict[Any, bool] = {}
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, type | FunctionType):
-                module = sys.modules.get(obj.__module__ or "")
-                if module is not None and module not in importable:
-                    importable[module] = _importable(module)
-                if module is not None and module not in local and not importable[module]:
-                    cloudpickle.register_pickle_by_value(module)
-                    local.add(module)
-            return super().reducer_override(obj)
-
-    file = io.BytesIO()
-    try:
-        Pickler(file, protocol=5).dump(value)
-    finally:
-        for module in local:
-            cloudpickle.unregister_pickle_by_value(module)
-    return file.getvalue()
-
-
-def _importable(module: Any) -> bool:
-    """Whether a fresh interpreter with this ``sys.path`` finds the same module by its name."""
-    file = getattr(module, "__file__", None)
-    if file is None or module.__name__ == "__main__":
-        return True  # built in; cloudpickle itself knows __main__
-    path: Any = None
-    spec = None
-    name = ""
-    for part in module.__name__.split("."):
-        name = f"{name}.{part}" if name else part
-        found = (
-            finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec")
-        )
-        spec = next((one for one in found if one is not None), None)
-        if spec is None:
-            return False
-        path = spec.submodule_search_locations
-    return spec is not None and os.path.realpath(spec.origin or "") == os.path.realpath(file)
-
-
 def _program(fd: int) -> str:
     return (
-        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"import sys; sys.path[:] = {[one for one in sys.path if isinstance(one, str)]!r}; "
         f"from primerl.rollout.processes import run_child; run_child({fd}, {os.getpid()})"
     )
 
 
-def _environment(threads: int) -> dict[str, str]:
+def _environment(threads: int, folder: str) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in _TORCHRUN and not name.startswith(_TORCHRUN_PREFIXES)
     }
     budget = {f"{library}_NUM_THREADS": str(threads) for library in _THREADS}
-    return kept | budget | {"TOKENIZERS_PARALLELISM": "false"}
+    # Temporary files of whatever the child starts go where they can be found and removed.
+    return kept | budget | {"TOKENIZERS_PARALLELISM": "false", "TMPDIR": folder}
 
 
 # ---- in the child ----
@@ -259,12 +225,14 @@ def _environment(threads: int) -> dict[str, str]:
 
 def run_child(fd: int, parent: int) -> None:
     """The child's whole life; called by the program that ``Child.start`` runs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+    # The parent says when to stop. (Ignored outright, it would be so in subprocesses, too.)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    os.set_inheritable(fd, False)
     threading.Thread(target=_watch, args=(parent,), name="primerl-watch", daemon=True).start()
     finished: list[bool] = []
     # Registered first, so it comes last: what the environment started ends with this process.
     atexit.register(lambda: os.killpg(0, signal.SIGKILL) if finished else None)
-    asyncio.run(_serve(socket.socket(fileno=fd)))
+    asyncio.run(_serve(socket.socket(fileno=fd), parent))
     finished.append(True)
 
 
@@ -272,16 +240,22 @@ def _watch(parent: int) -> None:
     """Die with the parent, even when the event loop is blocked."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_S)
+    _end()
+
+
+def _end() -> None:
+    """End this process and all that it started, without its parent's help."""
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
-async def _serve(sock: socket.socket) -> None:
+async def _serve(sock: socket.socket, parent: int) -> None:
     served: Any = None
 
     async def make(module: str, name: str, arguments: dict[str, bytes]) -> None:
         nonlocal served
         kind = getattr(importlib.import_module(module), name)
-        served = kind(channel, **_load(arguments))
+        served = kind(channel, **load_arguments(arguments))
         for method in dir(served):
             if not method.startswith("_"):
                 channel.handlers[method] = getattr(served, method)
@@ -293,20 +267,10 @@ async def _serve(sock: socket.socket) -> None:
     try:
         await channel.serve()
     finally:
+        await asyncio.sleep(ORPHAN_S)
+        if os.getppid() != parent:  # it died: nobody will hear what rollouts say to that
+            _end()
         if served is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S / 2):
                     await served.aclose()
-
-
-def _load(arguments: dict[str, bytes]) -> dict[str, Any]:
-    loaded = {}
-    for name, content in arguments.items():
-        try:
-            loaded[name] = pickle.loads(content)
-        except Exception as error:  # a module that is missing here, say
-            raise ValueError(
-                f"the argument {name!r} can't be rebuilt in the worker's process: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-    return loaded

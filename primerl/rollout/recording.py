@@ -5,7 +5,7 @@ is ``{"dtype", "data"}``: numpy's name of a little-endian type, and the raw byte
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +103,7 @@ def encode_group(group: Group) -> dict[str, Any]:
     """A group as a dict of Python's own values and bytes, which MessagePack can carry exactly.
 
     Raises:
-        ValueError: a sample is of a subclass, whose further fields would be lost, or a metric is
-            no number.
+        ValueError: a sample is of a subclass, whose further fields would be lost.
     """
     return {
         "task_id": group.task_id,
@@ -112,7 +111,7 @@ def encode_group(group: Group) -> dict[str, Any]:
             {
                 "samples": [_encode_sample(sample) for sample in rollout.samples],
                 "reward": rollout.reward,
-                "metrics": {name: _number(name, value) for name, value in rollout.metrics.items()},
+                "metrics": dict(rollout.metrics),
                 "stop": rollout.stop,
                 "agent": rollout.agent,
                 "episode_id": rollout.episode_id,
@@ -135,6 +134,29 @@ def decode_group(encoded: dict[str, Any]) -> Group:
         raise ValueError(f"no encoded group: {error}") from error
 
 
+def require_plain(value: Any, where: str) -> None:
+    """Refuse what MessagePack would store as something else.
+
+    Raises:
+        ValueError: somewhere in ``value`` is neither text, number, bytes, list nor mapping.
+    """
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise ValueError(f"{where} has the key {name!r}, which can't be stored; use text")
+            require_plain(item, f"{where}[{name!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            require_plain(item, f"{where}[{index}]")
+    elif type(value) not in (type(None), bool, int, float, str, bytes):
+        raise ValueError(
+            f"{where} is a {type(value).__name__}, which can't be stored in the worker's state; "
+            "tasks that are to survive a restart hold text, numbers, lists and mappings"
+        )
+    elif type(value) is int and not -(2**63) <= value < 2**64:
+        raise ValueError(f"{where} is {value}, which has more than 64 bits and can't be stored")
+
+
 def _encode_sample(sample: Sample) -> dict[str, Any]:
     if type(sample) is not Sample:
         raise ValueError(
@@ -145,13 +167,6 @@ def _encode_sample(sample: Sample) -> dict[str, Any]:
         for name, dtype in DTYPES.items()
     }
     return {**arrays, "temperature": float(sample.temperature), "routes": sample.routes}
-
-
-def _number(name: str, value: Any) -> bool | int | float:
-    number = value.item() if hasattr(value, "item") else value  # numpy's numbers
-    if not isinstance(number, bool | int | float):
-        raise ValueError(f"the metric {name!r} is {value!r}, expected a number")
-    return number
 
 
 def _group(encoded: _Group) -> Group:

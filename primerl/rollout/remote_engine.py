@@ -115,14 +115,18 @@ class RemoteEngines:
         if where.index not in self._known:
             assert self._channel is not None, "an address comes over a channel"
             self._known[where.index] = RemoteEngine(self._channel, where)
-        engine = self._known[where.index]
-        engine.version = where.version  # fresher than any report
-        return engine
+        self.serves(where.index, where.version)
+        return self._known[where.index]
 
     def serves(self, index: int, version: PolicyVersion) -> None:
         """Take note of a version that is served now."""
-        if index in self._known:
-            self._known[index].version = version
+        if index in self._known:  # news of an update may overtake each other
+            self._known[index].version = max(version, self._known[index].version)
+
+    def forget(self, where: "EngineAddress | Engine | None") -> None:
+        """The parent does not serve this engine any more."""
+        if isinstance(where, EngineAddress):
+            self._known.pop(where.index, None)
 
 
 def portable(engine: Engine) -> bool:

@@ -146,15 +146,25 @@ class Shuffled:
         """Nothing: the order is decided by the seed."""
 
     def state(self) -> dict[str, Any]:
-        """``{"pass": passes completed, "index": tasks drawn in this one, "tasks": how many}``."""
-        return {"pass": self._pass, "index": self._index, "tasks": len(self._order)}
+        """Passes completed, tasks drawn in this one, how many there are, and the seed."""
+        return {
+            "pass": self._pass,
+            "index": self._index,
+            "tasks": len(self._order),
+            "seed": self._seed,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken.
 
         Raises:
-            ValueError: the number of tasks is another, and so would be the order.
+            ValueError: the number of tasks or the seed is another, and so would be the order.
         """
+        if state["seed"] != self._seed:
+            raise ValueError(
+                f"the state was taken with seed={state['seed']}, not {self._seed}: the order is "
+                "another; restore with the same seed, or begin a new stream"
+            )
         if state["tasks"] != len(self._order):
             raise ValueError(
                 f"the state is of {state['tasks']} tasks, and now there are {len(self._order)}: "

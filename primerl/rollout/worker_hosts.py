@@ -1,6 +1,7 @@
 """Where a worker's collector runs: on a thread of this process, or in a process of its own."""
 
 import asyncio
+import contextlib
 import logging
 import signal
 import threading
@@ -8,8 +9,9 @@ import time
 from typing import Any
 
 from primerl.rollout.collector import Collector
+from primerl.rollout.crossing import pickle_arguments
 from primerl.rollout.engine import Engine
-from primerl.rollout.processes import Child, pickle_arguments
+from primerl.rollout.processes import Child
 from primerl.rollout.remote_engine import EngineHost, portable
 
 STOP_S = 20.0
@@ -52,6 +54,9 @@ class InThread:
         """End it; returns the last stats, unless it died."""
         return await self._collector.aclose()
 
+    def kill(self) -> None:
+        """Nothing: a thread ends with its process."""
+
 
 class InProcess:
     """Runs the collector in a child process and serves this process's engines to it."""
@@ -60,7 +65,7 @@ class InProcess:
         self._engine = engine
         self._arguments = arguments
         self._engines = EngineHost()
-        self._child = Child("the rollout worker", Collector, threads=threads)
+        self._child = Child("the rollout worker", Collector, threads=threads, by_value=True)
         self._background: list[asyncio.Task[None]] = []
         self._trainer = threading.current_thread()
         self.death = ""
@@ -87,7 +92,9 @@ class InProcess:
     async def call(self, name: str, *args: Any) -> Any:
         """The result of a method of the collector."""
         try:
-            return await self._child.call(name, *(self._crossing(one) for one in args))
+            with contextlib.ExitStack() as stack:
+                crossing = [self._crossing(one, stack) for one in args]
+                return await self._child.call(name, *crossing)
         except RuntimeError:
             self._told = self._told or not self._child.alive
             raise
@@ -119,9 +126,16 @@ class InProcess:
         finally:
             await self._child.close(grace_s=2.0)
 
-    def _crossing(self, value: Any) -> Any:
-        local = isinstance(value, Engine) and not portable(value)
-        return self._engines.address(value) if local else value
+    def kill(self) -> None:
+        """End the process by force."""
+        self._child.kill()
+
+    def _crossing(self, value: Any, stack: contextlib.ExitStack) -> Any:
+        if not isinstance(value, Engine) or portable(value):
+            return value
+        if value is self._engine:
+            return self._engines.address(value)
+        return stack.enter_context(self._engines.lease(value))
 
     def _beat(self) -> None:
         self.last_beat = time.monotonic()

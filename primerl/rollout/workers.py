@@ -1,25 +1,27 @@
 """The worker: collects rollouts while the trainer trains, within the staleness bound."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, wait
 from types import TracebackType
 from typing import Any
 
 from primerl.rollout.buffer import ON_STALE
 from primerl.rollout.collector import Plan
+from primerl.rollout.crossing import pickle_arguments
 from primerl.rollout.engine import Engine
 from primerl.rollout.environment import Environment, Task
-from primerl.rollout.processes import pickle_arguments
 from primerl.rollout.remote_engine import portable
 from primerl.rollout.staleness import check_schedule
 from primerl.rollout.task_streams import InOrder, TaskStream
-from primerl.rollout.worker_hosts import InProcess, InThread
+from primerl.rollout.worker_hosts import BLOCKED_S, InProcess, InThread
 from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
 JOIN_S = 45.0
+log = logging.getLogger(__name__)
 ISOLATION = ("process", "thread")
 
 
@@ -84,6 +86,7 @@ def worker(
             greedy), the schedule could only stand still, or an argument can't cross into the
             worker's process.
     """
+    _check_parts(engine, environment, params, keep, threads)
     check_schedule(
         publish_every=publish_every, max_staleness=max_staleness, groups_per_step=groups_per_step
     )
@@ -111,7 +114,27 @@ def worker(
         return Worker(engine, InThread(engine, arguments), plan)
     if portable(engine):
         arguments["engine"] = engine
+    pickle_arguments(params=params, tasks=tasks)  # under the names that the caller knows
     return Worker(engine, InProcess(engine, pickle_arguments(**arguments), threads), plan)
+
+
+def _check_parts(engine: Any, environment: Any, params: Any, keep: Any, threads: int) -> None:
+    if not isinstance(engine, Engine):
+        raise ValueError(
+            f"engine is a {type(engine).__name__}; expected one with generate(), version and "
+            "context_length"
+        )
+    if not callable(environment) or isinstance(environment, type):
+        raise ValueError(
+            f"environment is {environment!r:.80}; expected a coroutine function "
+            "(task, engine, params) -> Rollout"
+        )
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params is a {type(params).__name__}, expected SamplingParams")
+    if callable(keep) or not all(callable(one) for one in keep):
+        raise ValueError(f"keep is {keep!r:.80}; expected a list of functions Group -> bool")
+    if threads < 1:
+        raise ValueError(f"threads is {threads}, expected at least 1")
 
 
 def _check(plan: Plan, engine: Engine, tasks: Any, isolation: str) -> None:
@@ -119,6 +142,10 @@ def _check(plan: Plan, engine: Engine, tasks: Any, isolation: str) -> None:
         raise ValueError(f"isolation={isolation!r}; expected 'process' or 'thread'")
     if plan.on_stale not in ON_STALE:
         raise ValueError(f"on_stale={plan.on_stale!r}; expected one of {', '.join(ON_STALE)}")
+    counts = ("group_size", "min_group", "groups_per_step", "max_staleness", "retries")
+    for name in (*counts, "quarantine_after"):
+        if not isinstance(getattr(plan, name), int):
+            raise ValueError(f"{name} is {getattr(plan, name)!r}, expected a whole number")
     if plan.group_size < 1:
         raise ValueError(f"group_size is {plan.group_size}, expected at least 1 rollout per task")
     if not 1 <= plan.min_group <= plan.group_size:
@@ -230,6 +257,8 @@ class Worker:
                 only before an evaluation. Training's own would move on under the evaluation,
                 which is an error.
         """
+        if engine is None and not portable(self._engine):
+            engine = self._engine  # so that what it serves now is known in the worker
         return Evaluation(self, self._call("evaluate", [dict(t) for t in tasks], params, engine))
 
     def stats(self) -> dict[str, Any]:
@@ -277,13 +306,7 @@ class Worker:
         """The future's result; raises where the event loop that should set it is blocked."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            while True:
-                left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
-                try:
-                    return future.result(max(0.0, left))
-                except TimeoutError:
-                    if future.done():
-                        raise  # its own
+            while not self._done(future, deadline):
                 silent = time.monotonic() - self._host.last_beat
                 if silent > self._plan.timeout_s:
                     raise RuntimeError(
@@ -291,11 +314,20 @@ class Worker:
                         "an environment, a reward or a filter does blocking work (run the "
                         "environment with rollout.isolated, or await what it waits for)"
                     )
+                if self._thread is None or not self._thread.is_alive():
+                    raise RuntimeError(f"{what}: the worker's event loop has ended")
                 if deadline is not None and time.monotonic() > deadline:
                     raise RuntimeError(f"{what} than {timeout_s:.0f} s")
+            return future.result()
+        except CancelledError:
+            raise RuntimeError(f"{what}: the worker was closed") from None
         except BaseException:
             future.cancel()
             raise
+
+    def _done(self, future: "Future[Any]", deadline: float | None) -> bool:
+        left = 1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic()))
+        return bool(wait([future], timeout=left).done)
 
     def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
         assert self._loop is not None
@@ -305,16 +337,20 @@ class Worker:
         loop, thread, self._loop = self._loop, self._thread, None
         assert loop is not None
         assert thread is not None
+        blocked = time.monotonic() - self._host.last_beat > BLOCKED_S
+        patience_s = 1.0 if blocked else JOIN_S
+        stopping = asyncio.run_coroutine_threadsafe(self._host.stop(), loop)
         try:
-            last: dict[str, Any] | None = asyncio.run_coroutine_threadsafe(
-                self._host.stop(), loop
-            ).result(JOIN_S)
+            if not wait([stopping], timeout=patience_s).done:
+                log.error("the rollout worker did not stop within %.0f s", patience_s)
         finally:
+            if not stopping.done():  # out of patience, or interrupted
+                self._host.kill()
             loop.call_soon_threadsafe(loop.stop)
-            thread.join(JOIN_S)
+            thread.join(patience_s)
         if not thread.is_alive():
             loop.close()
-        return last
+        return stopping.result() if stopping.done() else None
 
 
 class Evaluation:

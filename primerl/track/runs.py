@@ -192,7 +192,7 @@ class Run:
                         "environment": group.environment,
                         "reward": rollout.reward,
                         "stop": rollout.stop,
-                        "metrics": dict(rollout.metrics),
+                        "metrics": {name: _plain(x) for name, x in rollout.metrics.items()},
                         "text": self._decode(one.token_ids.tolist()) if self._decode else None,
                         "temperature": one.temperature,
                         "token_ids": one.token_ids.tolist(),

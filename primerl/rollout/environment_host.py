@@ -1,0 +1,32 @@
+"""What runs in an environment's own process."""
+
+from primerl.rollout.channel import Channel
+from primerl.rollout.environment import Environment, Task
+from primerl.rollout.groups import attempt
+from primerl.rollout.remote_engine import EngineAddress, RemoteEngine
+from primerl.types import Rollout, SamplingParams
+
+
+class EnvironmentHost:
+    """Plays rollouts in the child process."""
+
+    def __init__(self, channel: Channel, *, environment: Environment) -> None:
+        self._channel = channel
+        self._environment = environment
+
+    async def astart(self) -> None:
+        """Nothing to do: environments prepare themselves."""
+
+    async def aclose(self) -> None:
+        """Close the environment."""
+        if hasattr(self._environment, "aclose"):
+            await self._environment.aclose()
+
+    async def play(self, task: Task, engine: EngineAddress, params: SamplingParams) -> Rollout:
+        """Play one rollout; completions come from the parent's engine."""
+        remote = RemoteEngine(self._channel, engine)
+        return await attempt(self._environment, task, remote, params)
+
+    def ping(self) -> bool:
+        """Answer, if the event loop turns."""
+        return True

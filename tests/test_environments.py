@@ -142,8 +142,8 @@ def test_the_split_and_the_seed_decide_on_the_numbers(codes):
         tasks = itertools.islice(puzzles(codes, "list_functions", **options).tasks, 40)
         return [task["prompt"] for task in tasks]
 
-    plain = rollout.verifiers("reasoning-gym", tokenizer=codes)
-    assert next(iter(plain.tasks))["id"] == "reasoning-gym/0/chain_sum-1024"
+    plain = rollout.verifiers("reasoning-gym:chain_sum", tokenizer=codes)
+    assert next(iter(plain.tasks))["id"] == "reasoning-gym:chain_sum/0/chain_sum-1024"
     assert numbers(2000, split="eval", held_out=50) == list(range(50))
     assert numbers(50, held_out=50) == list(range(50, 100))
     assert numbers(3, seed=2) == [2_001_024, 2_001_025, 2_001_026]
@@ -151,6 +151,10 @@ def test_the_split_and_the_seed_decide_on_the_numbers(codes):
 
 
 def test_unknown_and_unscored_generators_are_refused(codes):
+    with pytest.raises(ValueError, match="name one of reasoning-gym's generators, .*chain_sum"):
+        rollout.verifiers("reasoning-gym", tokenizer=codes)
+    with pytest.raises(ValueError, match="'reasoning-gym:' names no dataset"):
+        rollout.verifiers("reasoning-gym:", tokenizer=codes)
     with pytest.raises(ValueError, match="no generator 'chain_summ'; close: chain_sum"):
         puzzles(codes, "chain_summ")
     with pytest.raises(ValueError, match="'rush_hour' stores no answer"):

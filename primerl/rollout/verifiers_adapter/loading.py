@@ -27,7 +27,9 @@ def load(
     """
     check_version()
     vf: Any = require("verifiers.v1", extra="verifiers")
-    package, _, dataset = name.partition(":")
+    package, colon, dataset = name.partition(":")
+    if colon and not dataset:
+        raise ValueError(f"{name!r} names no dataset after the colon")
     taskset = {"id": _taskset_id(package), **config.get("taskset", {})}
     if dataset:
         options = sorted(vf.taskset_config_type(taskset["id"]).model_fields)

@@ -44,7 +44,7 @@ class Solve(vf.Task[Puzzle]):
 class Options(vf.TasksetConfig):
     """Which generator, and which part of its stream."""
 
-    dataset: str = "chain_sum"
+    dataset: str = ""
     options: dict[str, Any] = Field(default_factory=dict)
     split: Literal["train", "eval"] = "train"
     held_out: int = 1024
@@ -98,6 +98,11 @@ def check(dataset: str) -> None:
             f"checked; the same is true of {', '.join(UNSCORED)}"
         )
     known = [name for name in DATASETS if name != "composite" and name not in UNSCORED]
+    if not dataset:
+        raise ValueError(
+            "name one of reasoning-gym's generators, as in 'reasoning-gym:chain_sum'; there are "
+            f"{', '.join(sorted(known))}"
+        )
     if dataset not in known:
         close = difflib.get_close_matches(dataset, known, n=5, cutoff=0.5)
         raise ValueError(

@@ -8,7 +8,11 @@ from primerl.types import Completion, PolicyVersion, SamplingParams
 
 @runtime_checkable
 class Engine(Protocol):
-    """Samples completions from a policy whose weights may change while it serves."""
+    """Samples completions from a policy whose weights may change while it serves.
+
+    An engine that is a client of a server elsewhere sets ``portable = True``: a copy of it in
+    another process serves as well. Any other stays in its process, and is called from outside.
+    """
 
     @property
     def version(self) -> PolicyVersion:

@@ -1,6 +1,7 @@
 """Environments in processes of their own: what hangs or dies there takes one process with it."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 from primerl.rollout.crossing import pickle_arguments
@@ -10,6 +11,8 @@ from primerl.rollout.process_pool import ProcessPool
 from primerl.rollout.processes import ProcessDied
 from primerl.rollout.remote_engine import EngineHost
 from primerl.types import Rollout, SamplingParams
+
+SHARED_TRIES = 2  # a process may have died for another's sake
 
 
 def isolated(
@@ -25,8 +28,9 @@ def isolated(
 
     For environments that compute, block their event loop or crash. Each process plays many
     rollouts at once, and calls back for the engine's completions. A process that dies is started
-    again, and its rollouts are played again, one to a process: the one that brings its process
-    down fails, the others don't. A process that is blocked when a rollout's time is up is killed.
+    again, and its rollouts are played again, if need be one to a process: the one that brings its
+    process down fails, the others don't. A process that is blocked when a rollout's time is up is
+    killed.
 
     Args:
         environment: crosses into each process by pickle, lambdas and local functions included.
@@ -78,17 +82,18 @@ class IsolatedEnvironment:
     async def __call__(self, task: Task, engine: Engine, params: SamplingParams) -> Rollout:
         """Play one rollout in the process that has the fewest.
 
-        If that process dies, the rollout is played again in one that it has to itself.
+        If that process dies, the rollout is played again; if it dies again, in one that the
+        rollout has to itself.
 
         Raises:
             TimeoutError: it did not end within ``timeout_s``.
             RuntimeError: its process died when it had one to itself, or none can be started. What
                 the environment raises is raised.
         """
-        try:
-            return await self._play(self._pool, task, engine, params)
-        except ProcessDied:
-            return await self._play(self._alone, task, engine, params)
+        for _ in range(SHARED_TRIES):
+            with contextlib.suppress(ProcessDied):
+                return await self._play(self._pool, task, engine, params)
+        return await self._play(self._alone, task, engine, params)
 
     async def _play(
         self, pool: ProcessPool, task: Task, engine: Engine, params: SamplingParams

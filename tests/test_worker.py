@@ -175,7 +175,9 @@ def test_a_filter_that_raises_stops_the_run():
         raise ZeroDivisionError("in a filter")
 
     with make_worker(keep=[broken]) as rollouts:
-        with pytest.raises(RuntimeError, match="in a filter"):
+        with pytest.raises(
+            RuntimeError, match="the filter 'broken' raised ZeroDivisionError: in a filter"
+        ):
             rollouts.take(version=0)
 
 

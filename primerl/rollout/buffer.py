@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from primerl.rollout.errors import summary
 from primerl.rollout.recording import decode_group, encode_group
 from primerl.rollout.staleness import may_start, oldest_version
 from primerl.types import Group, PolicyVersion, Rollout, Sample
@@ -101,14 +102,22 @@ class Buffer:
 
         A refused group counts as dropped under the filter's name; one without a token to train,
         as ``"empty"``.
+
+        Raises:
+            RuntimeError: a filter raised; the message names it.
         """
         self._require_in_flight()
         if oldest_version(group) is None:
             self.drop("empty")
             return False
         for keeps in self._keep:
-            if not keeps(group):
-                self.drop(getattr(keeps, "__name__", repr(keeps)), tokens=len(group.versions))
+            name = getattr(keeps, "__name__", repr(keeps))
+            try:
+                kept = keeps(group)
+            except Exception as error:  # a stranger's function may raise anything
+                raise RuntimeError(f"the filter {name!r} raised {summary(error)}") from error
+            if not kept:
+                self.drop(name, tokens=len(group.versions))
                 return False
         self._store(group)
         return True

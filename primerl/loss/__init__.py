@@ -5,23 +5,60 @@
     per_token, aux = loss.dppo(logprobs, batch.behavior_logprobs, batch.advantages)
     loss.token_mean(per_token, batch.loss_mask, denom=tokens_in_step).backward()
 
-Tensors are positional, hyperparameters keyword-only. A token loss returns ``(loss[t], aux)``, where
-``aux`` maps a name to a detached ``[t]`` tensor that reduces with the same mask. Masking and
-averaging are the caller's choice, by ``token_mean``.
+An algorithm is a choice of advantage, ratio, correction, surrogate and reduction, each a function;
+the documentation has a table of them. Tensors are positional, hyperparameters keyword-only. A token
+loss returns ``(loss[t], aux)``, where ``aux`` maps a name to a detached ``[t]`` tensor. Masking and
+averaging are the caller's, by a reduction. Everything is computed in at least float32; log-ratios
+are held within +-20, with zero gradient beyond, which ``aux["log_ratio_limited"]`` counts.
 """
 
-from primerl.loss.diagnostics import mismatch_kl
+from primerl.loss.correction import (
+    geometric_rejection,
+    icepop,
+    sequence_mis,
+    sequence_tis,
+    token_mis,
+    token_tis,
+    veto,
+)
+from primerl.loss.diagnostics import mismatch_kl, summarize, token_statistics
+from primerl.loss.kl import cross_entropy, k1, k2, k3
 from primerl.loss.logprobs import model_logprobs, token_logprobs
-from primerl.loss.ratio import token_ratio
-from primerl.loss.reduction import token_mean
-from primerl.loss.surrogate import clipped, dppo
+from primerl.loss.ratio import sequence_ratio, token_ratio
+from primerl.loss.reduction import fixed_length_mean, sequence_mean, token_mean
+from primerl.loss.surrogate import cispo, clipped, decoupled, gspo, reinforce, sapo, topr
+from primerl.loss.trust_region import distill, dppo, ipo
 
 __all__ = [
+    "cispo",
     "clipped",
+    "cross_entropy",
+    "decoupled",
+    "distill",
     "dppo",
+    "fixed_length_mean",
+    "geometric_rejection",
+    "gspo",
+    "icepop",
+    "ipo",
+    "k1",
+    "k2",
+    "k3",
     "mismatch_kl",
     "model_logprobs",
+    "reinforce",
+    "sapo",
+    "sequence_mean",
+    "sequence_mis",
+    "sequence_ratio",
+    "sequence_tis",
+    "summarize",
     "token_logprobs",
     "token_mean",
+    "token_mis",
     "token_ratio",
+    "token_statistics",
+    "token_tis",
+    "topr",
+    "veto",
 ]

@@ -1,11 +1,31 @@
-"""Numbers that say whether trainer and sampler agree."""
+"""Numbers that say whether trainer and sampler agree, and how far the policy has moved.
 
+    totals = collections.Counter()
+    for b in batches:
+        ...
+        totals.update(loss.token_statistics(logprobs, b.behavior_logprobs, b.loss_mask, b.versions,
+                                            version=step, max_staleness=2, aux=aux))
+    metrics = loss.summarize(parallel.all_sum(totals))
+
+Everything is kept as sums, which add up over micro-batches and ranks; quotients come last.
+"""
+
+from collections.abc import Mapping
+
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from primerl.loss.ratio import upcast
+from primerl.loss.arguments import checked, require_finite
+from primerl.loss.ratio import LOG_RATIO_LIMIT, log_ratio, upcast
+
+QUANTILES = (0.01, 0.5, 0.99)
+FINEST_LOG_RATIO = 1e-7
+BINS_PER_SIDE = 128
+AUX = "tokens/"
 
 
+@checked()
 def mismatch_kl(
     logprobs: Float[Tensor, " t"],
     behavior_logprobs: Float[Tensor, " t"],
@@ -33,3 +53,110 @@ def mismatch_kl(
     log_r = upcast(logprobs.detach()) - upcast(behavior_logprobs)
     log_r = log_r.where(same, log_r.new_zeros(()))
     return (log_r.expm1() - log_r).sum(), same.sum()
+
+
+@checked()
+def token_statistics(
+    logprobs: Float[Tensor, " t"],
+    behavior_logprobs: Float[Tensor, " t"],
+    loss_mask: Bool[Tensor, " t"],
+    versions: Int[Tensor, " t"],
+    *,
+    version: int,
+    max_staleness: int,
+    entropy: Float[Tensor, " t"] | None = None,
+    aux: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Sums over the trained tokens of a micro-batch, for ``summarize``; float64, detached.
+
+    Args:
+        logprobs: by the trainer, now.
+        behavior_logprobs: by the sampler.
+        loss_mask: the trained tokens.
+        versions: the version that sampled each token.
+        version: the trainer's version.
+        max_staleness: the bound of the run. Staler tokens count in the last bucket, tokens newer
+            than the trainer in none.
+        entropy: of the policy at each row, if it was computed.
+        aux: what the token loss returned beside the loss.
+
+    Raises:
+        ValueError: ``max_staleness`` is negative, the tensors do not fit, or ``behavior_logprobs``
+            is not finite at a trained token.
+    """
+    if max_staleness < 0:
+        raise ValueError(f"max_staleness={max_staleness}: expected at least 0")
+    require_finite("behavior_logprobs", behavior_logprobs, loss_mask)
+    log_r = log_ratio(logprobs.detach(), behavior_logprobs)[loss_mask].double()
+    r = log_r.exp()
+    kl = log_r.expm1() - log_r
+    staleness = version - versions[loss_mask].long()
+    known = staleness >= 0
+    buckets = kl.new_zeros(max_staleness + 1, 2)
+    rows = torch.stack([kl, torch.ones_like(kl)], dim=1)[known]
+    buckets.index_add_(0, staleness[known].clamp(max=max_staleness), rows)
+    sums = {
+        "kl_by_staleness": buckets,
+        "importance": torch.stack([torch.ones_like(r).sum(), r.sum(), r.square().sum()]),
+        "log_ratio_histogram": _histogram(log_r),
+    }
+    per_token = {AUX + name: value for name, value in (aux or {}).items()}
+    if entropy is not None:
+        per_token["entropy"] = entropy
+    for name, value in per_token.items():
+        chosen = value.detach()[loss_mask].double()
+        sums[name] = torch.stack([chosen.sum(), torch.ones_like(chosen).sum()])
+    return sums
+
+
+def summarize(totals: Mapping[str, Tensor]) -> dict[str, float]:
+    """The figures of a step from the sums of its ``token_statistics``.
+
+    - ``mismatch_kl``: mean of ``r - 1 - log r`` over tokens of the trainer's own version: numerics.
+    - ``off_policy_kl/s``: the same over tokens s versions old: numerics and policy.
+    - ``effective_sample_size``: ``(sum r)^2 / (n sum r^2)``, from 1 (on policy) down to ``1/n``.
+    - ``ratio_p1``, ``ratio_p50``, ``ratio_p99``: quantiles of r, exact to 16% of ``log r``.
+    - ``entropy``: mean, in nats.
+    - ``tokens/NAME``: the mean of each entry of ``aux``: the share clipped, dropped and so on.
+
+    A figure without a token is left out.
+    """
+    figures: dict[str, float] = {}
+    for name, sums in totals.items():
+        if name == "kl_by_staleness":
+            for staleness, (total, count) in enumerate(sums.tolist()):
+                if count:
+                    key = f"off_policy_kl/{staleness}" if staleness else "mismatch_kl"
+                    figures[key] = total / count
+        elif name == "importance":
+            count, total, squares = sums.tolist()
+            if count:
+                figures["effective_sample_size"] = total**2 / (count * squares)
+        elif name == "log_ratio_histogram":
+            figures |= _quantiles(sums)
+        elif (weight := sums[1].item()) > 0:
+            figures[name] = sums[0].item() / weight
+    return figures
+
+
+def _edges(device: torch.device) -> Tensor:
+    """Where bins of the log-ratio begin: evenly spaced in its logarithm, mirrored around zero."""
+    exponents = torch.linspace(0, 1, BINS_PER_SIDE, dtype=torch.float64, device=device)
+    side = FINEST_LOG_RATIO * (LOG_RATIO_LIMIT / FINEST_LOG_RATIO) ** exponents
+    return torch.cat([-side.flip(0), side])
+
+
+def _histogram(log_r: Tensor) -> Tensor:
+    edges = _edges(log_r.device)
+    return torch.bincount(torch.bucketize(log_r, edges), minlength=len(edges) + 1).double()
+
+
+def _quantiles(histogram: Tensor) -> dict[str, float]:
+    if not histogram.sum() > 0:
+        return {}
+    edges = _edges(histogram.device)
+    middles = torch.cat([edges[:1], (edges[1:] + edges[:-1]) / 2, edges[-1:]])
+    below = histogram.cumsum(0) / histogram.sum()
+    places = torch.searchsorted(below, below.new_tensor(QUANTILES))
+    values = middles[places.clamp(max=len(middles) - 1)].exp().tolist()
+    return {f"ratio_p{100 * q:g}": value for q, value in zip(QUANTILES, values, strict=True)}

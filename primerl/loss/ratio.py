@@ -1,10 +1,25 @@
 """Importance ratios between the policy and the weights that sampled."""
 
+from collections.abc import Callable
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from primerl.loss.arguments import checked, require_finite
+
 LOG_RATIO_LIMIT = 20.0
+
+Ratio = Callable[[Tensor, Tensor], Tensor]
+"""``(logprobs[t], behavior_logprobs[t]) -> ratio[t]``."""
+
+AllSum = Callable[[Tensor], Tensor]
+"""The sum of a tensor over the ranks that share documents, such as ``parallel.all_sum``."""
+
+
+def identity(x: Tensor) -> Tensor:
+    """The ``all_sum`` of a process that holds its documents whole."""
+    return x
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -12,18 +27,121 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def log_ratio(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
-    """``logprobs - behavior_logprobs`` within +-20: held beyond, with zero gradient."""
-    difference = upcast(logprobs) - upcast(behavior_logprobs)
+def trainable(logprobs: Tensor) -> Tensor:
+    """The trainer's logprobs in at least float32, where a row that isn't finite has no gradient.
+
+    Its value stays what it is, so that a NaN in a trained row is seen. In a row that is masked
+    out later, the zero that comes back would become NaN on its way through NaN.
+    """
+    x = upcast(logprobs)
+    return x.where(x.isfinite(), x.detach())
+
+
+def log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
+    """``logprobs - other`` within +-20: held beyond, with zero gradient."""
+    difference = trainable(logprobs) - upcast(other)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
+def log_ratio_limited(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+    """One where the log-ratio is beyond +-20, zero elsewhere; detached."""
+    difference = (upcast(logprobs) - upcast(behavior_logprobs)).detach()
+    return (difference.abs() > LOG_RATIO_LIMIT).to(difference.dtype)
+
+
+@checked(finite=["behavior_logprobs"])
 def token_ratio(
     logprobs: Float[Tensor, " t"], behavior_logprobs: Float[Tensor, " t"]
 ) -> Float[Tensor, " t"]:
     """The importance ratio of each token: ``r = exp(logprobs - behavior_logprobs)``.
 
     The log-ratio is held within +-20, with zero gradient beyond. Computed in at least float32.
-    Source: PPO, arXiv:1707.06347, equation 6.
+    Source: PPO, arXiv:1707.06347, section 3.
+
+    Raises:
+        ValueError: shapes differ, or ``behavior_logprobs`` is not finite.
     """
     return log_ratio(logprobs, behavior_logprobs).exp()
+
+
+@checked()
+def sequence_ratio(
+    logprobs: Float[Tensor, " t"],
+    behavior_logprobs: Float[Tensor, " t"],
+    loss_mask: Bool[Tensor, " t"],
+    sequence_ids: Int[Tensor, " t"],
+    *,
+    all_sum: AllSum = identity,
+    length_normalized: bool = True,
+) -> Float[Tensor, " t"]:
+    """The importance ratio of each token's whole sequence, in the stop-gradient form of GSPO.
+
+        s_i = exp( 1/|y_i| sum_t log r_t ),    returned: sg(s_i) * p_t / sg(p_t)
+
+    over the trained tokens of sequence i, where sg stops the gradient and p_t is the probability of
+    token t. The value is ``s_i`` in every row; its gradient with respect to ``logprobs[t]`` is
+    ``s_i`` in the trained rows, so under ``sequence_mean`` the gradient is that of ``s_i`` itself.
+    The only thing that crosses ranks is a sum without gradient.
+
+    Source: GSPO, arXiv:2507.18071, equations 7 (``s_i``) and 14 (GSPO-token). With
+    ``length_normalized=False`` it is the product of the token ratios: the exact importance weight.
+
+    Args:
+        logprobs: by the trainer, now.
+        behavior_logprobs: by the sampler; anything where the mask is not set.
+        loss_mask: the trained tokens.
+        sequence_ids: the document of each row, from 0; the same on all ranks that share it.
+        all_sum: sums a tensor over the ranks that hold parts of these documents. All of them must
+            call this function together.
+        length_normalized: the geometric mean of the token ratios, or their product.
+
+    The log of the result is held within +-20, with zero gradient beyond. A sequence without a
+    trained token has the ratio 1.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, a sequence id is negative, or ``behavior_logprobs``
+            is not finite at a trained token.
+    """
+    require_finite("behavior_logprobs", behavior_logprobs, loss_mask)
+    total, count = sequence_log_ratio(
+        logprobs, behavior_logprobs, loss_mask, sequence_ids, all_sum=all_sum
+    )
+    log_s = total / count.clamp(min=1) if length_normalized else total
+    held = log_s.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    own = trainable(logprobs)
+    # exp(x - sg(x)) is 1 with the gradient of x.
+    attached = loss_mask & (held == log_s)[sequence_ids] & own.isfinite()
+    step = torch.where(attached, own - own.detach(), own.new_zeros(()))
+    return held.exp().to(own.dtype)[sequence_ids] * step.exp()
+
+
+def sequence_log_ratio(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    all_sum: AllSum,
+) -> tuple[Tensor, Tensor]:
+    """For each sequence id, the sum of its log-ratios and the number of its trained tokens.
+
+    Both are float64 without gradient, so the order in which tokens are added hardly matters.
+    """
+    difference = (logprobs.detach().double() - behavior_logprobs.double()).where(loss_mask, 0.0)
+    return sequence_sums(difference, loss_mask, sequence_ids, all_sum=all_sum)
+
+
+def sequence_sums(
+    x: Tensor, loss_mask: Tensor, sequence_ids: Tensor, *, all_sum: AllSum
+) -> tuple[Tensor, Tensor]:
+    """The sum of ``x[t]`` over each sequence's trained tokens, and their number; float64."""
+    if sequence_ids.numel() and int(sequence_ids.min()) < 0:
+        raise ValueError(f"sequence_ids has {int(sequence_ids.min())}, expected ids from 0")
+    highest = sequence_ids.max() + 1 if sequence_ids.numel() else sequence_ids.new_zeros(())
+    # Ranks may see different ids. The sum of what each needs is enough for all, and equal on all.
+    size = int(all_sum(highest.long().clone()))
+    sums = torch.zeros(2, size, dtype=torch.float64, device=x.device)
+    sums[0].index_add_(0, sequence_ids.long(), x.detach().double().where(loss_mask, 0.0))
+    sums[1].index_add_(0, sequence_ids.long(), loss_mask.double())
+    total, count = all_sum(sums)
+    return total, count

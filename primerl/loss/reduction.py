@@ -1,9 +1,19 @@
-"""Reductions, with an explicit global denominator."""
+"""Reductions of token losses, with explicit global denominators.
 
-from jaxtyping import Bool, Float, Shaped
+A denominator counts over the *whole step*: all micro-batches and ranks. Then gradients do not depend
+on how the step was cut up, and summing them over ranks is right. Rows outside the mask are selected
+away, so a NaN there does no harm. A batch without a trained row gives zero, with a graph, so that
+every rank runs the same backward pass.
+"""
+
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from primerl.loss.arguments import checked
+from primerl.loss.ratio import AllSum, identity, sequence_sums, upcast
 
+
+@checked()
 def token_mean(
     x: Float[Tensor, " t"],
     mask: Bool[Tensor, " t"],
@@ -12,13 +22,67 @@ def token_mean(
 ) -> Float[Tensor, ""]:
     """The sum over the mask divided by ``denom``: ``sum_i m_i x_i / denom``.
 
-    ``denom`` is the number of trained tokens of the *whole step*, over all micro-batches and
-    ranks. With it, gradients do not depend on how the step was cut up (token-level loss of DAPO,
-    arXiv:2503.14476, equation 12). Masked rows are left out, so a NaN there does no harm.
+    ``denom`` is the number of trained tokens of the whole step. Every token counts alike, so long
+    sequences count more (token-level loss of DAPO, arXiv:2503.14476, equation 12).
 
     Raises:
-        ValueError: ``denom`` is not above zero.
+        ValueError: ``denom`` is not above zero while rows are selected, or the tensors do not fit.
     """
+    return _masked_sum(x, mask, denom, "tokens")
+
+
+@checked()
+def sequence_mean(
+    x: Float[Tensor, " t"],
+    mask: Bool[Tensor, " t"],
+    sequence_ids: Int[Tensor, " t"],
+    *,
+    denom: float | Shaped[Tensor, ""],
+    all_sum: AllSum = identity,
+) -> Float[Tensor, ""]:
+    """The mean of sequences' means: ``sum_i (1/|y_i|) sum_t m_it x_it / denom``.
+
+    ``denom`` is the number of trained sequences of the whole step. Every sequence counts alike, so a
+    token counts less in a long one (GRPO, arXiv:2402.03300, equation 3; GSPO). ``all_sum`` adds
+    over the ranks that share documents.
+
+    Raises:
+        ValueError: ``denom`` is not above zero while rows are selected, or the tensors do not fit.
+    """
+    _, count = sequence_sums(x, mask, sequence_ids, all_sum=all_sum)
+    share = 1 / count.clamp(min=1)
+    return _masked_sum(
+        x.where(mask, 0.0) * share[sequence_ids].to(x.dtype), mask, denom, "sequences"
+    )
+
+
+@checked()
+def fixed_length_mean(
+    x: Float[Tensor, " t"],
+    mask: Bool[Tensor, " t"],
+    *,
+    length: float,
+    denom: float | Shaped[Tensor, ""],
+) -> Float[Tensor, ""]:
+    """The sum over the mask divided by a constant length: ``sum_i m_i x_i / (length denom)``.
+
+    ``denom`` is the number of trained sequences of the whole step and ``length`` a constant, such
+    as the most tokens a reply may have. Neither depends on how long replies are, so the gradient
+    has no bias towards short right and long wrong ones (Dr. GRPO, arXiv:2503.20783, section 3.2).
+
+    Raises:
+        ValueError: ``length`` is not above zero, ``denom`` is not while rows are selected, or the
+            tensors do not fit.
+    """
+    if not length > 0:
+        raise ValueError(f"length is {length}; expected a number of tokens, above 0")
+    return _masked_sum(x, mask, denom, "sequences") / length
+
+
+def _masked_sum(x: Tensor, mask: Tensor, denom: float | Tensor, counted: str) -> Tensor:
+    x = upcast(x)
+    if denom == 0 and not mask.any():
+        return x.where(mask, 0.0).sum()  # nothing is trained anywhere: zero, with its graph
     if not denom > 0:
-        raise ValueError(f"denom is {denom}; expected the number of trained tokens, above 0")
-    return x.where(mask, x.new_zeros(())).sum() / denom
+        raise ValueError(f"denom is {denom}; expected the number of trained {counted}, above 0")
+    return x.where(mask, 0.0).sum() / denom

@@ -1,17 +1,55 @@
-"""Policy-gradient surrogates, one loss per token."""
+"""Policy-gradient surrogates: one loss per token, bounded by the ratio or not at all.
 
-from collections.abc import Callable
+Each takes ``(logprobs[t], behavior_logprobs[t], advantages[t])`` and returns ``(loss[t], aux)``.
+``ratio=`` replaces the importance ratio by another function of both logprobs, such as one over
+whole sequences. Where trainer and sampler agree, the gradient of each is that of REINFORCE,
+``-A d logprobs``. The surrogates bounded by probabilities are in ``trust_region``.
+"""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from primerl.loss.ratio import LOG_RATIO_LIMIT, token_ratio, upcast
+from primerl.loss.arguments import checked, require_finite
+from primerl.loss.ratio import (
+    AllSum,
+    Ratio,
+    identity,
+    log_ratio_limited,
+    sequence_ratio,
+    token_ratio,
+    trainable,
+)
 
-Ratio = Callable[[Tensor, Tensor], Tensor]
 Aux = dict[str, Tensor]
+DATA = ("behavior_logprobs", "advantages")
 
 
+@checked(finite=DATA)
+def reinforce(
+    logprobs: Float[Tensor, " t"],
+    behavior_logprobs: Float[Tensor, " t"],
+    advantages: Float[Tensor, " t"],
+    *,
+    ratio: Ratio = token_ratio,
+) -> tuple[Float[Tensor, " t"], Aux]:
+    """The importance-weighted policy gradient: ``-A r``.
+
+    Its gradient is ``-A r d logprobs``: unbiased for each token's own distribution, of unbounded
+    variance. For plain REINFORCE, without a correction, pass ``logprobs.detach()`` as
+    ``behavior_logprobs``.
+
+    Source: REINFORCE (Williams, 1992); weighted: PPO, arXiv:1707.06347, equation 6.
+    ``aux["log_ratio_limited"]`` is 1 where the log-ratio is beyond +-20 (in every surrogate).
+
+    Raises:
+        ValueError: shapes or dtypes differ, or an input from the sampler is not finite.
+    """
+    r = ratio(logprobs, behavior_logprobs)
+    return -advantages.to(r.dtype) * r, _aux(logprobs, behavior_logprobs)
+
+
+@checked(finite=DATA)
 def clipped(
     logprobs: Float[Tensor, " t"],
     behavior_logprobs: Float[Tensor, " t"],
@@ -20,63 +58,217 @@ def clipped(
     ratio: Ratio = token_ratio,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    dual_clip: float | None = None,
 ) -> tuple[Float[Tensor, " t"], Aux]:
     """The clipped surrogate: ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``.
 
+    With ``dual_clip=c``, tokens of negative advantage give at most ``-c A``: the loss is
+    ``-max(min(r A, clip(r) A), c A)`` there, because that side of the clip leaves r unbounded.
+
     Source: PPO, arXiv:1707.06347, equation 7; bounds of their own: DAPO, arXiv:2503.14476,
-    equation 10. ``aux["clipped"]`` is 1 where the clip stops the gradient.
+    equation 10; dual clip: arXiv:1912.09729, equation 5. ``aux["clipped"]`` is 1 where a clip
+    stops the gradient.
 
     Raises:
-        ValueError: a clip is negative, or ``clip_low`` is above 1.
+        ValueError: a clip is negative, ``clip_low`` is above 1, ``dual_clip`` is not above 1, or
+            the tensors do not fit.
     """
-    if not 0 <= clip_low <= 1 or clip_high < 0:
-        raise ValueError(
-            f"clip_low={clip_low}, clip_high={clip_high}: expected 0 <= clip_low <= 1 "
-            "and clip_high >= 0"
-        )
+    _require_clips(clip_low, clip_high)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip={dual_clip}: expected a number above 1, or None")
     r = ratio(logprobs, behavior_logprobs)
     advantages = advantages.to(r.dtype)
     free = r * advantages
     bounded = r.clamp(1 - clip_low, 1 + clip_high) * advantages
-    aux = _log_ratio_aux(logprobs, behavior_logprobs)
-    aux["clipped"] = (bounded < free).to(r.dtype).detach()
-    return -torch.minimum(free, bounded), aux
+    objective, stopped = torch.minimum(free, bounded), bounded < free
+    if dual_clip is not None:
+        floor = dual_clip * advantages
+        beyond = (advantages < 0) & (objective < floor)
+        objective, stopped = torch.where(beyond, floor, objective), stopped | beyond
+    return -objective, _aux(logprobs, behavior_logprobs, clipped=stopped)
 
 
-def dppo(
+@checked()
+def gspo(
+    logprobs: Float[Tensor, " t"],
+    behavior_logprobs: Float[Tensor, " t"],
+    advantages: Float[Tensor, " t"],
+    loss_mask: Bool[Tensor, " t"],
+    sequence_ids: Int[Tensor, " t"],
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    all_sum: AllSum = identity,
+) -> tuple[Float[Tensor, " t"], Aux]:
+    """The clipped surrogate with the ratio of the whole sequence.
+
+    ``clipped`` with ``sequence_ratio``: a sequence is clipped as a whole. The ratio is a geometric
+    mean over tokens, hence the small clips. Reduce with ``sequence_mean``.
+
+    Source: GSPO, arXiv:2507.18071, equation 5; the clips are those of its section 5.
+
+    Raises:
+        ValueError: as ``clipped`` and ``sequence_ratio``.
+    """
+    for name, x in (("behavior_logprobs", behavior_logprobs), ("advantages", advantages)):
+        require_finite(name, x, loss_mask)
+
+    def ratio(p: Tensor, q: Tensor) -> Tensor:
+        return sequence_ratio(p, q, loss_mask, sequence_ids, all_sum=all_sum)
+
+    return clipped(
+        logprobs,
+        behavior_logprobs.where(loss_mask, 0.0),
+        advantages.where(loss_mask, 0.0),
+        ratio=ratio,
+        clip_low=clip_low,
+        clip_high=clip_high,
+    )
+
+
+@checked(finite=DATA)
+def cispo(
     logprobs: Float[Tensor, " t"],
     behavior_logprobs: Float[Tensor, " t"],
     advantages: Float[Tensor, " t"],
     *,
     ratio: Ratio = token_ratio,
-    mask_low: float = 0.2,
-    mask_high: float = 0.2,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
 ) -> tuple[Float[Tensor, " t"], Aux]:
-    """The policy gradient inside a total-variation trust region: ``-A r``, dropped outside.
+    """REINFORCE with a clipped importance weight: ``-sg(clip(r, 1 - low, 1 + high)) A logprobs``.
 
-    With p and mu the probabilities that the policy and the sampler give the token, a token is
-    dropped (loss and gradient 0) where ``A > 0 and p - mu > mask_high``, or ``A <= 0 and
-    p - mu < -mask_low``: where the step would move p further from mu. The gradient flows through
-    ``r``. Unlike a ratio clip, the region does not shut out rare tokens, whose ratio is large
-    while their probability hardly moved.
+    The weight carries no gradient, so no token loses its own, however far it moved. By default the
+    weight is bounded from above only, at 5.
 
-    Source: DPPO, arXiv:2602.04879 (binary total variation). ``aux["dropped"]`` is 1 for such a
-    token.
+    Source: CISPO, MiniMax-M1, arXiv:2506.13585, equations 4 and 5 (which leaves the lower side
+    open and gives no number for the upper; the default is of the order used in arXiv:2510.13786).
+    ``aux["clipped"]`` is 1 where the weight was clipped.
 
     Raises:
-        ValueError: a bound is negative.
+        ValueError: a clip is negative, ``clip_low`` is above 1, or the tensors do not fit.
     """
-    if mask_low < 0 or mask_high < 0:
-        raise ValueError(f"mask_low={mask_low}, mask_high={mask_high}: expected both >= 0")
+    _require_clips(clip_low, clip_high)
+    r = ratio(logprobs, behavior_logprobs).detach()
+    weight = r.clamp(1 - clip_low, 1 + clip_high)
+    aux = _aux(logprobs, behavior_logprobs, clipped=weight != r)
+    return -_constant(weight * advantages.to(r.dtype)) * trainable(logprobs).to(r.dtype), aux
+
+
+@checked(finite=DATA)
+def topr(
+    logprobs: Float[Tensor, " t"],
+    behavior_logprobs: Float[Tensor, " t"],
+    advantages: Float[Tensor, " t"],
+    *,
+    ratio: Ratio = token_ratio,
+) -> tuple[Float[Tensor, " t"], Aux]:
+    """Tapered off-policy REINFORCE: ``-sg(w) A logprobs`` with w = 1 if A > 0, else min(r, 1).
+
+    Good rollouts are learned in full, also those that the policy would hardly sample; bad ones
+    only as far as it still would.
+
+    Source: TOPR, arXiv:2503.14286, equation 9, whose ratio is that of the trajectory:
+    ``ratio=functools.partial(sequence_ratio, loss_mask=..., sequence_ids=...,
+    length_normalized=False)``. ``aux["clipped"]`` is 1 where r is cut to 1.
+
+    Raises:
+        ValueError: the tensors do not fit.
+    """
+    r = ratio(logprobs, behavior_logprobs).detach()
+    good = advantages > 0
+    weight = torch.where(good, torch.ones_like(r), r.clamp(max=1.0))
+    aux = _aux(logprobs, behavior_logprobs, clipped=~good & (r > 1))
+    return -_constant(weight * advantages.to(r.dtype)) * trainable(logprobs).to(r.dtype), aux
+
+
+@checked(finite=DATA)
+def sapo(
+    logprobs: Float[Tensor, " t"],
+    behavior_logprobs: Float[Tensor, " t"],
+    advantages: Float[Tensor, " t"],
+    *,
+    ratio: Ratio = token_ratio,
+    gate_positive: float = 1.0,
+    gate_negative: float = 1.05,
+) -> tuple[Float[Tensor, " t"], Aux]:
+    """A soft gate instead of a clip: ``-(4/tau) sigmoid(tau (r - 1)) A``.
+
+    tau is ``gate_positive`` where A > 0 and ``gate_negative`` elsewhere. The gradient is that of
+    REINFORCE times ``r sech^2(tau (r - 1) / 2)``: 1 on policy, fading as r leaves 1.
+
+    Source: SAPO, arXiv:2511.20347, equations 5 and 6, with its temperatures.
+
+    Raises:
+        ValueError: a gate is not above 0, or the tensors do not fit.
+    """
+    if not (gate_positive > 0 and gate_negative > 0):
+        raise ValueError(
+            f"gate_positive={gate_positive}, gate_negative={gate_negative}: expected both above 0"
+        )
     r = ratio(logprobs, behavior_logprobs)
     advantages = advantages.to(r.dtype)
-    shift = (upcast(logprobs).exp() - upcast(behavior_logprobs).exp()).detach()
-    dropped = torch.where(advantages > 0, shift > mask_high, shift < -mask_low)
-    aux = _log_ratio_aux(logprobs, behavior_logprobs)
-    aux["dropped"] = dropped.to(r.dtype)
-    return torch.where(dropped, torch.zeros_like(r), -advantages * r), aux
+    tau = torch.where(advantages > 0, gate_positive, gate_negative).to(r.dtype)
+    gate = (4 / tau) * torch.sigmoid(tau * (r - 1))
+    return -gate * advantages, _aux(logprobs, behavior_logprobs)
 
 
-def _log_ratio_aux(logprobs: Tensor, behavior_logprobs: Tensor) -> Aux:
-    difference = (upcast(logprobs) - upcast(behavior_logprobs)).detach()
-    return {"log_ratio_limited": (difference.abs() > LOG_RATIO_LIMIT).to(difference.dtype)}
+@checked(finite=(*DATA, "proximal_logprobs"))
+def decoupled(
+    logprobs: Float[Tensor, " t"],
+    behavior_logprobs: Float[Tensor, " t"],
+    advantages: Float[Tensor, " t"],
+    proximal_logprobs: Float[Tensor, " t"],
+    *,
+    ratio: Ratio = token_ratio,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> tuple[Float[Tensor, " t"], Aux]:
+    """Decoupled PPO: a trust region around recent weights, corrected for older ones that sampled.
+
+        -w min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)
+        w = exp(proximal_logprobs - behavior_logprobs),  u = exp(logprobs - proximal_logprobs)
+
+    ``proximal_logprobs`` are the trainer's own at the start of the step. w is detached and not
+    truncated; to truncate it, multiply ``clipped(logprobs, proximal_logprobs, advantages)`` by a
+    correction such as ``token_tis(proximal_logprobs, behavior_logprobs)``.
+
+    Source: arXiv:2110.00641, equation 3; for asynchronous RL: AReaL, arXiv:2505.24298, equation 5.
+    ``aux["clipped"]`` is 1 where the clip stops the gradient.
+
+    Raises:
+        ValueError: a clip is out of range, or the tensors do not fit.
+    """
+    per_token, aux = clipped(
+        logprobs,
+        proximal_logprobs,
+        advantages,
+        ratio=ratio,
+        clip_low=clip_low,
+        clip_high=clip_high,
+    )
+    weight = ratio(proximal_logprobs, behavior_logprobs).detach()
+    limited = log_ratio_limited(proximal_logprobs, behavior_logprobs)
+    aux["log_ratio_limited"] = torch.maximum(aux["log_ratio_limited"], limited)
+    return weight * per_token, aux
+
+
+def _constant(x: Tensor) -> Tensor:
+    """A detached factor, 0 where it is not finite; such a row shows in the factor beside it."""
+    x = x.detach()
+    return x.where(x.isfinite(), x.new_zeros(()))
+
+
+def _require_clips(clip_low: float, clip_high: float) -> None:
+    if not (0 <= clip_low <= 1 and clip_high >= 0):
+        raise ValueError(
+            f"clip_low={clip_low}, clip_high={clip_high}: expected 0 <= clip_low <= 1 "
+            "and clip_high >= 0"
+        )
+
+
+def _aux(logprobs: Tensor, behavior_logprobs: Tensor, **flags: Tensor) -> Aux:
+    limited = log_ratio_limited(logprobs, behavior_logprobs)
+    return {"log_ratio_limited": limited} | {
+        name: flag.detach().to(limited.dtype) for name, flag in flags.items()
+    }

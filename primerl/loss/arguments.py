@@ -1,0 +1,99 @@
+"""Checks of what callers pass, with errors that name the argument."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_KINDS: dict[str, Callable[[torch.dtype], bool]] = {
+    "floating-point": lambda dtype: dtype.is_floating_point,
+    "bool": lambda dtype: dtype == torch.bool,
+    "integer": lambda dtype: (
+        not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    ),
+}
+
+
+def checked(*, finite: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Check tensors against the annotations of a function before it is called.
+
+    Every argument annotated with a shape must be a tensor of that kind of dtype, and an axis has
+    one size in all of them. Arguments named in ``finite`` are data, made elsewhere: a NaN there
+    would be a mistake upstream, not numerics, so it is refused by name.
+
+    Raises (when the decorated function is called):
+        ValueError: naming the argument, what it is, and the argument that it does not fit.
+    """
+    must_be_finite = frozenset(finite)
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        names = list(inspect.signature(fn).parameters)
+        specs = {
+            name: spec
+            for name, parameter in inspect.signature(fn).parameters.items()
+            if (spec := _specification(parameter.annotation)) is not None
+        }
+
+        @functools.wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            tensors = {name: given[name] for name in specs if name in given}
+            _check_shapes(tensors, specs)
+            for name in must_be_finite & tensors.keys():
+                require_finite(name, tensors[name])
+            return fn(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def require_finite(name: str, x: Tensor, rows: Tensor | None = None) -> None:
+    """Refuse a tensor with an infinite or NaN entry, in the selected rows if any are given."""
+    if torch.compiler.is_compiling():  # the check would break the graph
+        return
+    wrong = ~x.isfinite()
+    if rows is not None:
+        wrong = wrong & rows
+    if wrong.any():
+        first = int(wrong.nonzero()[0, 0])
+        raise ValueError(
+            f"{name}[{first}] is {x[first].item()} ({int(wrong.sum())} of {x.numel()} rows are not "
+            f"finite); expected finite {name}, with any number, such as 0, in rows that are not "
+            "trained"
+        )
+
+
+def _specification(annotation: Any) -> tuple[str, list[str]] | None:
+    """The kind of dtype and the axes of a jaxtyping annotation."""
+    axes, dtypes = getattr(annotation, "dim_str", None), getattr(annotation, "dtypes", None)
+    if axes is None or not isinstance(dtypes, tuple | list):
+        return None
+    kind = "bool" if "bool" in dtypes else "floating-point" if "float32" in dtypes else "integer"
+    return kind, axes.split()
+
+
+def _check_shapes(tensors: dict[str, Any], specs: dict[str, tuple[str, list[str]]]) -> None:
+    sizes: dict[str, tuple[int, str]] = {}
+    for name, x in tensors.items():
+        kind, axes = specs[name]
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is of type {type(x).__name__}, expected a torch tensor")
+        shape = tuple(x.shape)
+        if len(shape) != len(axes):
+            raise ValueError(f"{name} has shape {shape}, expected [{', '.join(axes)}]")
+        if not _KINDS[kind](x.dtype):
+            raise ValueError(f"{name} has dtype {x.dtype}, expected a {kind} tensor")
+        for axis, size in zip(axes, shape, strict=True):
+            expected, other = sizes.setdefault(axis, (size, name))
+            if size != expected:
+                raise ValueError(
+                    f"{name} has shape {shape}, but {other} has shape "
+                    f"{tuple(tensors[other].shape)}: expected the same {axis}"
+                )

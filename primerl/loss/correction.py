@@ -1,0 +1,193 @@
+"""Corrections for trainer and sampler disagreeing: one detached weight per token.
+
+    weight = loss.token_tis(proximal_logprobs, b.behavior_logprobs, cap=2.0)
+    per_token, aux = loss.clipped(logprobs, proximal_logprobs, b.advantages)
+    loss.token_mean(weight * per_token, b.loss_mask, denom=trained)
+
+Multiply the weight into a token loss. The first argument is what the trainer gives the tokens: at
+the start of the step (``proximal_logprobs``), or now. Weights are in at least float32 and carry no
+gradient. Sequence weights hold one value in all rows of a document; ``all_sum`` adds over the ranks
+that share documents, all of which must make the call.
+"""
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from primerl.loss.arguments import checked, require_finite
+from primerl.loss.ratio import AllSum, identity, sequence_ratio, sequence_sums, token_ratio
+
+
+@checked(finite=["behavior_logprobs"])
+def token_tis(
+    logprobs: Float[Tensor, " t"], behavior_logprobs: Float[Tensor, " t"], *, cap: float = 2.0
+) -> Float[Tensor, " t"]:
+    """Truncated importance sampling by token: ``min(r, cap)``.
+
+    Source: arXiv:2602.01826 reviews it; introduced for LLMs by Yao et al., "Your efficient RL
+    framework secretly brings you off-policy RL training" (2025); truncation: Ionides (2008).
+
+    Raises:
+        ValueError: ``cap`` is not above 0, or the tensors do not fit.
+    """
+    _require_above_zero("cap", cap)
+    return token_ratio(logprobs, behavior_logprobs).detach().clamp(max=cap)
+
+
+@checked()
+def sequence_tis(
+    logprobs: Float[Tensor, " t"],
+    behavior_logprobs: Float[Tensor, " t"],
+    loss_mask: Bool[Tensor, " t"],
+    sequence_ids: Int[Tensor, " t"],
+    *,
+    cap: float = 2.0,
+    all_sum: AllSum = identity,
+) -> Float[Tensor, " t"]:
+    """Truncated importance sampling by sequence: ``min(prod_t r_t, cap)`` in all its rows.
+
+    The product is over the trained tokens. Less biased than by token, of higher variance.
+
+    Source: Liu et al., "When speed kills stability" (2025).
+
+    Raises:
+        ValueError: ``cap`` is not above 0, or the tensors do not fit.
+    """
+    _require_above_zero("cap", cap)
+    return _product(logprobs, behavior_logprobs, loss_mask, sequence_ids, all_sum).clamp(max=cap)
+
+
+@checked(finite=["behavior_logprobs"])
+def token_mis(
+    logprobs: Float[Tensor, " t"], behavior_logprobs: Float[Tensor, " t"], *, cap: float = 2.0
+) -> Float[Tensor, " t"]:
+    """Masked importance sampling by token: ``r`` up to ``cap``, and 0 above it.
+
+    What truncation would keep at the cap is left out. Source: as ``sequence_mis``.
+
+    Raises:
+        ValueError: ``cap`` is not above 0, or the tensors do not fit.
+    """
+    _require_above_zero("cap", cap)
+    r = token_ratio(logprobs, behavior_logprobs).detach()
+    return r.where(r <= cap, 0.0)
+
+
+@checked()
+def sequence_mis(
+    logprobs: Float[Tensor, " t"],
+    behavior_logprobs: Float[Tensor, " t"],
+    loss_mask: Bool[Tensor, " t"],
+    sequence_ids: Int[Tensor, " t"],
+    *,
+    cap: float = 2.0,
+    all_sum: AllSum = identity,
+) -> Float[Tensor, " t"]:
+    """Masked importance sampling by sequence: ``prod_t r_t`` up to ``cap``, and 0 above it.
+
+    Source: Liu et al., "When speed kills stability" (2025).
+
+    Raises:
+        ValueError: ``cap`` is not above 0, or the tensors do not fit.
+    """
+    _require_above_zero("cap", cap)
+    r = _product(logprobs, behavior_logprobs, loss_mask, sequence_ids, all_sum)
+    return r.where(r <= cap, 0.0)
+
+
+@checked(finite=["behavior_logprobs"])
+def icepop(
+    logprobs: Float[Tensor, " t"],
+    behavior_logprobs: Float[Tensor, " t"],
+    *,
+    low: float = 0.5,
+    high: float = 5.0,
+) -> Float[Tensor, " t"]:
+    """Two-sided masking by token: ``r`` where ``low <= r <= high``, and 0 elsewhere.
+
+    Source: IcePop, arXiv:2510.18855, with its bounds.
+
+    Raises:
+        ValueError: not ``0 <= low <= high``, or the tensors do not fit.
+    """
+    _require_interval(low, high)
+    r = token_ratio(logprobs, behavior_logprobs).detach()
+    return r.where((r >= low) & (r <= high), 0.0)
+
+
+@checked()
+def geometric_rejection(
+    logprobs: Float[Tensor, " t"],
+    behavior_logprobs: Float[Tensor, " t"],
+    loss_mask: Bool[Tensor, " t"],
+    sequence_ids: Int[Tensor, " t"],
+    *,
+    low: float = 0.999,
+    high: float = 1.001,
+    all_sum: AllSum = identity,
+) -> Float[Tensor, " t"]:
+    """Reject whole sequences: 1 where ``low <= (prod_t r_t)^(1/|y|) <= high``, and 0 elsewhere.
+
+    The geometric mean does not grow with the length, so one bound fits long and short sequences.
+
+    Source: Liu et al., "When speed kills stability" (2025).
+
+    Raises:
+        ValueError: not ``0 <= low <= high``, or the tensors do not fit.
+    """
+    _require_interval(low, high)
+    mean = sequence_ratio(
+        logprobs, behavior_logprobs, loss_mask, sequence_ids, all_sum=all_sum
+    ).detach()
+    return ((mean >= low) & (mean <= high)).to(mean.dtype)
+
+
+@checked()
+def veto(
+    logprobs: Float[Tensor, " t"],
+    behavior_logprobs: Float[Tensor, " t"],
+    loss_mask: Bool[Tensor, " t"],
+    sequence_ids: Int[Tensor, " t"],
+    *,
+    threshold: float = 1e-4,
+    all_sum: AllSum = identity,
+) -> Float[Tensor, " t"]:
+    """Reject a sequence that has a catastrophic token: 0 where any ``r_t < threshold``, else 1.
+
+    Source: Liu et al., "When speed kills stability" (2025); the token veto of verl's rollout
+    correction.
+
+    Raises:
+        ValueError: ``threshold`` is not above 0, or the tensors do not fit.
+    """
+    _require_above_zero("threshold", threshold)
+    require_finite("behavior_logprobs", behavior_logprobs, loss_mask)
+    r = token_ratio(logprobs, behavior_logprobs.where(loss_mask, 0.0)).detach()
+    vetoes, _ = sequence_sums((r < threshold).double(), loss_mask, sequence_ids, all_sum=all_sum)
+    return (vetoes == 0).to(r.dtype)[sequence_ids]
+
+
+def _product(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    all_sum: AllSum,
+) -> Tensor:
+    return sequence_ratio(
+        logprobs,
+        behavior_logprobs,
+        loss_mask,
+        sequence_ids,
+        all_sum=all_sum,
+        length_normalized=False,
+    ).detach()
+
+
+def _require_above_zero(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name}={value}: expected a number above 0")
+
+
+def _require_interval(low: float, high: float) -> None:
+    if not 0 <= low <= high:
+        raise ValueError(f"low={low}, high={high}: expected 0 <= low <= high")

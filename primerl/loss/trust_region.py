@@ -1,0 +1,116 @@
+"""Policy gradients inside a trust region of probabilities, not of ratios.
+
+A ratio clip shuts out rare tokens, whose ratio is large while their probability hardly moves, and
+lets frequent ones move far. These losses bound how far the probability itself moved:
+``p - mu``, of the policy now and of the weights that sampled.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from primerl.loss.arguments import checked
+from primerl.loss.ratio import Ratio, log_ratio_limited, token_ratio, upcast
+from primerl.loss.surrogate import DATA, Aux
+
+
+@checked(finite=DATA)
+def dppo(
+    logprobs: Float[Tensor, " t"],
+    behavior_logprobs: Float[Tensor, " t"],
+    advantages: Float[Tensor, " t"],
+    *,
+    ratio: Ratio = token_ratio,
+    mask_low: float = 0.2,
+    mask_high: float = 0.2,
+) -> tuple[Float[Tensor, " t"], Aux]:
+    """The policy gradient inside a total-variation trust region: ``-A r``, dropped outside.
+
+    With p and mu the probabilities that the policy and the sampler give the token, a token is
+    dropped (loss and gradient 0) where ``A > 0 and p - mu > mask_high``, or ``A <= 0 and
+    p - mu < -mask_low``: where the step would move p further from mu. The gradient flows through
+    ``r``.
+
+    Source: DPPO, arXiv:2602.04879 (binary total variation). ``aux["dropped"]`` is 1 for such a
+    token.
+
+    Raises:
+        ValueError: a bound is negative, or the tensors do not fit.
+    """
+    if not (mask_low >= 0 and mask_high >= 0):
+        raise ValueError(f"mask_low={mask_low}, mask_high={mask_high}: expected both >= 0")
+    shift = _shift(logprobs, behavior_logprobs)
+    dropped = torch.where(advantages > 0, shift > mask_high, shift < -mask_low)
+    return _inside(logprobs, behavior_logprobs, advantages, dropped, ratio)
+
+
+@checked(finite=DATA)
+def ipo(
+    logprobs: Float[Tensor, " t"],
+    behavior_logprobs: Float[Tensor, " t"],
+    advantages: Float[Tensor, " t"],
+    *,
+    ratio: Ratio = token_ratio,
+    threshold: float = 0.1,
+) -> tuple[Float[Tensor, " t"], Aux]:
+    """``dppo`` with a symmetric region: ``-A r``, dropped where ``|p - mu| > threshold``.
+
+    A token that left the region is dropped whichever way its advantage points, so it can't be
+    brought back by its own gradient either.
+
+    Source: the ``ipo`` loss of prime-rl (github.com/PrimeIntellect-ai/prime-rl, docs/algorithms.md),
+    after the trust region of arXiv:2602.04879. ``aux["dropped"]`` is 1 for such a token.
+
+    Raises:
+        ValueError: ``threshold`` is negative, or the tensors do not fit.
+    """
+    if not threshold >= 0:
+        raise ValueError(f"threshold={threshold}: expected a number >= 0")
+    dropped = _shift(logprobs, behavior_logprobs).abs() > threshold
+    return _inside(logprobs, behavior_logprobs, advantages, dropped, ratio)
+
+
+@checked(finite=("behavior_logprobs", "ref_logprobs"))
+def distill(
+    logprobs: Float[Tensor, " t"],
+    behavior_logprobs: Float[Tensor, " t"],
+    ref_logprobs: Float[Tensor, " t"],
+    *,
+    ratio: Ratio = token_ratio,
+    mask_low: float = 0.2,
+) -> tuple[Float[Tensor, " t"], Aux]:
+    """On-policy distillation: the policy gradient whose advantage is the teacher's lead.
+
+        -sg(ref_logprobs - logprobs) r,   dropped where p - mu < -mask_low
+
+    In expectation over the policy's own tokens, this is the gradient of the reverse KL divergence
+    to the teacher. The teacher is another model (OPD) or the policy itself under a prompt that
+    holds a demonstration (SDFT).
+
+    Source: generalized knowledge distillation, arXiv:2306.13649, and MiniLLM, arXiv:2306.08543,
+    equation 2 (reverse KL as a policy gradient); self-distillation: arXiv:2601.19897.
+    ``aux["dropped"]`` is 1 for a dropped token, ``aux["ref_kl"]`` is ``logprobs - ref_logprobs``.
+
+    Raises:
+        ValueError: ``mask_low`` is negative, or the tensors do not fit.
+    """
+    if not mask_low >= 0:
+        raise ValueError(f"mask_low={mask_low}: expected a number >= 0")
+    lead = (upcast(ref_logprobs) - upcast(logprobs)).detach()
+    dropped = _shift(logprobs, behavior_logprobs) < -mask_low
+    per_token, aux = _inside(logprobs, behavior_logprobs, lead, dropped, ratio)
+    return per_token, aux | {"ref_kl": -lead}
+
+
+def _shift(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+    """How far the token's probability moved: ``p - mu``."""
+    return (upcast(logprobs).exp() - upcast(behavior_logprobs).exp()).detach()
+
+
+def _inside(
+    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, dropped: Tensor, ratio: Ratio
+) -> tuple[Tensor, Aux]:
+    r = ratio(logprobs, behavior_logprobs)
+    per_token = torch.where(dropped, torch.zeros_like(r), -advantages.to(r.dtype) * r)
+    limited = log_ratio_limited(logprobs, behavior_logprobs)
+    return per_token, {"log_ratio_limited": limited, "dropped": dropped.to(limited.dtype)}

@@ -21,7 +21,7 @@ _KINDS: dict[str, Callable[[torch.dtype], bool]] = {
 
 
 def checked(*, finite: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Check tensors against the annotations of a function before it is called.
+    """Check tensors against a function's annotations before it is called.
 
     Every argument annotated with a shape must be a tensor of that kind of dtype, and an axis has
     one size in all of them. Arguments named in ``finite`` are data, made elsewhere: a NaN there
@@ -42,7 +42,7 @@ def checked(*, finite: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callabl
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
             tensors = {name: given[name] for name in specs if name in given}
             _check_shapes(tensors, specs)
             for name in must_be_finite & tensors.keys():

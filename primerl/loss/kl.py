@@ -12,8 +12,8 @@ def k1(logprobs: Float[Tensor, " t"], other: Float[Tensor, " t"]) -> Float[Tenso
     """The estimate ``-d`` of ``KL(p || q)``, with ``d = other - logprobs``.
 
     For tokens drawn from p, the policy of ``logprobs``; ``other`` is of q. Unbiased, but of either
-    sign. As a loss its gradient is zero in expectation: use it in the reward or advantage. d is held within +-20 here and in ``k2`` and ``k3``,
-    with zero gradient beyond.
+    sign. As a loss its gradient is zero in expectation: use it in the reward or advantage.
+    d is held within +-20 here and in ``k2`` and ``k3``, with zero gradient beyond.
 
     Source: J. Schulman, "Approximating KL divergence" (2020).
 

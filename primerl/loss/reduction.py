@@ -1,9 +1,9 @@
 """Reductions of token losses, with explicit global denominators.
 
-A denominator counts over the *whole step*: all micro-batches and ranks. Then gradients do not depend
-on how the step was cut up, and summing them over ranks is right. Rows outside the mask are selected
-away, so a NaN there does no harm. A batch without a trained row gives zero, with a graph, so that
-every rank runs the same backward pass.
+A denominator counts over the *whole step*: all micro-batches and ranks. Then gradients do not
+depend on how the step was cut up, and summing them over ranks is right. Rows outside the mask are
+selected away, so a NaN there does no harm. A batch without a trained row gives zero, with a graph,
+so that every rank runs the same backward pass.
 """
 
 from jaxtyping import Bool, Float, Int, Shaped
@@ -42,18 +42,17 @@ def sequence_mean(
 ) -> Float[Tensor, ""]:
     """The mean of sequences' means: ``sum_i (1/|y_i|) sum_t m_it x_it / denom``.
 
-    ``denom`` is the number of trained sequences of the whole step. Every sequence counts alike, so a
-    token counts less in a long one (GRPO, arXiv:2402.03300, equation 3; GSPO). ``all_sum`` adds
+    ``denom`` is the number of trained sequences of the whole step. Every sequence counts alike, so
+    a token counts less in a long one (GRPO, arXiv:2402.03300, equation 3; GSPO). ``all_sum`` adds
     over the ranks that share documents.
 
     Raises:
         ValueError: ``denom`` is not above zero while rows are selected, or the tensors do not fit.
     """
     _, count = sequence_sums(x, mask, sequence_ids, all_sum=all_sum)
-    share = 1 / count.clamp(min=1)
-    return _masked_sum(
-        x.where(mask, 0.0) * share[sequence_ids].to(x.dtype), mask, denom, "sequences"
-    )
+    lengths = count.clamp(min=1)[sequence_ids]
+    x = upcast(x).where(mask, 0.0)
+    return _masked_sum(x / lengths.to(x.dtype), mask, denom, "sequences")
 
 
 @checked()

@@ -58,8 +58,8 @@ def ipo(
     A token that left the region is dropped whichever way its advantage points, so it can't be
     brought back by its own gradient either.
 
-    Source: the ``ipo`` loss of prime-rl (github.com/PrimeIntellect-ai/prime-rl, docs/algorithms.md),
-    after the trust region of arXiv:2602.04879. ``aux["dropped"]`` is 1 for such a token.
+    Source: the loss of that name in prime-rl (github.com/PrimeIntellect-ai/prime-rl), after the
+    trust region of arXiv:2602.04879. ``aux["dropped"]`` is 1 for such a token.
 
     Raises:
         ValueError: ``threshold`` is negative, or the tensors do not fit.

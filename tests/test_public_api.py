@@ -48,7 +48,7 @@ EXPORTS = {
         "veto",
     ],
     "primerl.packing": ["PackedBatch", "bins", "pack"],
-    "primerl.parallel": ["World", "all_sum", "process_group", "scatter", "shard"],
+    "primerl.parallel": ["UpdateGuard", "World", "all_sum", "process_group", "scatter", "shard"],
     "primerl.rollout": [
         "Buffer",
         "Conversation",

@@ -4,7 +4,7 @@
     for b in batches:
         ...
         totals.update(loss.token_statistics(logprobs, b.behavior_logprobs, b.loss_mask, b.versions,
-                                            version=step, max_staleness=2, aux=aux))
+                                            version=step, aux=aux), loss=mean.detach())
     metrics = loss.summarize(parallel.all_sum(totals))
 
 Everything is kept as sums, which add up over micro-batches and ranks; quotients come last.
@@ -63,7 +63,7 @@ def token_statistics(
     versions: Int[Tensor, " t"],
     *,
     version: int,
-    max_staleness: int,
+    max_staleness: int = 8,
     entropy: Float[Tensor, " t"] | None = None,
     aux: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
@@ -75,8 +75,8 @@ def token_statistics(
         loss_mask: the trained tokens.
         versions: the version that sampled each token.
         version: the trainer's version.
-        max_staleness: the bound of the run. Staler tokens count in the last bucket, tokens newer
-            than the trainer in none.
+        max_staleness: the last bucket of ``off_policy_kl``, which counts staler tokens too. Tokens
+            newer than the trainer count in none.
         entropy: of the policy at each row, if it was computed.
         aux: what the token loss returned beside the loss.
 
@@ -119,7 +119,7 @@ def summarize(totals: Mapping[str, Tensor]) -> dict[str, float]:
     - ``entropy``: mean, in nats.
     - ``tokens/NAME``: the mean of each entry of ``aux``: the share clipped, dropped and so on.
 
-    A figure without a token is left out.
+    A figure without a token is left out; a single number, such as the step's loss, stays itself.
     """
     figures: dict[str, float] = {}
     for name, sums in totals.items():
@@ -134,8 +134,10 @@ def summarize(totals: Mapping[str, Tensor]) -> dict[str, float]:
                 figures["effective_sample_size"] = total**2 / (count * squares)
         elif name == "log_ratio_histogram":
             figures |= _quantiles(sums)
-        elif (weight := sums[1].item()) > 0:
-            figures[name] = sums[0].item() / weight
+        elif sums.ndim == 0:
+            figures[name] = sums.item()
+        elif sums[1] > 0:
+            figures[name] = (sums[0] / sums[1]).item()
     return figures
 
 

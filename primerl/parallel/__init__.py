@@ -7,5 +7,6 @@ world of one rank nothing here costs anything: no group is made and no model is 
 from primerl.parallel.launch import World, process_group
 from primerl.parallel.scattering import all_sum, scatter
 from primerl.parallel.sharding import shard
+from primerl.parallel.updates import UpdateGuard
 
-__all__ = ["World", "all_sum", "process_group", "scatter", "shard"]
+__all__ = ["UpdateGuard", "World", "all_sum", "process_group", "scatter", "shard"]

@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, overload
 
 import attrs
 import torch
@@ -45,11 +45,18 @@ def scatter(batches: Sequence[Sequence[T]] | None, kind: type[T]) -> list[T]:
     return list(checked[0])
 
 
-def all_sum(x: Tensor | float) -> Tensor:
+@overload
+def all_sum(x: Tensor | float) -> Tensor: ...
+@overload
+def all_sum(x: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+def all_sum(x: Tensor | float | Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
     """The sum of ``x`` over all ranks, on each of them; ``x`` itself in a world of one.
 
-    No gradient flows through it. A Python number becomes a CPU tensor of 64 bits.
+    No gradient flows through it. A Python number becomes a CPU tensor of 64 bits. Tensors by name
+    are added in one collective, in float64; every rank must have the same names and shapes.
     """
+    if isinstance(x, Mapping):
+        return _sum_by_name(x)
     if isinstance(x, Tensor):
         total = x.detach().clone()
     else:
@@ -57,6 +64,15 @@ def all_sum(x: Tensor | float) -> Tensor:
     if dist.is_initialized():
         dist.all_reduce(total)
     return total
+
+
+def _sum_by_name(x: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    names = sorted(x)
+    if not names:
+        return {}
+    flat = all_sum(torch.cat([x[name].detach().double().reshape(-1) for name in names]))
+    parts = torch.split(flat, [x[name].numel() for name in names])
+    return {name: part.reshape(x[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
 def _checked(batches: Sequence[Sequence[T]] | None, world_size: int) -> Sequence[Sequence[T]]:

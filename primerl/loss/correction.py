@@ -23,8 +23,8 @@ def token_tis(
 ) -> Float[Tensor, " t"]:
     """Truncated importance sampling by token: ``min(r, cap)``.
 
-    Source: arXiv:2602.01826 reviews it; introduced for LLMs by Yao et al., "Your efficient RL
-    framework secretly brings you off-policy RL training" (2025); truncation: Ionides (2008).
+    Source: for LLMs, Yao et al., "Your efficient RL framework secretly brings you off-policy RL
+    training" (2025); truncation: Ionides, "Truncated importance sampling" (2008).
 
     Raises:
         ValueError: ``cap`` is not above 0, or the tensors do not fit.
@@ -104,7 +104,7 @@ def icepop(
 ) -> Float[Tensor, " t"]:
     """Two-sided masking by token: ``r`` where ``low <= r <= high``, and 0 elsewhere.
 
-    Source: IcePop, arXiv:2510.18855, with its bounds.
+    Source: IcePop, of the Ring-1T report, arXiv:2510.18855; bounds of 0.5 and 5 as there.
 
     Raises:
         ValueError: not ``0 <= low <= high``, or the tensors do not fit.
@@ -129,7 +129,8 @@ def geometric_rejection(
 
     The geometric mean does not grow with the length, so one bound fits long and short sequences.
 
-    Source: Liu et al., "When speed kills stability" (2025).
+    Source: Liu et al., "When speed kills stability" (2025), part 3; the bounds are the example in
+    the documentation of verl's rollout correction.
 
     Raises:
         ValueError: not ``0 <= low <= high``, or the tensors do not fit.
@@ -153,8 +154,8 @@ def veto(
 ) -> Float[Tensor, " t"]:
     """Reject a sequence that has a catastrophic token: 0 where any ``r_t < threshold``, else 1.
 
-    Source: Liu et al., "When speed kills stability" (2025); the token veto of verl's rollout
-    correction.
+    Source: ``rollout_token_veto_threshold`` in the first versions of verl's rollout correction
+    (github.com/volcengine/verl).
 
     Raises:
         ValueError: ``threshold`` is not above 0, or the tensors do not fit.

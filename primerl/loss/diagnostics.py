@@ -38,9 +38,9 @@ def mismatch_kl(
 
     ``r`` is trainer over sampler, over the trained tokens *whose version is the trainer's*: the
     same weights gave both logprobs, so anything above rounding is a difference in numerics, not in
-    policy. An unbiased, non-negative estimate of the KL divergence (k3 of Schulman's "Approximating
-    KL divergence", 2020). Sum and count are returned apart, to be added over micro-batches and
-    ranks; the mean is their quotient.
+    policy. An unbiased, non-negative estimate of ``KL(sampler || trainer)`` (k3 of Schulman's
+    "Approximating KL divergence", 2020). Sum and count are returned apart, to be added over
+    micro-batches and ranks; the mean is their quotient.
 
     Args:
         logprobs: by the trainer, now.

@@ -28,7 +28,8 @@ def k2(logprobs: Float[Tensor, " t"], other: Float[Tensor, " t"]) -> Float[Tenso
     """The estimate ``d^2 / 2`` of ``KL(p || q)``, with ``d = other - logprobs``.
 
     Biased, never negative. As a loss, its gradient is that of the KL divergence in expectation,
-    on policy. Kimi K2.5's and prime-rl's regularizer ``log(r)^2`` is twice this.
+    on policy. The regularizer ``log(r)^2`` of prime-rl, after Kimi K2.5 (arXiv:2602.02276), is
+    twice this.
 
     Source: J. Schulman, "Approximating KL divergence" (2020).
 

@@ -80,8 +80,8 @@ def sequence_ratio(
 
     over the trained tokens of sequence i, where sg stops the gradient and p_t is the probability of
     token t. The value is ``s_i`` in every row; its gradient with respect to ``logprobs[t]`` is
-    ``s_i`` in the trained rows, so under ``sequence_mean`` the gradient is that of ``s_i`` itself.
-    The only thing that crosses ranks is a sum without gradient.
+    ``s_i`` in the trained rows, so under ``sequence_mean`` the gradient is that of ``s_i`` itself
+    (of ``s_i / |y_i|`` for the product). Only a sum without gradient crosses ranks.
 
     Source: GSPO, arXiv:2507.18071, equations 7 (``s_i``) and 14 (GSPO-token). With
     ``length_normalized=False`` it is the product of the token ratios: the exact importance weight.

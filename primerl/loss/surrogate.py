@@ -105,7 +105,7 @@ def gspo(
     ``clipped`` with ``sequence_ratio``: a sequence is clipped as a whole. The ratio is a geometric
     mean over tokens, hence the small clips. Reduce with ``sequence_mean``.
 
-    Source: GSPO, arXiv:2507.18071, equation 5; the clips are those of its section 5.
+    Source: GSPO, arXiv:2507.18071, equation 5; the clips are those of its section 5.1.
 
     Raises:
         ValueError: as ``clipped`` and ``sequence_ratio``.
@@ -142,7 +142,7 @@ def cispo(
     weight is bounded from above only, at 5.
 
     Source: CISPO, MiniMax-M1, arXiv:2506.13585, equations 4 and 5 (which leaves the lower side
-    open and gives no number for the upper; the default is of the order used in arXiv:2510.13786).
+    open and gives no number for the upper; a bound of 5 is used with ScaleRL, arXiv:2510.13786).
     ``aux["clipped"]`` is 1 where the weight was clipped.
 
     Raises:
@@ -168,7 +168,7 @@ def topr(
     Good rollouts are learned in full, also those that the policy would hardly sample; bad ones
     only as far as it still would.
 
-    Source: TOPR, arXiv:2503.14286, equation 9, whose ratio is that of the trajectory:
+    Source: TOPR, arXiv:2503.14286, section 3, whose ratio is that of the trajectory:
     ``ratio=functools.partial(sequence_ratio, loss_mask=..., sequence_ids=...,
     length_normalized=False)``. ``aux["clipped"]`` is 1 where r is cut to 1.
 
@@ -197,7 +197,7 @@ def sapo(
     tau is ``gate_positive`` where A > 0 and ``gate_negative`` elsewhere. The gradient is that of
     REINFORCE times ``r sech^2(tau (r - 1) / 2)``: 1 on policy, fading as r leaves 1.
 
-    Source: SAPO, arXiv:2511.20347, equations 5 and 6, with its temperatures.
+    Source: SAPO, arXiv:2511.20347, with its temperatures.
 
     Raises:
         ValueError: a gate is not above 0, or the tensors do not fit.
@@ -233,7 +233,8 @@ def decoupled(
     truncated; to truncate it, multiply ``clipped(logprobs, proximal_logprobs, advantages)`` by a
     correction such as ``token_tis(proximal_logprobs, behavior_logprobs)``.
 
-    Source: arXiv:2110.00641, equation 3; for asynchronous RL: AReaL, arXiv:2505.24298, equation 5.
+    Source: the decoupled clipped objective of arXiv:2110.00641; for asynchronous RL: AReaL,
+    arXiv:2505.24298.
     ``aux["clipped"]`` is 1 where the clip stops the gradient.
 
     Raises:

@@ -31,8 +31,8 @@ def dppo(
     p - mu < -mask_low``: where the step would move p further from mu. The gradient flows through
     ``r``.
 
-    Source: DPPO, arXiv:2602.04879 (binary total variation). ``aux["dropped"]`` is 1 for such a
-    token.
+    Source: DPPO, arXiv:2602.04879 (binary total variation); the bounds of 0.2 are those of
+    prime-rl. ``aux["dropped"]`` is 1 for such a token.
 
     Raises:
         ValueError: a bound is negative, or the tensors do not fit.
@@ -84,11 +84,13 @@ def distill(
         -sg(ref_logprobs - logprobs) r,   dropped where p - mu < -mask_low
 
     In expectation over the policy's own tokens, this is the gradient of the reverse KL divergence
-    to the teacher. The teacher is another model (OPD) or the policy itself under a prompt that
-    holds a demonstration (SDFT).
+    to the teacher at each token, with what comes before it held fixed: a token isn't credited with
+    the divergence of later ones. The teacher is another model (OPD) or the policy itself under a
+    prompt that holds a demonstration (SDFT).
 
-    Source: generalized knowledge distillation, arXiv:2306.13649, and MiniLLM, arXiv:2306.08543,
-    equation 2 (reverse KL as a policy gradient); self-distillation: arXiv:2601.19897.
+    Source: Thinking Machines Lab, "On-policy distillation" (2025), which is MiniLLM
+    (arXiv:2306.08543) without the rewards of later tokens; on-policy data for distillation:
+    arXiv:2306.13649; self-distillation: arXiv:2601.19897; the region: prime-rl.
     ``aux["dropped"]`` is 1 for a dropped token, ``aux["ref_kl"]`` is ``logprobs - ref_logprobs``.
 
     Raises:

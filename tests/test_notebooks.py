@@ -7,7 +7,11 @@ import pytest
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("01_the_loop", "reward of the last five steps"), ("02_staleness", "oldest token trained")],
+    [
+        ("01_the_loop", "reward of the last five steps"),
+        ("02_staleness", "oldest token trained"),
+        ("03_losses", "surrogates agree on policy and part off it"),
+    ],
 )
 def test_the_notebook_runs(root, name, said):
     nbformat = pytest.importorskip("nbformat")

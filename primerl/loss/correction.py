@@ -127,7 +127,9 @@ def geometric_rejection(
 ) -> Float[Tensor, " t"]:
     """Reject whole sequences: 1 where ``low <= (prod_t r_t)^(1/|y|) <= high``, and 0 elsewhere.
 
-    The geometric mean does not grow with the length, so one bound fits long and short sequences.
+    The geometric mean does not explode with the length: it nears ``exp(-KL)``, spread around it as
+    ``1/sqrt(|y|)``. So the bounds must be wider than the KL divergence of trainer and sampler, and
+    short sequences need wider ones.
 
     Source: Liu et al., "When speed kills stability" (2025), part 3; the bounds are the example in
     the documentation of verl's rollout correction.

@@ -63,7 +63,8 @@ def clipped(
     """The clipped surrogate: ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``.
 
     With ``dual_clip=c``, tokens of negative advantage give at most ``-c A``: the loss is
-    ``-max(min(r A, clip(r) A), c A)`` there, because that side of the clip leaves r unbounded.
+    ``-max(min(r A, clip(r) A), c A)`` there, because that side of the clip leaves r unbounded. Such
+    a token, which became much likelier and is bad, then has no gradient.
 
     Source: PPO, arXiv:1707.06347, equation 7; bounds of their own: DAPO, arXiv:2503.14476,
     equation 10; dual clip: arXiv:1912.09729, equation 5. ``aux["clipped"]`` is 1 where a clip
@@ -103,7 +104,10 @@ def gspo(
     """The clipped surrogate with the ratio of the whole sequence.
 
     ``clipped`` with ``sequence_ratio``: a sequence is clipped as a whole. The ratio is a geometric
-    mean over tokens, hence the small clips. Reduce with ``sequence_mean``.
+    mean over tokens, hence the small clips. Reduce with ``sequence_mean``. On long sequences a
+    mismatch between trainer and sampler alone leaves these clips, always to the same side: give the
+    trainer's own logprobs at the start of the step as ``behavior_logprobs``, and correct for the
+    sampler apart.
 
     Source: GSPO, arXiv:2507.18071, equation 5; the clips are those of its section 5.1.
 

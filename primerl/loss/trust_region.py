@@ -1,7 +1,7 @@
 """Policy gradients inside a trust region of probabilities, not of ratios.
 
-A ratio clip shuts out rare tokens, whose ratio is large while their probability hardly moves, and
-lets frequent ones move far. These losses bound how far the probability itself moved:
+A ratio clip lets a token's probability move in proportion to itself, so it shuts out rare tokens,
+whose ratio is large while their probability hardly moves. These losses bound how far the probability itself moved:
 ``p - mu``, of the policy now and of the weights that sampled.
 """
 
@@ -85,7 +85,8 @@ def distill(
 
     In expectation over the policy's own tokens, this is the gradient of the reverse KL divergence
     to the teacher at each token, with what comes before it held fixed: a token isn't credited with
-    the divergence of later ones. The teacher is another model (OPD) or the policy itself under a
+    the divergence of later ones. A token that fell too far is dropped also where the teacher wants
+    it back. The teacher is another model (OPD) or the policy itself under a
     prompt that holds a demonstration (SDFT).
 
     Source: Thinking Machines Lab, "On-policy distillation" (2025), which is MiniLLM

@@ -1,8 +1,8 @@
 """Policy gradients inside a trust region of probabilities, not of ratios.
 
 A ratio clip lets a token's probability move in proportion to itself, so it shuts out rare tokens,
-whose ratio is large while their probability hardly moves. These losses bound how far the probability itself moved:
-``p - mu``, of the policy now and of the weights that sampled.
+whose ratio is large while their probability hardly moves. These losses bound how far the
+probability itself moved: ``p - mu``, of the policy now and of the weights that sampled.
 """
 
 import torch

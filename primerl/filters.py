@@ -10,13 +10,15 @@ counted under the filter's name, and another is started in its place, so batches
 that has none; ``has_signal`` and ``reward_in`` refuse it.
 """
 
+import functools
 from collections.abc import Callable, Collection
 from math import log
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
-from primerl.types import Group, Sample
+from primerl.types import Group
 
 __all__ = ["completed", "fluent", "has_signal", "reward_in", "within_tokens"]
 
@@ -42,12 +44,7 @@ def completed(*, cut: Collection[str] = ("length", "context")) -> Filter:
     """
     if isinstance(cut, str):
         raise ValueError(f"cut is {cut!r}, expected words: [{cut!r}]")
-    words = frozenset(cut)
-
-    def completed(group: Group) -> bool:
-        return all(rollout.stop not in words for rollout in group.rollouts)
-
-    return completed
+    return _filter("completed", _is_completed, cut=frozenset(cut))
 
 
 def within_tokens(*, max_tokens: int) -> Filter:
@@ -60,14 +57,7 @@ def within_tokens(*, max_tokens: int) -> Filter:
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}, expected at least 1")
-
-    def within_tokens(group: Group) -> bool:
-        return all(
-            sum(len(sample.token_ids) for sample in rollout.samples) <= max_tokens
-            for rollout in group.rollouts
-        )
-
-    return within_tokens
+    return _filter("within_tokens", _is_within_tokens, max_tokens=max_tokens)
 
 
 def reward_in(*, low: float, high: float) -> Filter:
@@ -78,16 +68,7 @@ def reward_in(*, low: float, high: float) -> Filter:
     """
     if not low <= high:
         raise ValueError(f"low is {low} and high is {high}, expected low <= high")
-
-    def reward_in(group: Group) -> bool:
-        rewards = group.rewards
-        if not len(rewards):
-            return False
-        # The mean of equal rewards may be off by a rounding; that of zeros is not.
-        least = rewards.min()
-        return bool(low <= least + (rewards - least).mean() <= high)
-
-    return reward_in
+    return _filter("reward_in", _is_reward_in, low=low, high=high)
 
 
 def fluent(
@@ -111,8 +92,8 @@ def fluent(
     - *gibberish*: over some ``window`` tokens in a row, the mean of ``-logprob`` is above
       ``max_entropy`` nats. Its expectation is the entropy of what was sampled from.
 
-    Samples that are too short for a criterion pass it. Time and memory are linear in the tokens,
-    but for one sort.
+    Samples that are too short for a criterion pass it; a certainty of 1, a share of 1 and an
+    infinite entropy switch theirs off. The time is linear in the tokens, but for one sort.
 
     Raises:
         ValueError: a hyperparameter is outside its range.
@@ -126,18 +107,64 @@ def fluent(
     if not max_entropy > 0:
         raise ValueError(f"max_entropy is {max_entropy}, expected a number of nats above 0")
 
-    def degenerate(sample: Sample) -> bool:
+    return _filter(
+        "fluent",
+        _is_fluent,
+        certainty=certainty,
+        certain_tokens=certain_tokens,
+        ngram=ngram,
+        max_repeated=max_repeated,
+        window=window,
+        max_entropy=max_entropy,
+    )
+
+
+def _filter(name: str, keeps: Callable[..., bool], **hyperparameters: Any) -> Filter:
+    """A filter with a name, which can be sent to the process of the rollout worker."""
+    made = functools.partial(keeps, **hyperparameters)
+    made.__name__ = name  # type: ignore[attr-defined]
+    return made
+
+
+def _is_completed(group: Group, *, cut: frozenset[str]) -> bool:
+    return all(rollout.stop not in cut for rollout in group.rollouts)
+
+
+def _is_within_tokens(group: Group, *, max_tokens: int) -> bool:
+    return all(
+        sum(len(sample.token_ids) for sample in rollout.samples) <= max_tokens
+        for rollout in group.rollouts
+    )
+
+
+def _is_reward_in(group: Group, *, low: float, high: float) -> bool:
+    rewards = group.rewards
+    if not len(rewards):
+        return False
+    # The mean of equal rewards may be off by a rounding; that of zeros is not.
+    least = rewards.min()
+    return bool(low <= least + (rewards - least).mean() <= high)
+
+
+def _is_fluent(
+    group: Group,
+    *,
+    certainty: float,
+    certain_tokens: int,
+    ngram: int,
+    max_repeated: float,
+    window: int,
+    max_entropy: float,
+) -> bool:
+    for sample in group.samples:
         ids, logprobs, mask = sample.token_ids, sample.behavior_logprobs, sample.loss_mask
-        return (
+        if (
             _longest_run(mask & (logprobs > log(certainty))) >= certain_tokens
             or _repeated_share(ids, mask, ngram) > max_repeated
             or _highest_entropy(logprobs, mask, window) > max_entropy
-        )
-
-    def fluent(group: Group) -> bool:
-        return not any(degenerate(sample) for sample in group.samples)
-
-    return fluent
+        ):
+            return False
+    return True
 
 
 def _longest_run(flags: Bool[np.ndarray, " t"]) -> int:
@@ -164,7 +191,8 @@ def _highest_entropy(
 ) -> float:
     """The largest mean of ``-logprob`` over ``window`` tokens in a row, all in the mask."""
     starts = _starts(mask, window)
-    sums = np.cumsum([0.0, *np.where(mask, -logprobs.astype(np.float64), 0.0)])
+    surprise = np.where(mask, -logprobs.astype(np.float64), 0.0)
+    sums = np.concatenate([[0.0], np.cumsum(surprise)])
     return float(((sums[starts + window] - sums[starts]) / window).max(initial=0.0))
 
 

@@ -1,5 +1,7 @@
 import itertools
+import json
 import pickle
+from pathlib import Path
 
 import cloudpickle
 import numpy as np
@@ -11,7 +13,6 @@ from hypothesis import strategies as st
 from primerl import filters
 from primerl.types import NOT_SAMPLED, Group, Rollout, Sample
 
-# SmolLM2-135M, sampled for this test: the same prompt, greedily (a loop) and at temperature 1.
 TEXT = (
     "The weather in the north of the country was cold and wet, and the roads were full of mud. "
     "Nobody had seen the old ferryman since the harvest, although his boat still lay beside the "
@@ -22,6 +23,18 @@ TEXT = (
     "the table addressed to whoever came first. "
 )
 LOOP = "The weather was cold and wet. I was going to the store, and I was going to buy some food. "
+
+
+def recorded(name):
+    """What SmolLM2-135M said after one prompt: greedily, and at temperatures 0.8 and 2.5."""
+    said = json.loads((Path(__file__).parent / "smollm2_tokens.json").read_text())[name]
+    mask = np.arange(len(said["prompt"]) + len(said["tokens"])) >= len(said["prompt"])
+    return Sample(
+        token_ids=said["prompt"] + said["tokens"],
+        loss_mask=mask,
+        behavior_logprobs=[0.0] * len(said["prompt"]) + said["logprobs"],
+        versions=np.where(mask, 0, NOT_SAMPLED),
+    )
 
 
 def sample_of(text, *, logprob=-1.0, prompt="Tell me a story:"):
@@ -129,6 +142,15 @@ class TestRewardIn:
 
 
 class TestFluent:
+    @pytest.mark.parametrize(
+        ("name", "criterion"),
+        [("loop", {"max_repeated": 1}), ("noise", {"max_entropy": 100.0}), ("text", {})],
+    )
+    def test_a_real_model_that_loops_raves_or_writes(self, name, criterion):
+        group = group_of(recorded("text"), recorded(name))
+        assert filters.fluent()(group) is (name == "text")
+        assert filters.fluent(**criterion)(group) is True  # for this reason and no other
+
     def test_text_is_fluent_and_a_loop_is_not(self):
         keeps = filters.fluent()
         assert keeps(group_of(sample_of(TEXT))) is True
@@ -210,13 +232,14 @@ class TestFluent:
 
     def test_a_prompt_or_a_tools_reply_interrupts_every_criterion(self):
         cases = [
-            (LOOP * 12, -1.0, {"ngram": 20}),
+            ("round and round we go" * 12, -1.0, {"ngram": 20}),  # 21 characters
             (TEXT, -0.001, {"certain_tokens": 20}),
             (TEXT, -9.0, {"window": 20}),
         ]
         for text, logprob, criterion in cases:
             keeps = filters.fluent(**criterion)
             sample = sample_of(text, logprob=logprob)
+            assert keeps(group_of(sample)) is False
             assert keeps(group_of(spread(sample, gap=20))) is False
             assert keeps(group_of(spread(sample, gap=19))) is True
 

@@ -437,6 +437,12 @@ class TestAssign:
         assert samples[1].advantages.tolist() == [0, 0, 0, 1.5]
         assert [sample.advantages[-1] for sample in each] == [1.0, 2.0]
 
+    def test_takes_arrays_of_different_lengths_for_the_samples_of_a_rollout(self):
+        rollout = Rollout(samples=[make_sample(1, 2), make_sample(1, 1)], reward=1.0)
+        values = [[np.array([0.0, 1.0, 2.0]), np.array([0.0, 3.0])]]
+        samples = advantage.assign([Group(task_id="t", rollouts=[rollout])], lambda group: values)
+        assert [sample.advantages.tolist() for sample in samples] == [[0, 1, 2], [0, 3]]
+
     def test_a_rollout_without_a_trained_token_counts_in_its_group(self):
         silent = Rollout(samples=[make_sample(completion=0)], reward=1.0)
         spoken = Rollout(samples=[make_sample()], reward=0.0)

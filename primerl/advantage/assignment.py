@@ -70,7 +70,7 @@ def whitened(samples: Iterable[TrainingSample], *, epsilon: float = 1e-8) -> lis
 
 
 def _per_sample(samples: tuple[Sample, ...], value: Any, said: str) -> Sequence[Any]:
-    if np.ndim(value) == 0 and not isinstance(value, Sequence):
+    if not isinstance(value, Sequence) and np.ndim(value) == 0:
         return [float(value)] * len(samples)
     if len(value) != len(samples):
         raise ValueError(

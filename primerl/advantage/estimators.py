@@ -94,9 +94,9 @@ def leave_one_out(rewards: Rewards) -> Rewards:
 def max_rl(rewards: Rewards) -> Rewards:
     """The centered reward by the mean: ``A_i = (R_i - mean(R)) / mean(R)``; 0 where nothing earned.
 
-    For rewards of 0 and 1, the gradient of the likelihood of success rather than of its rate: a
-    task solved once in g counts g times as much as one that is always solved. MaxRL
-    (arXiv:2602.02710, algorithm 1).
+    With rewards of 0 and 1, the policy gradient is then one of the logarithm of the success rate,
+    not of the rate itself, so tasks that are rarely solved weigh more. MaxRL (arXiv:2602.02710,
+    algorithm 1).
 
     Raises:
         ValueError: a reward is negative: the mean would not be a rate of success, and could be

@@ -276,11 +276,17 @@ class TestPenalized:
 
     def test_a_token_masked_out_because_it_is_old_is_still_paid_for(self):
         rollouts = [
-            Rollout(samples=[sample_of(pattern)], reward=1.0) for pattern in ("pmmcc", "pcccc")
+            Rollout(samples=[sample_of(pattern)], reward=1.0)
+            for pattern in ("pmmcc", "pcccc", "pmccc")
         ]
         group = Group(task_id="t", rollouts=rollouts)
         values = advantage.penalized(group, completion_tokens=1.0, turns=1.0)
-        assert values.tolist() == [0.0, 0.0]
+        assert values.tolist() == [0.0] * 3
+
+    def test_a_sample_without_a_prompt_begins_with_a_turn(self):
+        samples = [sample_of("mccpc"), sample_of("pcppc")]
+        group = Group(task_id="t", rollouts=[Rollout(samples=[one], reward=1.0) for one in samples])
+        assert advantage.penalized(group, turns=1.0).tolist() == [0.0, 0.0]
 
     @pytest.mark.parametrize("reward", [0.0, -1.0])
     def test_a_group_that_failed_pays_nothing(self, reward):

@@ -182,20 +182,20 @@ class TestFluent:
         for limit in (0.25, 0.5, 0.75, 1.0):
             assert filters.fluent(ngram=n, max_repeated=limit)(group) is (share <= limit)
 
-    def test_ngrams_of_any_tokens_are_told_apart(self):
+    @pytest.mark.parametrize(("period", "kept"), [(20, True), (21, False)])
+    def test_ngrams_of_any_twenty_tokens_are_told_apart(self, period, kept):
+        """The second half copies the first, but for a bit in one token of each period."""
         rng = np.random.default_rng(0)
         ids = rng.integers(0, 2**31 - 1, 5000)
-        ids[2500:] = np.where(np.arange(2500) % 20 == 0, ids[:2500] ^ 1, ids[:2500])
-        logprobs = np.full(5000, -1.0)
+        ids[2500:] = np.where(np.arange(2500) % period == 0, ids[:2500] ^ 1, ids[:2500])
         mask = np.arange(5000) > 0
         sample = Sample(
             token_ids=ids,
             loss_mask=mask,
-            behavior_logprobs=np.where(mask, logprobs, 0),
+            behavior_logprobs=np.where(mask, -1.0, 0.0),
             versions=np.where(mask, 0, NOT_SAMPLED),
         )
-        assert filters.fluent(ngram=20, max_repeated=1e-9)(group_of(sample)) is True
-        assert filters.fluent(ngram=19, max_repeated=1e-9)(group_of(sample)) is False
+        assert filters.fluent(max_repeated=1e-9)(group_of(sample)) is kept
 
     @pytest.mark.parametrize(("run", "kept"), [(9, True), (10, False), (11, False)])
     def test_near_certain_tokens_in_a_row(self, run, kept):
@@ -205,6 +205,11 @@ class TestFluent:
         assert keeps(group_of(sample_of(TEXT, logprob=logprobs))) is kept
         logprobs[54] = np.log(0.89)
         assert keeps(group_of(sample_of(TEXT, logprob=logprobs))) is True
+
+    def test_a_single_certain_token_can_be_too_many(self):
+        keeps = filters.fluent(certain_tokens=1)
+        assert keeps(group_of(sample_of("ab", logprob=-0.02))) is True
+        assert keeps(group_of(sample_of("ab", logprob=[-0.02, -0.001]))) is False
 
     def test_a_loop_of_thousands_of_certain_tokens_by_default(self):
         keeps = filters.fluent(max_repeated=1)

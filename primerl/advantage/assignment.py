@@ -1,0 +1,97 @@
+"""From groups and an estimator to training samples."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from primerl.advantage.estimators import name_of, standardized
+from primerl.types import Group, Sample, TrainingSample
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def assign(
+    groups: Iterable[Group], estimator: Callable[[Group], Sequence[Any] | np.ndarray]
+) -> list[TrainingSample]:
+    """Give every sequence its advantages; sequences without a token to train are left out.
+
+    A rollout without such a token still counts in what its group is compared with.
+
+    Args:
+        groups: finished groups; the estimator is called once for each, in order.
+        estimator: called with each group; returns one entry per rollout. A number goes to all of
+            the rollout's trained tokens; a sequence holds one array ``[t]`` or number per sample.
+
+    Raises:
+        ValueError: the estimator returned another number of entries, an array of another length,
+            or a value for a trained token that is not finite in float32. The message names the
+            estimator and the task.
+    """
+    samples: list[TrainingSample] = []
+    for group in groups:
+        values = estimator(group)
+        said = f"for task {group.task_id!r}, {name_of(estimator)} returned"
+        if len(values) != len(group.rollouts):
+            raise ValueError(
+                f"{said} {len(values)} values for {len(group.rollouts)} rollouts; "
+                "expected one for each"
+            )
+        for rollout, value in zip(group.rollouts, values, strict=True):
+            per_sample = _per_sample(rollout.samples, value, said)
+            for sample, advantages in zip(rollout.samples, per_sample, strict=True):
+                if sample.loss_mask.any():
+                    samples.append(_training_sample(sample, advantages, said))
+    return samples
+
+
+def whitened(samples: Iterable[TrainingSample], *, epsilon: float = 1e-8) -> list[TrainingSample]:
+    """The samples with advantages of mean 0 and standard deviation 1 over all trained tokens.
+
+    ``A = (A - mean(A)) / (std(A) + epsilon)`` over the tokens of the whole batch, so call it
+    before the batch is cut up. Equal advantages become 0. After ``assign`` with the rewards
+    themselves it is the normalization of REINFORCE++, after ``centered`` that of
+    REINFORCE++-baseline (arXiv:2501.03262).
+
+    Raises:
+        ValueError: ``epsilon`` is negative.
+    """
+    batch = list(samples)
+    trained = [sample.advantages[sample.loss_mask] for sample in batch]
+    tokens = standardized(np.concatenate([np.zeros(0), *trained]), epsilon=epsilon)
+    ends = np.cumsum([0, *map(len, trained)])
+    result: list[TrainingSample] = []
+    for sample, start, end in zip(batch, ends, ends[1:], strict=False):
+        advantages = np.zeros(len(sample.token_ids))
+        advantages[sample.loss_mask] = tokens[start:end]
+        result.append(attrs.evolve(sample, advantages=advantages))
+    return result
+
+
+def _per_sample(samples: tuple[Sample, ...], value: Any, said: str) -> Sequence[Any]:
+    if not isinstance(value, Sequence) and np.ndim(value) == 0:
+        return [float(value)] * len(samples)
+    if len(value) != len(samples):
+        raise ValueError(
+            f"{said} {len(value)} arrays for a rollout of {len(samples)} samples; "
+            "expected a number, or one array [t] per sample"
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def _training_sample(sample: Sample, value: Any, said: str) -> TrainingSample:
+    advantages = np.asarray(value, np.float64)
+    if advantages.shape not in ((), sample.loss_mask.shape):
+        raise ValueError(
+            f"{said} an array of shape {advantages.shape} for a sample of shape "
+            f"{sample.loss_mask.shape}; expected one advantage for each token"
+        )
+    advantages = np.where(sample.loss_mask, advantages, 0.0)
+    refused = ~(np.abs(advantages) <= LARGEST)  # written so that it holds for nan
+    if refused.any():
+        raise ValueError(
+            f"{said} {advantages[refused][0]} for a token to be trained, which is not finite in "
+            "float32; expected a finite advantage"
+        )
+    return TrainingSample(**attrs.asdict(sample, recurse=False), advantages=advantages)

@@ -1,0 +1,149 @@
+"""Estimators that need only the rewards of a group."""
+
+import functools
+from collections.abc import Callable
+from math import comb, sqrt
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64
+
+from primerl.types import Group
+
+Rewards = Float64[np.ndarray, " g"]
+
+
+def of_rewards(fn: Callable[..., Any]) -> Callable[..., Rewards]:
+    """Lift a function of ``rewards[g]`` to one of a ``Group``; bare arrays still work.
+
+    Hyperparameters are passed on by keyword. A group without rollouts has no advantages.
+
+    Raises:
+        ValueError: by what it returns: the rewards have more than one axis, or none.
+    """
+
+    @functools.wraps(fn)
+    def estimator(group: Group | Any, **hyperparameters: Any) -> Rewards:
+        rewards = group.rewards if isinstance(group, Group) else group
+        rewards = np.asarray(rewards, dtype=np.float64)
+        if rewards.ndim != 1:
+            raise ValueError(
+                f"{name_of(fn)} got rewards of shape {rewards.shape}, expected (g,): "
+                "one reward for each rollout of a group"
+            )
+        if not len(rewards):
+            return rewards
+        return np.asarray(fn(rewards, **hyperparameters), dtype=np.float64)
+
+    estimator.__name__ = name_of(fn)
+    return estimator
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """How an estimator is called in errors: ``pass_at_k(k=4)`` for a partial function."""
+    if isinstance(fn, functools.partial):
+        hyperparameters = ", ".join(
+            f"{key}={name_of(value) if callable(value) else repr(value)}"
+            for key, value in fn.keywords.items()
+        )
+        return f"{name_of(fn.func)}({hyperparameters})"
+    return getattr(fn, "__name__", repr(fn))
+
+
+@of_rewards
+def centered(rewards: Rewards) -> Rewards:
+    """The reward minus the group's mean: ``A_i = R_i - mean(R)``.
+
+    Without division by the standard deviation, which would weigh tasks by their difficulty
+    (Dr. GRPO, arXiv:2503.20783, section 3.2).
+    """
+    # The mean of equal rewards may be off by a rounding; that of zeros is not.
+    shifted = rewards - rewards.min()
+    advantages: np.ndarray = shifted - shifted.mean()
+    return advantages
+
+
+@of_rewards
+def standardized(rewards: Rewards, *, epsilon: float = 1e-6) -> Rewards:
+    """The centered reward in standard deviations: ``A_i = (R_i - mean(R)) / (std(R) + epsilon)``.
+
+    ``std`` divides by g, not by g - 1 as some implementations do; with theirs, advantages are
+    smaller by ``sqrt((g - 1) / g)``. GRPO (arXiv:2402.03300, section 4.1.2).
+
+    Raises:
+        ValueError: ``epsilon`` is negative.
+    """
+    if not epsilon >= 0:
+        raise ValueError(f"epsilon is {epsilon}, expected a number >= 0")
+    advantages = centered(rewards)
+    spread = float(advantages.std()) + epsilon
+    return advantages / spread if spread > 0 else advantages
+
+
+@of_rewards
+def leave_one_out(rewards: Rewards) -> Rewards:
+    """The reward minus the mean of the others: ``A_i = R_i - sum_{j != i} R_j / (g - 1)``.
+
+    This is ``g / (g - 1)`` times the centered reward, and 0 for a group of one, which has no
+    others. RLOO (arXiv:2402.14740).
+    """
+    return centered(rewards) * (len(rewards) / max(len(rewards) - 1, 1))
+
+
+@of_rewards
+def max_rl(rewards: Rewards) -> Rewards:
+    """The centered reward by the mean: ``A_i = (R_i - mean(R)) / mean(R)``; 0 where nothing earned.
+
+    With rewards of 0 and 1, the policy gradient is then one of the logarithm of the success rate,
+    not of the rate itself, so tasks that are rarely solved weigh more. MaxRL (arXiv:2602.02710,
+    algorithm 1).
+
+    Raises:
+        ValueError: a reward is negative: the mean would not be a rate of success, and could be
+            close to 0 for any rewards.
+    """
+    if rewards.min() < 0:
+        raise ValueError(
+            f"max_rl got a reward of {rewards.min()}, expected rewards >= 0, such as 0 and 1; "
+            "shift them, or use centered"
+        )
+    mean = float(rewards.mean())
+    return centered(rewards) / mean if mean > 0 else np.zeros_like(rewards)
+
+
+@of_rewards
+def pass_at_k(rewards: Rewards, *, k: int) -> Rewards:
+    """The advantage where k rollouts, drawn from the group, earn 1 if any of them is right.
+
+    With g rollouts of which w are wrong (reward 0; the others have reward 1)::
+
+        mean = 1 - C(w, k) / C(g, k)        std = sqrt(mean * (1 - mean))
+        A = (1 - mean) / std                                              where right
+        A = (1 - mean - C(w - 1, k - 1) / C(g - 1, k - 1)) / std          where wrong
+
+    Both are 0 where every draw earns the same: fewer than k are wrong, or all are. With k = 1 it
+    is ``standardized`` without epsilon. Pass@k training (arXiv:2508.10751, section 2.4).
+
+    Raises:
+        ValueError: a reward is neither 0 nor 1, or k is not within 1..g.
+    """
+    g = len(rewards)
+    if not 1 <= k <= g:
+        raise ValueError(
+            f"pass_at_k got k={k} for a group of {g} rollouts, expected 1 <= k <= {g}; groups that "
+            "lost rollouts are smaller: choose k by the smallest that you accept"
+        )
+    right = rewards == 1
+    if not (right | (rewards == 0)).all():
+        other = rewards[~right & (rewards != 0)][0]
+        raise ValueError(
+            f"pass_at_k got a reward of {other}, expected 0 or 1; compare with a threshold first, "
+            "as in of_rewards(lambda rewards: pass_at_k(rewards > 0.5, k=4))"
+        )
+    w = g - int(right.sum())
+    missed = comb(w, k) / comb(g, k)
+    if missed in (0.0, 1.0):
+        return np.zeros(g)
+    std = sqrt(missed * (1 - missed))
+    missed_with = comb(w - 1, k - 1) / comb(g - 1, k - 1)  # by the draws that hold a wrong rollout
+    return np.where(right, missed, missed - missed_with) / std

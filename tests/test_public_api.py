@@ -12,8 +12,20 @@ import pytest
 import primerl
 
 EXPORTS = {
-    "primerl.advantage": ["assign", "centered", "of_rewards"],
-    "primerl.filters": ["has_signal"],
+    "primerl.advantage": [
+        "AgentBaselines",
+        "assign",
+        "centered",
+        "hierarchical",
+        "leave_one_out",
+        "max_rl",
+        "of_rewards",
+        "pass_at_k",
+        "penalized",
+        "standardized",
+        "whitened",
+    ],
+    "primerl.filters": ["completed", "fluent", "has_signal", "reward_in", "within_tokens"],
     "primerl.loss": [
         "cispo",
         "clipped",

@@ -16,10 +16,12 @@ import argparse
 import ast
 import contextlib
 import gc
+import hashlib
 import importlib
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 import warnings
@@ -78,18 +80,22 @@ def prepare(forks: Forks, files: list[Path], tests: list[str]) -> Result:
 
 
 def run(forks: Forks, faults: list[Mutant], surveyed: Result, results: dict[str, Result]) -> None:
-    """Try each mutant that has no verdict yet, or that lived, and log each verdict at once."""
+    """Try each mutant that has no verdict yet, or that other tests let live; log it at once."""
+    tried = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(Path("tests").glob("*.py"))))
+    tests_now = tried.hexdigest()[:16]
 
     def note(mutant: Mutant, result: Result) -> None:
         results[mutant.key] = result
-        row = {"key": mutant.key, "place": f"{mutant.path}:{mutant.line}", **result}
+        place = f"{mutant.path}:{mutant.line}"
+        row = {"key": mutant.key, "place": place, "tests": tests_now, **result}
         with (RESULTS / "verdicts.jsonl").open("a") as log:
             log.write(json.dumps({**row, "diff": mutant.diff}) + "\n")
         done = sum(fault.key in results for fault in faults)
-        print(f"{done}/{len(faults)} {row['place']} {result['verdict']}", flush=True)
+        print(f"{done}/{len(faults)} {place} {result['verdict']}", flush=True)
 
     for mutant in faults:
-        if results.get(mutant.key, {}).get("verdict") in DEAD:
+        known = results.get(mutant.key, {})
+        if known.get("verdict") in DEAD or known.get("tests") == tests_now:
             continue
         if tests := tests_that_reach(mutant, surveyed):
             limit_s = 15 + 5 * sum(surveyed["seconds"][test] for test in tests)
@@ -145,6 +151,7 @@ def main() -> None:
     tests = sorted({str(f) for name in TESTS for f in Path("tests").glob(f"test_{name}*.py")})
     started = time.monotonic()
     forks = Forks(args.workers)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; the same command goes on"))
     try:
         run(forks, faults, prepare(forks, files, tests), results)
     finally:

@@ -147,6 +147,7 @@ class Forks:
 
     def _child(self, limit_s: float, fn: Callable[..., Result], *args: Any) -> None:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _scratch().mkdir(parents=True)
         output = os.open(_scratch() / "output.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)

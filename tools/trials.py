@@ -41,7 +41,7 @@ settings.register_profile(
 
 
 class Survey:
-    """A pytest plugin: how long each test takes, and which lines of ``files`` it runs."""
+    """A pytest plugin: the CPU seconds of each test, and which lines of ``files`` it runs."""
 
     def __init__(self, files: list[str]) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -51,12 +51,13 @@ class Survey:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.coverage.switch_context(nodeid)
+        self.seconds[nodeid] -= time.process_time()
 
-    def pytest_runtest_logfinish(self) -> None:
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self.coverage.switch_context("")
+        self.seconds[nodeid] += time.process_time()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += report.duration
         if report.failed:
             self.failures.append(_reason(report))
 

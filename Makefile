@@ -2,6 +2,7 @@
 #   make demo                     train a policy on this computer's CPU (a few minutes)
 #   make test                     the tests
 #   make check | bench | docs     linters and types | benchmarks | the documentation site
+#   make mutants                  does a test fail for every small fault in the numerics? (docs/mutants.md)
 # TORCH_INDEX=<url> takes torch from another package index, such as the CPU wheels of pytorch.org.
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test check bench docs mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python recipes/demo.py $(ARGS)
@@ -29,8 +30,11 @@ bench: $(VENV)/.test
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+mutants: $(VENV)/.mutants
+	$(BIN)/python tools/mutants.py $(ARGS)
+
 clean:
-	rm -rf $(VENV) site build dist
+	rm -rf $(VENV) .mutants site build dist
 
 $(VENV)/.created:
 	@echo "setting up $(VENV): a minute or two, once"
@@ -53,4 +57,8 @@ $(VENV)/.check: $(VENV)/.demo
 
 $(VENV)/.docs: $(VENV)/.demo
 	$(PIP) --group docs
+	touch $@
+
+$(VENV)/.mutants: $(VENV)/.test
+	$(PIP) --group mutants
 	touch $@

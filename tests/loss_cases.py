@@ -5,9 +5,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import attrs
+import numpy as np
 import torch
 
-from primerl import loss
+from primerl import loss, packing
+from primerl.types import NOT_SAMPLED, TrainingSample
 
 F64 = {"dtype": torch.float64}
 
@@ -99,7 +101,9 @@ BY_SEQUENCE = {
         all_sum=all_sum,
     ),
     "reinforce, ratio of sequences": _by_sequence(loss.reinforce),
-    "cispo, ratio of sequences": _by_sequence(loss.cispo),
+    "cispo, ratio of sequences": _by_sequence(
+        functools.partial(loss.cispo, clip_low=0.1, clip_high=0.1)
+    ),
     "topr, product of ratios": _by_sequence(loss.topr, length_normalized=False),
 }
 SURROGATES = ELEMENTWISE | BY_SEQUENCE
@@ -129,7 +133,7 @@ def _sequence_correction(fn, **kwargs):
 SEQUENCE_CORRECTIONS = {
     "sequence_tis": _sequence_correction(loss.sequence_tis, cap=1.1),
     "sequence_mis": _sequence_correction(loss.sequence_mis, cap=1.1),
-    "geometric_rejection": _sequence_correction(loss.geometric_rejection, low=0.9, high=1.1),
+    "geometric_rejection": _sequence_correction(loss.geometric_rejection, low=0.85, high=1.2),
     "veto": _sequence_correction(loss.veto, threshold=0.7),
 }
 CORRECTIONS |= SEQUENCE_CORRECTIONS
@@ -181,3 +185,82 @@ class Ranks:
         total = torch.stack(self._parts).sum(0)  # fails where ranks bring different shapes
         self._barrier.wait()
         return total
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Step:
+    """The documents of one step. Token i of the step has the id i, and logprobs of its own."""
+
+    samples: list
+    logprobs: torch.Tensor
+    proximal: torch.Tensor
+
+    def rows(self, batch):
+        """What a packed batch says of its rows."""
+        return Rows(
+            behavior=batch.behavior_logprobs.double(),
+            advantages=batch.advantages.double(),
+            proximal=self.proximal[batch.labels],
+            ref=batch.ref_logprobs.double(),
+            loss_mask=batch.loss_mask,
+            sequence_ids=batch.sequence_ids,
+        )
+
+    def mean(self, x, rows, recipe, all_sum=alone):
+        """This part of the step's loss, by a recipe: (token loss, correction, reduction)."""
+        surrogate, correction, reduction = recipe
+        per_token = SURROGATES[surrogate](x, rows, all_sum)[0]
+        if correction is not None:
+            per_token = CORRECTIONS[correction](x, rows, all_sum) * per_token
+        tokens = sum(int(sample.loss_mask.sum()) for sample in self.samples)
+        sequences = sum(bool(sample.loss_mask.any()) for sample in self.samples)
+        return REDUCTIONS[reduction](per_token, rows, all_sum, tokens, sequences)
+
+    def gradient(self, parts, recipe, all_sum=alone):
+        """The loss of the parts ``(labels, rows)`` of a step, and its gradient by token id."""
+        table = self.logprobs.clone().requires_grad_()
+        total = torch.zeros((), **F64)
+        for labels, rows in parts:
+            mean = self.mean(table[labels], rows, recipe, all_sum)
+            mean.backward()
+            total += mean.detach()
+        return total, table.grad
+
+    def packed(self, *, max_tokens, ranks, order=None):
+        """For each rank, the parts ``(labels, rows)`` that it gets."""
+        samples = [self.samples[i] for i in order] if order is not None else self.samples
+        batches = packing.pack(samples, max_tokens=max_tokens, ranks=ranks)
+        return [[(b.labels, self.rows(b)) for b in mine] for mine in batches]
+
+
+def random_step(lengths=(5, 17, 9, 2, 30, 12, 7, 3, 21, 4), *, seed=0):
+    """Documents of which some have a long prompt, and one has nothing to train."""
+    rng = np.random.default_rng(seed)
+    samples, start = [], 0
+    for number, length in enumerate(lengths):
+        mask = np.arange(length) >= (1 + length // 3 if number != 6 else length)
+        behavior = np.where(mask, -0.5 - 2 * rng.random(length), 0.0)
+        samples.append(
+            TrainingSample(
+                token_ids=np.arange(start, start + length),
+                loss_mask=mask,
+                behavior_logprobs=behavior,
+                versions=np.where(mask, 3, NOT_SAMPLED),
+                advantages=np.where(mask, rng.standard_normal(length), 0.0),
+                ref_logprobs=behavior + 0.3 * rng.standard_normal(length),
+            )
+        )
+        start += length
+    behavior = np.concatenate([sample.behavior_logprobs for sample in samples])
+    noise = rng.standard_normal((2, start))
+    # Some documents are off policy as a whole, so that their ratios get clipped.
+    drift = np.repeat(0.2 * rng.standard_normal(len(lengths)), lengths)
+    logprobs, proximal = torch.from_numpy(behavior + drift + 0.3 * noise)
+    return Step(samples=samples, logprobs=logprobs, proximal=proximal)
+
+
+RECIPES = [
+    *((surrogate, None, reduction) for surrogate in SURROGATES for reduction in REDUCTIONS),
+    *(("clipped", correction, "sequence_mean") for correction in CORRECTIONS),
+]
+"""(token loss, correction, reduction)."""

@@ -1,6 +1,5 @@
 """Run by torchrun in tests/test_loss_ranks.py: one step, cut up in many ways over four ranks."""
 
-import functools
 import json
 import sys
 from pathlib import Path
@@ -112,24 +111,22 @@ def scenarios(step, few, rank, pair):
     }
 
 
-@functools.cache
-def in_one_process(step):
-    """For each recipe, the loss and its gradient."""
-    (whole,) = step.packed(max_tokens=200, ranks=1)
-    return {recipe: step.gradient(whole, recipe) for recipe in RECIPES}
+def of_all_recipes(step, parts, all_sum):
+    """For each recipe a row: the loss, then its gradient."""
+    found = [step.gradient(parts, recipe, all_sum) for recipe in RECIPES]
+    return torch.stack([torch.cat([mean[None], slope]) for mean, slope in found])
 
 
 def gaps(step, parts, all_sum, sum_over_ranks):
     """For each recipe, how far loss and gradient are from those of one process."""
-    found = {}
-    for recipe, (expected, expected_slope) in in_one_process(step).items():
-        mean, slope = (sum_over_ranks(x) for x in step.gradient(parts, recipe, all_sum))
-        found[str(recipe)] = [
-            (mean - expected).abs().item(),
-            (slope - expected_slope).abs().max().item(),
-            expected_slope.abs().max().item(),
-        ]
-    return found
+    (whole,) = step.packed(max_tokens=200, ranks=1)
+    expected = of_all_recipes(step, whole, lambda x: x)
+    found = sum_over_ranks(of_all_recipes(step, parts, all_sum))
+    gap, size = (found - expected).abs(), expected[:, 1:].abs().amax(1)
+    return {
+        str(recipe): [gap[i, 0].item(), gap[i, 1:].max().item(), size[i].item()]
+        for i, recipe in enumerate(RECIPES)
+    }
 
 
 def main(folder):

@@ -102,7 +102,7 @@ BY_SEQUENCE = {
     ),
     "reinforce, ratio of sequences": _by_sequence(loss.reinforce),
     "cispo, ratio of sequences": _by_sequence(
-        functools.partial(loss.cispo, clip_low=0.2, clip_high=0.2)
+        functools.partial(loss.cispo, clip_low=0.12, clip_high=0.12)
     ),
     "topr, product of ratios": _by_sequence(loss.topr, length_normalized=False),
 }

@@ -136,10 +136,10 @@ def test_nothing_selected_but_nan_is_zero_with_a_graph(name):
 
 
 @pytest.mark.parametrize("surrogate", TOKEN_LOSSES)
-@pytest.mark.parametrize("poison", [NAN, math.inf, -math.inf, 1e30, -1e30])
-def test_masked_rows_can_spoil_nothing(surrogate, poison):
+def test_masked_rows_can_spoil_nothing(surrogate):
     clean, rows = random_rows(seed=3)
-    poisoned = clean.where(rows.loss_mask, poison)
+    poisoned = clean.clone()
+    poisoned[~rows.loss_mask] = torch.tensor([NAN, math.inf, -math.inf, 1e30, -1e30], **F64)
 
     for reduction in REDUCTIONS.values():
         found = []
@@ -203,12 +203,9 @@ def test_rows_may_lie_on_several_ranks(name, assignment):
 
 
 LAYOUTS = [
-    {"max_tokens": 30, "ranks": 1},
     {"max_tokens": 41, "ranks": 1, "order": [9, 3, 0, 6, 1, 8, 2, 5, 4, 7]},
-    {"max_tokens": 200, "ranks": 1, "order": [4, 7, 2, 9, 1, 0, 5, 8, 6, 3]},
-    {"max_tokens": 60, "ranks": 2},
-    {"max_tokens": 30, "ranks": 4, "order": [1, 0, 3, 2, 5, 4, 7, 6, 9, 8]},
-    {"max_tokens": 200, "ranks": 13},  # some ranks get a filler only
+    {"max_tokens": 30, "ranks": 2, "order": [1, 0, 3, 2, 5, 4, 7, 6, 9, 8]},
+    {"max_tokens": 200, "ranks": 11},  # one rank gets a filler only
 ]
 
 
@@ -222,7 +219,7 @@ def test_a_step_does_not_depend_on_how_it_is_cut_up(recipe):
 
     for layout in LAYOUTS:
         parts = [part for mine in step.packed(**layout) for part in mine]
-        assert len(parts) > 1 or layout["max_tokens"] == 200
+        assert len(parts) > 1
         mean, gradient = step.gradient(parts, recipe)
         close(mean, expected)
         close(gradient, slope)
@@ -246,7 +243,7 @@ def test_the_step_has_something_to_clip_and_drop():
     recipe=st.sampled_from(RECIPES),
     data=st.data(),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_no_step_depends_on_how_it_is_cut_up(lengths, max_tokens, ranks, recipe, data):
     step = random_step(lengths)
     order = data.draw(st.permutations(range(len(lengths))))

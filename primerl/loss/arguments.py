@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -12,11 +12,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _KINDS: dict[str, Callable[[torch.dtype], bool]] = {
-    "floating-point": lambda dtype: dtype.is_floating_point,
-    "bool": lambda dtype: dtype == torch.bool,
-    "integer": lambda dtype: (
-        not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-    ),
+    "a floating-point": lambda dtype: dtype.is_floating_point,
+    "a bool": lambda dtype: dtype == torch.bool,
+    # Others are no indices: torch refuses them, or takes uint8 for a mask.
+    "an int32 or int64": lambda dtype: dtype in (torch.int32, torch.int64),
 }
 
 
@@ -33,20 +32,27 @@ def checked(*, finite: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callabl
     must_be_finite = frozenset(finite)
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
-        names = list(inspect.signature(fn).parameters)
+        parameters = inspect.signature(fn).parameters
+        names = list(parameters)
+        optional = {name for name in names if parameters[name].default is None}
         specs = {
             name: spec
-            for name, parameter in inspect.signature(fn).parameters.items()
-            if (spec := _specification(parameter.annotation)) is not None
+            for name in names
+            if (spec := _specification(parameters[name].annotation)) is not None
         }
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-            tensors = {name: given[name] for name in specs if name in given}
+            tensors = {
+                name: given[name]
+                for name in specs
+                if name in given and not (given[name] is None and name in optional)
+            }
             _check_shapes(tensors, specs)
-            for name in must_be_finite & tensors.keys():
-                require_finite(name, tensors[name])
+            for name in tensors:
+                if name in must_be_finite:
+                    require_finite(name, tensors[name])
             return fn(*args, **kwargs)
 
         return call
@@ -71,11 +77,15 @@ def require_finite(name: str, x: Tensor, rows: Tensor | None = None) -> None:
 
 
 def _specification(annotation: Any) -> tuple[str, list[str]] | None:
-    """The kind of dtype and the axes of a jaxtyping annotation."""
+    """The kind of dtype and the axes of a jaxtyping annotation, ``| None`` or not."""
+    alternatives = get_args(annotation)
+    if len(alternatives) == 2 and alternatives[1] is type(None):
+        annotation = alternatives[0]
     axes, dtypes = getattr(annotation, "dim_str", None), getattr(annotation, "dtypes", None)
     if axes is None or not isinstance(dtypes, tuple | list):
         return None
-    kind = "bool" if "bool" in dtypes else "floating-point" if "float32" in dtypes else "integer"
+    named = {"bool": "a bool", "float32": "a floating-point"}
+    kind = next((named[dtype] for dtype in named if dtype in dtypes), "an int32 or int64")
     return kind, axes.split()
 
 
@@ -89,7 +99,7 @@ def _check_shapes(tensors: dict[str, Any], specs: dict[str, tuple[str, list[str]
         if len(shape) != len(axes):
             raise ValueError(f"{name} has shape {shape}, expected [{', '.join(axes)}]")
         if not _KINDS[kind](x.dtype):
-            raise ValueError(f"{name} has dtype {x.dtype}, expected a {kind} tensor")
+            raise ValueError(f"{name} has dtype {x.dtype}, expected {kind} tensor")
         for axis, size in zip(axes, shape, strict=True):
             expected, other = sizes.setdefault(axis, (size, name))
             if size != expected:

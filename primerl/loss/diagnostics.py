@@ -104,6 +104,11 @@ def token_statistics(
     if entropy is not None:
         per_token["entropy"] = entropy
     for name, value in per_token.items():
+        if value.shape != loss_mask.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}, but loss_mask has shape "
+                f"{tuple(loss_mask.shape)}: expected the same"
+            )
         chosen = value.detach()[loss_mask].double()
         sums[name] = torch.stack([chosen.sum(), torch.ones_like(chosen).sum()])
     return sums

@@ -212,7 +212,7 @@ def sapo(
         )
     r = ratio(logprobs, behavior_logprobs)
     advantages = advantages.to(r.dtype)
-    tau = torch.where(advantages > 0, gate_positive, gate_negative).to(r.dtype)
+    tau = torch.where(advantages > 0, r.new_tensor(gate_positive), r.new_tensor(gate_negative))
     gate = (4 / tau) * torch.sigmoid(tau * (r - 1))
     return -gate * advantages, _aux(logprobs, behavior_logprobs)
 

@@ -1,0 +1,241 @@
+"""Statistics against sums by hand and numpy's quantiles; additive over any split of a step."""
+
+import collections
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loss_cases import F64
+
+from primerl import loss
+
+LN2 = math.log(2)
+NAN = float("nan")
+
+# Ratio, trained, version; the trainer is at version 3, and one step of staleness is allowed.
+TABLE = [
+    (2.0, True, 3),
+    (0.5, True, 2),
+    (9.0, False, 3),
+    (4.0, True, 0),
+    (1.0, True, 3),
+    (0.25, True, 4),  # newer than the trainer
+]
+
+
+def by_hand(dtype=torch.float64):
+    r, mask, versions = (torch.tensor(column) for column in zip(*TABLE, strict=True))
+    behavior = torch.linspace(-4, -2, len(TABLE), dtype=dtype)
+    return behavior + r.to(dtype).log(), behavior, mask, versions
+
+
+statistics = functools.partial(loss.token_statistics, version=3, max_staleness=1)
+
+
+def test_sums_by_hand():
+    sums = statistics(*by_hand())
+
+    kl = {r: r - 1 - math.log(r) for r in (2.0, 0.5, 4.0, 1.0)}
+    expected = torch.tensor([[kl[2.0] + kl[1.0], 2], [kl[0.5] + kl[4.0], 2]], **F64)
+    torch.testing.assert_close(sums["kl_by_staleness"], expected)
+    torch.testing.assert_close(
+        sums["importance"], torch.tensor([5, 7.75, 4 + 0.25 + 16 + 1 + 0.0625], **F64)
+    )
+    assert sums["log_ratio_histogram"].sum() == 5
+    assert sums.keys() == {"kl_by_staleness", "importance", "log_ratio_histogram"}
+
+
+def test_figures_by_hand():
+    aux = {"clipped": torch.tensor([1.0, 0, 1, 1, 0, 1]), "ref_kl": torch.arange(6.0)}
+    entropy = torch.tensor([0.5, 1.0, NAN, 1.5, 2.0, 0.0])
+
+    figures = loss.summarize(statistics(*by_hand(), entropy=entropy, aux=aux))
+
+    expected = {
+        "mismatch_kl": (1 - LN2) / 2,
+        "off_policy_kl/1": (LN2 - 0.5 + 3 - 2 * LN2) / 2,
+        "effective_sample_size": 7.75**2 / (5 * 21.3125),
+        "entropy": 1.0,
+        "tokens/clipped": 3 / 5,
+        "tokens/ref_kl": (0 + 1 + 3 + 4 + 5) / 5,
+    }
+    assert {key: figures[key] for key in expected} == pytest.approx(expected, rel=1e-12)
+    assert figures.keys() - expected.keys() == {"ratio_p1", "ratio_p50", "ratio_p99"}
+    assert all(type(value) is float for value in figures.values())
+
+
+def test_staleness_is_the_trainers_version_minus_the_tokens():
+    """With room for three steps of staleness, every version has a bucket of its own."""
+    figures = loss.summarize(loss.token_statistics(*by_hand(), version=3, max_staleness=3))
+
+    assert figures["off_policy_kl/1"] == pytest.approx(LN2 - 0.5)
+    assert figures["off_policy_kl/3"] == pytest.approx(3 - 2 * LN2)
+    assert "off_policy_kl/2" not in figures
+
+
+def test_on_policy():
+    x = torch.tensor([-1.0, -0.1, -9.0])
+    figures = loss.summarize(
+        statistics(x, x, torch.tensor([True] * 3), torch.tensor([3, 3, 2]), aux={})
+    )
+
+    assert figures == {
+        "mismatch_kl": 0,
+        "off_policy_kl/1": 0,
+        "effective_sample_size": 1,
+        "ratio_p1": 1,
+        "ratio_p50": 1,
+        "ratio_p99": 1,
+    }
+
+
+def test_one_token_that_outweighs_all_leaves_a_sample_of_one():
+    behavior = torch.tensor([-20.0, -1.0, -1.0, -1.0], **F64)
+    logprobs = torch.tensor([-0.1, -20.0, -20.0, -20.0], **F64)
+    mask, versions = torch.tensor([True] * 4), torch.tensor([3] * 4)
+
+    figures = loss.summarize(statistics(logprobs, behavior, mask, versions))
+
+    assert figures["effective_sample_size"] == pytest.approx(1 / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("rows", [0, 6])
+def test_without_a_trained_token_there_are_no_figures(rows):
+    x, behavior, mask, versions = (column[:rows] for column in by_hand())
+    mask = torch.zeros_like(mask)
+
+    sums = statistics(x, behavior, mask, versions, entropy=x, aux={"clipped": x})
+
+    assert loss.summarize(sums) == {}
+    assert loss.summarize({}) == {}
+    assert loss.mismatch_kl(x, behavior, mask, versions, version=3)[1].item() == 0
+
+
+def test_without_a_token_of_its_own_version_there_is_no_mismatch():
+    x, behavior, mask, versions = by_hand()
+
+    figures = loss.summarize(statistics(x, behavior, mask & (versions < 3), versions))
+
+    assert "mismatch_kl" not in figures
+    assert "off_policy_kl/1" in figures
+
+
+def test_mismatch_kl_is_that_of_the_statistics():
+    total, count = loss.mismatch_kl(*by_hand(), version=3)
+
+    assert count.item() == 2
+    assert total.item() == pytest.approx(1 - LN2, rel=1e-12)
+    figures = loss.summarize(statistics(*by_hand()))
+    assert (total / count).item() == pytest.approx(figures["mismatch_kl"], rel=1e-12)
+
+
+def test_mismatch_kl_of_a_difference_of_one_rounding_keeps_its_digits():
+    """``r - 1 - log r`` is 5e-7 here; formed naively in float32 it would have one digit."""
+    x, behavior = torch.tensor([-1.0]), torch.tensor([-1.0 - 2**-10])
+    rows = (torch.tensor([True]), torch.tensor([3]))
+    exact = math.expm1(2**-10) - 2**-10
+
+    assert loss.mismatch_kl(x, behavior, *rows, version=3)[0].item() == pytest.approx(exact, 1e-3)
+    figures = loss.summarize(statistics(x, behavior, *rows))
+    assert figures["mismatch_kl"] == pytest.approx(exact, rel=1e-6)
+
+
+@given(assignment=st.lists(st.integers(0, 3), min_size=6, max_size=6))
+@settings(max_examples=20, deadline=None)
+def test_sums_add_up_over_any_split(assignment):
+    rows = by_hand()
+    part_of, aux = torch.tensor(assignment), torch.linspace(0, 1, 6)
+    whole = statistics(*rows, entropy=aux, aux={"clipped": aux})
+
+    totals = collections.Counter()
+    for part in range(4):
+        mine = part_of == part
+        parts = (column[mine] for column in rows)
+        totals.update(statistics(*parts, entropy=aux[mine], aux={"clipped": aux[mine]}))
+
+    assert totals.keys() == whole.keys()
+    for name, total in totals.items():
+        torch.testing.assert_close(total, whole[name], rtol=1e-12, atol=1e-12)
+    assert loss.summarize(totals) == pytest.approx(loss.summarize(whole), rel=1e-9)
+
+
+@given(
+    scale=st.sampled_from([1e-9, 1e-6, 1e-3, 0.1, 1.0, 6.0]),
+    shift=st.sampled_from([0.0, -0.5, 2.0]),
+    size=st.integers(1, 300),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_quantiles_are_as_exact_as_promised(scale, shift, size, seed):
+    """To 16% of the log-ratio, against numpy's quantiles; about 1 to a ten-millionth."""
+    rng = np.random.default_rng(seed)
+    log_r = (scale * (rng.standard_normal(size) + shift)).clip(-20, 20)
+    x, behavior = torch.from_numpy(log_r), torch.zeros(size, **F64)
+
+    figures = loss.summarize(
+        statistics(x, behavior, torch.ones(size, dtype=torch.bool), torch.full((size,), 3))
+    )
+
+    for name, q in {"ratio_p1": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}.items():
+        true = np.quantile(log_r, q, method="inverted_cdf")
+        assert math.log(figures[name]) == pytest.approx(true, rel=0.16, abs=1e-7)
+
+
+def test_extreme_ratios_are_held_and_in_the_histogram():
+    x, behavior = torch.tensor([-1.0, -90.0], **F64), torch.tensor([-90.0, -1.0], **F64)
+    rows = (torch.tensor([True, True]), torch.tensor([3, 3]))
+
+    sums = statistics(x, behavior, *rows)
+
+    figures = loss.summarize(sums)
+    assert figures["mismatch_kl"] == pytest.approx((math.exp(20) - 21 + 19) / 2, rel=1e-9)
+    assert math.log(figures["ratio_p99"]) == pytest.approx(20, rel=0.16)
+    assert math.log(figures["ratio_p1"]) == pytest.approx(-20, rel=0.16)
+
+
+@pytest.mark.parametrize("given", [torch.float64, torch.float32, torch.bfloat16])
+def test_sums_are_detached_float64(given):
+    x, behavior, mask, versions = by_hand(given)
+    x.requires_grad_()
+
+    sums = statistics(x, behavior, mask, versions, entropy=x * 2, aux={"clipped": x})
+
+    assert {value.dtype for value in sums.values()} == {torch.float64}
+    assert not any(value.requires_grad for value in sums.values())
+    total, count = loss.mismatch_kl(x, behavior, mask, versions, version=3)
+    assert not total.requires_grad
+    assert total.dtype == (torch.float64 if given == torch.float64 else torch.float32)
+    assert count.dtype == torch.int64
+
+
+@pytest.mark.parametrize("poison", [NAN, math.inf, -math.inf, 1e30])
+def test_masked_rows_can_spoil_nothing(poison):
+    x, behavior, mask, versions = by_hand()
+    expected = statistics(x, behavior, mask, versions, entropy=x, aux={"clipped": x})
+    total, _ = loss.mismatch_kl(x, behavior, mask, versions, version=3)
+    x, behavior = x.where(mask, poison), behavior.where(mask, poison)
+
+    sums = statistics(x, behavior, mask, versions, entropy=x, aux={"clipped": x})
+
+    assert all(sums[name].equal(expected[name]) for name in expected)
+    assert loss.mismatch_kl(x, behavior, mask, versions, version=3)[0].equal(total)
+
+
+def test_a_nan_of_the_trainer_is_seen():
+    x, behavior, mask, versions = by_hand()
+    x[0] = NAN
+
+    figures = loss.summarize(statistics(x, behavior, mask, versions))
+
+    assert math.isnan(figures["mismatch_kl"])
+    assert math.isnan(figures["effective_sample_size"])
+    assert figures["off_policy_kl/1"] > 0
+
+
+def test_a_negative_bound_of_staleness_is_refused():
+    with pytest.raises(ValueError, match="max_staleness=-1: expected at least 0"):
+        loss.token_statistics(*by_hand(), version=3, max_staleness=-1)

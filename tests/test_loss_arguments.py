@@ -152,6 +152,13 @@ def test_the_rows_of_aux_must_fit():
         call(aux={"clipped": FLOATS[:2]})
 
 
+def test_an_optional_tensor_may_be_none():
+    arguments = (FLOATS, FLOATS, BOOLS, INTEGERS)
+    sums = loss.token_statistics(*arguments, version=0, max_staleness=1, entropy=None, aux=None)
+
+    assert "entropy" not in sums
+
+
 def test_missing_and_surplus_arguments_are_pythons_own_errors():
     with pytest.raises(TypeError, match="advantages"):
         loss.clipped(FLOATS, FLOATS)

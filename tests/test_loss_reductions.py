@@ -171,13 +171,18 @@ def test_gspo_ignores_what_the_sampler_said_of_masked_rows():
 
 @pytest.mark.parametrize("surrogate", TOKEN_LOSSES)
 def test_a_nan_in_a_trained_row_is_seen_in_the_loss(surrogate):
+    """And no gradient goes back into that row, nor a gradient of NaN into any."""
     x, rows = random_rows(seed=3)
-    x[rows.loss_mask.nonzero()[2, 0]] = NAN
-
-    per_token = TOKEN_LOSSES[surrogate](x, rows, alone)[0]
+    wrong = rows.loss_mask.nonzero()[2, 0]
+    x[wrong] = NAN
 
     for reduction in REDUCTIONS.values():
-        assert not reduction(per_token, rows, alone, 5, 2).isfinite()
+        own = x.clone().requires_grad_()
+        mean = reduction(TOKEN_LOSSES[surrogate](own, rows, alone)[0], rows, alone, 5, 2)
+        mean.backward()
+        assert mean.isnan()
+        assert own.grad[wrong] == 0
+        assert own.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)

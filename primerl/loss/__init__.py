@@ -9,7 +9,7 @@ An algorithm is a choice of advantage, ratio, correction, surrogate and reductio
 the documentation has a table of them. Tensors are positional, hyperparameters keyword-only. A token
 loss returns ``(loss[t], aux)``, where ``aux`` maps a name to a detached ``[t]`` tensor. Masking and
 averaging are the caller's, by a reduction. Everything is computed in at least float32; log-ratios
-are held within +-20, with zero gradient beyond, which ``aux["log_ratio_limited"]`` counts.
+are held within +-20, with no gradient through them beyond, and ``aux["log_ratio_limited"]`` counts.
 """
 
 from primerl.loss.correction import (

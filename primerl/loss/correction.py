@@ -6,8 +6,9 @@
 
 Multiply the weight into a token loss. The first argument is what the trainer gives the tokens: at
 the start of the step (``proximal_logprobs``), or now. Weights are in at least float32 and carry no
-gradient. Sequence weights hold one value in all rows of a document; ``all_sum`` adds over the ranks
-that share documents, all of which must make the call.
+gradient; where the trainer's logprob is NaN, so is the weight. Sequence weights hold one value in
+all rows of a document; ``all_sum`` adds over the ranks that share documents, all of which must make
+the call.
 """
 
 from jaxtyping import Bool, Float, Int
@@ -69,7 +70,7 @@ def token_mis(
     """
     _require_above_zero("cap", cap)
     r = token_ratio(logprobs, behavior_logprobs).detach()
-    return r.where(r <= cap, 0.0)
+    return r.masked_fill(r > cap, 0.0)
 
 
 @checked()
@@ -91,7 +92,7 @@ def sequence_mis(
     """
     _require_above_zero("cap", cap)
     r = _product(logprobs, behavior_logprobs, loss_mask, sequence_ids, all_sum)
-    return r.where(r <= cap, 0.0)
+    return r.masked_fill(r > cap, 0.0)
 
 
 @checked(finite=["behavior_logprobs"])
@@ -111,7 +112,7 @@ def icepop(
     """
     _require_interval(low, high)
     r = token_ratio(logprobs, behavior_logprobs).detach()
-    return r.where((r >= low) & (r <= high), 0.0)
+    return r.masked_fill((r < low) | (r > high), 0.0)
 
 
 @checked()
@@ -141,7 +142,8 @@ def geometric_rejection(
     mean = sequence_ratio(
         logprobs, behavior_logprobs, loss_mask, sequence_ids, all_sum=all_sum
     ).detach()
-    return ((mean >= low) & (mean <= high)).to(mean.dtype)
+    kept = ((mean >= low) & (mean <= high)).to(mean.dtype)
+    return kept.where(mean.isfinite(), mean)
 
 
 @checked()
@@ -166,7 +168,8 @@ def veto(
     require_finite("behavior_logprobs", behavior_logprobs, loss_mask)
     r = token_ratio(logprobs, behavior_logprobs.where(loss_mask, 0.0)).detach()
     vetoes, _ = sequence_sums((r < threshold).double(), loss_mask, sequence_ids, all_sum=all_sum)
-    return (vetoes == 0).to(r.dtype)[sequence_ids]
+    kept = (vetoes == 0).to(r.dtype)[sequence_ids]
+    return kept.where(r.isfinite(), r)
 
 
 def _product(

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from primerl.loss.arguments import checked, require_finite
-from primerl.loss.ratio import LOG_RATIO_LIMIT, log_ratio, upcast
+from primerl.loss.ratio import LOG_RATIO_LIMIT, log_ratio
 
 QUANTILES = (0.01, 0.5, 0.99)
 FINEST_LOG_RATIO = 1e-7
@@ -48,10 +48,14 @@ def mismatch_kl(
         loss_mask: the trained tokens.
         versions: the version that sampled each token.
         version: the trainer's version: of the weights that gave ``logprobs``.
+
+    Raises:
+        ValueError: the tensors do not fit, or ``behavior_logprobs`` is not finite at a trained
+            token.
     """
+    require_finite("behavior_logprobs", behavior_logprobs, loss_mask)
     same = loss_mask & (versions == version)
-    log_r = upcast(logprobs.detach()) - upcast(behavior_logprobs)
-    log_r = log_r.where(same, log_r.new_zeros(()))
+    log_r = log_ratio(logprobs.detach(), behavior_logprobs).where(same, 0.0)
     return (log_r.expm1() - log_r).sum(), same.sum()
 
 
@@ -81,11 +85,11 @@ def token_statistics(
         aux: what the token loss returned beside the loss.
 
     Raises:
-        ValueError: ``max_staleness`` is negative, the tensors do not fit, or ``behavior_logprobs``
+        ValueError: ``max_staleness`` is below 1, the tensors do not fit, or ``behavior_logprobs``
             is not finite at a trained token.
     """
-    if max_staleness < 0:
-        raise ValueError(f"max_staleness={max_staleness}: expected at least 0")
+    if max_staleness < 1:
+        raise ValueError(f"max_staleness={max_staleness}: expected at least 1")
     require_finite("behavior_logprobs", behavior_logprobs, loss_mask)
     log_r = log_ratio(logprobs.detach(), behavior_logprobs)[loss_mask].double()
     r = log_r.exp()

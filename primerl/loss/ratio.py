@@ -43,10 +43,11 @@ def log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def log_ratio_limited(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
-    """One where the log-ratio is beyond +-20, zero elsewhere; detached."""
-    difference = (upcast(logprobs) - upcast(behavior_logprobs)).detach()
-    return (difference.abs() > LOG_RATIO_LIMIT).to(difference.dtype)
+def limited(ratio: Tensor) -> Tensor:
+    """One where a ratio is held, its log having reached +-20, zero elsewhere; detached."""
+    bound = ratio.new_tensor([-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT]).exp()
+    held = (ratio <= bound[0]) | (ratio >= bound[1])
+    return held.to(ratio.dtype).detach()
 
 
 @checked(finite=["behavior_logprobs"])

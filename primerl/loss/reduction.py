@@ -51,7 +51,7 @@ def sequence_mean(
     """
     _, count = sequence_sums(x, mask, sequence_ids, all_sum=all_sum)
     lengths = count.clamp(min=1)[sequence_ids]
-    x = upcast(x).where(mask, 0.0)
+    x = upcast(x)
     return _masked_sum(x / lengths.to(x.dtype), mask, denom, "sequences")
 
 

@@ -15,7 +15,7 @@ from primerl.loss.ratio import (
     AllSum,
     Ratio,
     identity,
-    log_ratio_limited,
+    limited,
     sequence_ratio,
     token_ratio,
     trainable,
@@ -40,13 +40,13 @@ def reinforce(
     ``behavior_logprobs``.
 
     Source: REINFORCE (Williams, 1992); weighted: PPO, arXiv:1707.06347, equation 6.
-    ``aux["log_ratio_limited"]`` is 1 where the log-ratio is beyond +-20 (in every surrogate).
+    ``aux["log_ratio_limited"]`` is 1 where the log-ratio is held at +-20 (in every surrogate).
 
     Raises:
         ValueError: shapes or dtypes differ, or an input from the sampler is not finite.
     """
     r = ratio(logprobs, behavior_logprobs)
-    return -advantages.to(r.dtype) * r, _aux(logprobs, behavior_logprobs)
+    return -advantages.to(r.dtype) * r, _aux(r)
 
 
 @checked(finite=DATA)
@@ -78,15 +78,7 @@ def clipped(
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip={dual_clip}: expected a number above 1, or None")
     r = ratio(logprobs, behavior_logprobs)
-    advantages = advantages.to(r.dtype)
-    free = r * advantages
-    bounded = r.clamp(1 - clip_low, 1 + clip_high) * advantages
-    objective, stopped = torch.minimum(free, bounded), bounded < free
-    if dual_clip is not None:
-        floor = dual_clip * advantages
-        beyond = (advantages < 0) & (objective < floor)
-        objective, stopped = torch.where(beyond, floor, objective), stopped | beyond
-    return -objective, _aux(logprobs, behavior_logprobs, clipped=stopped)
+    return _clipped(r, advantages.to(r.dtype), clip_low, clip_high, dual_clip)
 
 
 @checked()
@@ -155,7 +147,7 @@ def cispo(
     _require_clips(clip_low, clip_high)
     r = ratio(logprobs, behavior_logprobs).detach()
     weight = r.clamp(1 - clip_low, 1 + clip_high)
-    aux = _aux(logprobs, behavior_logprobs, clipped=weight != r)
+    aux = _aux(r, clipped=weight != r)
     return -_constant(weight * advantages.to(r.dtype)) * trainable(logprobs).to(r.dtype), aux
 
 
@@ -182,7 +174,7 @@ def topr(
     r = ratio(logprobs, behavior_logprobs).detach()
     good = advantages > 0
     weight = torch.where(good, torch.ones_like(r), r.clamp(max=1.0))
-    aux = _aux(logprobs, behavior_logprobs, clipped=~good & (r > 1))
+    aux = _aux(r, clipped=~good & (r > 1))
     return -_constant(weight * advantages.to(r.dtype)) * trainable(logprobs).to(r.dtype), aux
 
 
@@ -214,7 +206,7 @@ def sapo(
     advantages = advantages.to(r.dtype)
     tau = torch.where(advantages > 0, r.new_tensor(gate_positive), r.new_tensor(gate_negative))
     gate = (4 / tau) * torch.sigmoid(tau * (r - 1))
-    return -gate * advantages, _aux(logprobs, behavior_logprobs)
+    return -gate * advantages, _aux(r)
 
 
 @checked(finite=(*DATA, "proximal_logprobs"))
@@ -244,23 +236,28 @@ def decoupled(
     Raises:
         ValueError: a clip is out of range, or the tensors do not fit.
     """
-    per_token, aux = clipped(
-        logprobs,
-        proximal_logprobs,
-        advantages,
-        ratio=ratio,
-        clip_low=clip_low,
-        clip_high=clip_high,
-    )
-    weight = ratio(proximal_logprobs, behavior_logprobs).detach()
-    limited = log_ratio_limited(proximal_logprobs, behavior_logprobs)
-    aux["log_ratio_limited"] = torch.maximum(aux["log_ratio_limited"], limited)
-    return weight * per_token, aux
+    _require_clips(clip_low, clip_high)
+    u, w = ratio(logprobs, proximal_logprobs), ratio(proximal_logprobs, behavior_logprobs).detach()
+    per_token, aux = _clipped(u, advantages.to(u.dtype), clip_low, clip_high, None)
+    aux["log_ratio_limited"] = torch.maximum(aux["log_ratio_limited"], limited(w))
+    return w * per_token, aux
+
+
+def _clipped(
+    r: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Tensor, Aux]:
+    free = r * advantages
+    bounded = r.clamp(1 - clip_low, 1 + clip_high) * advantages
+    objective, stopped = torch.minimum(free, bounded), bounded < free
+    if dual_clip is not None:
+        floor = dual_clip * advantages
+        beyond = (advantages < 0) & (objective < floor)
+        objective, stopped = torch.where(beyond, floor, objective), stopped | beyond
+    return -objective, _aux(r, clipped=stopped)
 
 
 def _constant(x: Tensor) -> Tensor:
-    """A detached factor, 0 where it is not finite; such a row shows in the factor beside it."""
-    x = x.detach()
+    """A factor without gradient, 0 where it is not finite: such a row shows in the logprob."""
     return x.where(x.isfinite(), x.new_zeros(()))
 
 
@@ -272,8 +269,6 @@ def _require_clips(clip_low: float, clip_high: float) -> None:
         )
 
 
-def _aux(logprobs: Tensor, behavior_logprobs: Tensor, **flags: Tensor) -> Aux:
-    limited = log_ratio_limited(logprobs, behavior_logprobs)
-    return {"log_ratio_limited": limited} | {
-        name: flag.detach().to(limited.dtype) for name, flag in flags.items()
-    }
+def _aux(r: Tensor, **flags: Tensor) -> Aux:
+    counted = {name: flag.detach().to(r.dtype) for name, flag in flags.items()}
+    return {"log_ratio_limited": limited(r)} | counted

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from primerl.loss.arguments import checked
-from primerl.loss.ratio import Ratio, log_ratio_limited, token_ratio, upcast
+from primerl.loss.ratio import Ratio, limited, token_ratio, upcast
 from primerl.loss.surrogate import DATA, Aux
 
 
@@ -115,5 +115,4 @@ def _inside(
 ) -> tuple[Tensor, Aux]:
     r = ratio(logprobs, behavior_logprobs)
     per_token = torch.where(dropped, torch.zeros_like(r), -advantages.to(r.dtype) * r)
-    limited = log_ratio_limited(logprobs, behavior_logprobs)
-    return per_token, {"log_ratio_limited": limited, "dropped": dropped.to(limited.dtype)}
+    return per_token, {"log_ratio_limited": limited(r), "dropped": dropped.to(r.dtype)}

@@ -145,13 +145,18 @@ def _best_fit(tokens: Int64[np.ndarray, " n"], max_tokens: int) -> Int64[np.ndar
 
 def _feed_empty(plan: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"], size: int) -> None:
     """Give empty micro-batches, in place, half the samples of the one that has most tokens."""
+    counts = np.bincount(plan, minlength=size)
+    held = np.bincount(plan, tokens, minlength=size)
     for number in range(int(plan.max()) + 1, size):
-        several = np.bincount(plan, minlength=size) > 1
-        if not several.any():
+        donor = int(np.where(counts > 1, held, -1.0).argmax())
+        if counts[donor] < 2:
             return
-        donor = np.where(several, np.bincount(plan, tokens, minlength=size), -1.0).argmax()
         members = np.flatnonzero(plan == donor)
-        plan[members[len(members) // 2 :]] = number
+        given = members[len(members) // 2 :]
+        plan[given] = number
+        for changed, sign in ((donor, -1), (number, 1)):
+            counts[changed] += sign * len(given)
+            held[changed] += sign * tokens[given].sum()
 
 
 def _balance(

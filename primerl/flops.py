@@ -223,7 +223,7 @@ def _attention(config: Any, index: int) -> dict[str, Any]:
         "keys": keys,
     }
     if getattr(config, "index_topk", None) is not None:
-        result |= {"per_pair": heads * (2 * latent + rope), "keys": min(keys, config.index_topk)}
+        result |= {"per_pair": heads * (2 * latent + rope), "keys": float(config.index_topk)}
         if _runs_indexer(config, index):
             index_heads, size = _need(config, "index_n_heads"), _need(config, "index_head_dim")
             # One key for all heads, whose scores are summed with a weight each.

@@ -2,6 +2,8 @@
 
     python -m pytest bench/test_packing.py -m "" --benchmark-only --benchmark-columns=median,iqr -s
 
+Beside other work, --benchmark-timer=time.process_time leaves theirs out.
+
 10,000 samples of lognormal length, cut at 32,768, on 64 ranks. Each row prints the cost of the
 packing in lockstep (the sum over micro-steps of the dearest rank) over the mean, the worst of three
 seeds, with the micro-steps over as few as hold the tokens. Costs are tokens, or the FLOPs of

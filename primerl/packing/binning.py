@@ -26,9 +26,9 @@ def bins(
         sum over micro-steps of max over ranks of (the cost of the rank's samples),
 
     at best the total cost / ``ranks``. Best fit decreasing says how many micro-steps are needed.
-    In as many, ``_balance`` places the samples where ranks would wait; of its packings and that of
-    best fit, which is left where micro-batches are too full for balance, the cheapest is returned.
-    The same arguments give the same packing.
+    In as many, ``_balance`` places the samples where ranks would wait; the cheaper of its packing
+    and best fit's, which is left where micro-batches are too full for balance, is returned. The
+    same arguments give the same packing.
 
     Args:
         lengths: tokens of each sample: whole numbers, at least 1.
@@ -59,13 +59,11 @@ def bins(
     steps = int(fitted.max()) // ranks + 1
     _feed_empty(fitted, tokens, steps * ranks)
     plans = [fitted]
-    if ranks > 1:  # else nobody waits
-        plans += [
-            plan
-            for spread in (True, False)
-            for plan in [_balance(tokens, costs, max_tokens, ranks, steps, spread)]
-            if plan is not None
-        ]
+    for spread in (True, False) if ranks > 1 else ():  # a rank alone waits for nobody
+        balanced = _balance(tokens, costs, max_tokens, ranks, steps, spread)
+        if balanced is not None:
+            plans.append(balanced)
+            break
 
     def totals(plan: np.ndarray) -> np.ndarray:
         return np.bincount(plan, costs, minlength=steps * ranks)
@@ -129,17 +127,17 @@ def _costs(
 def _best_fit(tokens: Int64[np.ndarray, " n"], max_tokens: int) -> Int64[np.ndarray, " n"]:
     """The micro-batch of each sample: longest first, each into the fullest that has room."""
     numbers: list[int] = []
-    rooms: list[tuple[int, int]] = []  # (room, micro-batch), ascending
-    opened = 0
+    rooms: list[int] = []  # room * len(tokens) + micro-batch, ascending: integers compare fast
+    base, opened = len(tokens), 0
     for length in tokens.tolist():
-        place = bisect_left(rooms, (length,))
+        place = bisect_left(rooms, length * base)
         if place < len(rooms):
-            room, number = rooms.pop(place)
+            entry = rooms.pop(place)
         else:
-            room, number = max_tokens, opened
+            entry = max_tokens * base + opened
             opened += 1
-        numbers.append(number)
-        insort(rooms, (room - length, number))
+        numbers.append(entry % base)
+        insort(rooms, entry - length * base)
     return np.array(numbers, np.int64)
 
 
@@ -170,11 +168,11 @@ def _balance(
     """The micro-batch of each sample, placed where a rank would wait; None if room runs out.
 
     Longest first, one to each micro-batch to begin with. A rank waits for the dearest of its
-    micro-step: the wait is the difference of their costs. As long as waits cover the cost of the
-    next samples, these take nobody's time and go there, to the longest wait first. Otherwise they
-    make a micro-step dearer, one sample for each of its ranks: with ``spread`` the micro-step with
-    the fewest tokens, the cheapest way while there is room; without, the one with the longest wait,
-    which keeps the room that is left together.
+    micro-step: the wait is the difference of their costs. Where waits cover the cost of the next
+    samples, these take nobody's time and go there. Otherwise they make a micro-step dearer, one
+    sample for each of its ranks: with ``spread`` the micro-step with the fewest tokens, which is
+    cheapest while there is room; without, the one with the longest wait, which keeps the room that
+    is left together.
     """
     size, start = steps * ranks, min(steps * ranks, len(tokens))
     plan = np.arange(len(tokens))
@@ -187,9 +185,7 @@ def _balance(
         wait = by_step.max(1, keepdims=True) - by_step
         wait[room.reshape(steps, ranks) < tokens[start]] = -1.0
         places = np.flatnonzero(wait >= costs[start])
-        if len(places):
-            places = places[np.argsort(-wait.ravel()[places], kind="stable")]
-        else:
+        if not len(places):
             longest = wait.max(1)
             unused = room.reshape(steps, ranks).sum(1)
             first = np.where(longest >= 0, unused, -np.inf) if spread else longest

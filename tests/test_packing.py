@@ -325,6 +325,16 @@ def test_ranks_hardly_wait_for_each_other(seed, max_tokens, cost, sigma):
     assert max(spent) <= 1.02 * min(spent)
 
 
+def test_few_samples_to_a_micro_batch_that_is_nearly_full():
+    """About 3.5 in each, 97 % full: spread evenly, the last ones find no room."""
+    lengths = lognormal_lengths(0, median=8103, sigma=0.5)
+
+    result = packing.bins(lengths, max_tokens=32_768, ranks=64)
+
+    assert lengths.sum() > 0.97 * len(result[0]) * 64 * 32_768
+    assert in_lockstep(result, lengths) <= 1.003 * lengths.sum() / 64
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 7, 128, 512])
 @pytest.mark.parametrize("median", [300, 9000])
 def test_bins_are_valid_at_any_number_of_ranks(ranks, median):

@@ -20,7 +20,7 @@ class PackedBatch:
     Row j holds token j and describes the prediction that it makes: ``labels[j]`` is token j+1, and
     the mask, logprob, advantage, version and temperature are those of token j+1. The last row of a
     document predicts nothing and is masked. So nothing downstream shifts, and slicing rows across
-    devices is plain indexing.
+    devices is plain indexing. Logprobs, advantages and weights are 0 in every masked row.
     """
 
     token_ids: Int64[Tensor, " t"]
@@ -53,28 +53,33 @@ def pack(
     *,
     max_tokens: int,
     ranks: int,
-    cost: Callable[[int], float] | None = None,
+    cost: Callable[..., Any] | None = None,
+    too_long: str = "raise",
 ) -> list[list[PackedBatch]]:
     """Pack samples into micro-batches: for each rank, an equally long list.
 
-    Every sample lands in exactly one batch, whole. Where there are fewer samples than ranks, a
-    rank gets a batch of one masked token, so that all ranks make the same collective calls.
+    Every sample lands in exactly one batch, whole; ``bins`` says in which. Where there are fewer
+    samples than ranks, a rank gets a batch of one masked token, so that all ranks make the same
+    collective calls.
 
     Args:
         samples: what ``advantage.assign`` returns.
         max_tokens: the most tokens in a micro-batch.
         ranks: how many data-parallel ranks train.
-        cost: of a sample of the given length, for balancing; its length by default.
+        cost: of samples, from an array of their lengths, such as
+            ``functools.partial(flops.training, model.config)``; their lengths by default.
+        too_long: what happens to a sample longer than ``max_tokens``: ``"raise"``, or ``"alone"``,
+            a micro-batch of its own. To leave such samples out, leave them out of ``samples``.
 
     Raises:
-        ValueError: a sample is longer than ``max_tokens``, or only some samples have
-            ``ref_logprobs`` or ``weights``.
+        ValueError: a sample is longer than ``max_tokens`` (unless ``too_long="alone"``), only some
+            samples have ``ref_logprobs`` or ``weights``, or ``bins`` refuses an argument.
     """
     for name in ("ref_logprobs", "weights"):
         if len({getattr(sample, name) is None for sample in samples}) > 1:
             raise ValueError(f"some samples have {name} and some have not; pack them separately")
     lengths = [len(sample.token_ids) for sample in samples]
-    plan = bins(lengths, max_tokens=max_tokens, ranks=ranks, cost=cost)
+    plan = bins(lengths, max_tokens=max_tokens, ranks=ranks, cost=cost, too_long=too_long)
     filler = _masked_token(samples[0]) if samples else None
     return [
         [
@@ -103,29 +108,36 @@ def _masked_token(like: TrainingSample) -> TrainingSample:
 def _concatenate(samples: Sequence[TrainingSample]) -> PackedBatch:
     lengths = np.array([len(sample.token_ids) for sample in samples])
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    temperature = np.array([sample.temperature for sample in samples], np.float32)
 
     def tokens(name: str) -> np.ndarray:
         return np.concatenate([getattr(sample, name) for sample in samples])
 
-    def shifted(name: str, last: Any) -> Tensor:
+    def shifted(name: str, last: Any) -> np.ndarray:
         rows = np.roll(tokens(name), -1)
         rows[cu_seqlens[1:] - 1] = last
-        return torch.from_numpy(rows)
+        return rows
+
+    loss_mask = shifted("loss_mask", False)
+
+    def masked(name: str) -> Tensor:
+        # A prompt's logprobs may be NaN, which must not leave the host.
+        return torch.from_numpy(np.where(loss_mask, shifted(name, 0.0), np.float32(0.0)))
 
     def optional(name: str) -> Tensor | None:
-        return None if getattr(samples[0], name) is None else shifted(name, 0.0)
+        return None if getattr(samples[0], name) is None else masked(name)
 
-    token_ids = torch.from_numpy(tokens("token_ids").astype(np.int64))
-    temperature = np.array([sample.temperature for sample in samples], np.float32)
     return PackedBatch(
-        token_ids=token_ids,
-        position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),
+        token_ids=torch.from_numpy(tokens("token_ids").astype(np.int64)),
+        position_ids=torch.from_numpy(
+            np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)
+        ),
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
-        labels=shifted("token_ids", 0).long(),
-        loss_mask=shifted("loss_mask", False),
-        behavior_logprobs=shifted("behavior_logprobs", 0.0),
-        advantages=shifted("advantages", 0.0),
-        versions=shifted("versions", NOT_SAMPLED),
+        labels=torch.from_numpy(shifted("token_ids", 0).astype(np.int64)),
+        loss_mask=torch.from_numpy(loss_mask),
+        behavior_logprobs=masked("behavior_logprobs"),
+        advantages=masked("advantages"),
+        versions=torch.from_numpy(shifted("versions", NOT_SAMPLED)),
         temperature=torch.from_numpy(np.repeat(temperature, lengths)),
         sequence_ids=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
         ref_logprobs=optional("ref_logprobs"),

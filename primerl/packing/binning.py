@@ -1,104 +1,223 @@
 """Which samples share a micro-batch, and which rank gets it."""
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from jaxtyping import Float64, Int64
+
+RAISES = 160
+"""About how often ``_balance`` makes micro-steps dearer: more is finer, and takes longer."""
 
 
 def bins(
-    lengths: Sequence[int],
+    lengths: Sequence[Any] | np.ndarray,
     *,
     max_tokens: int,
     ranks: int,
-    cost: Callable[[int], float] | None = None,
+    cost: Callable[..., Any] | None = None,
+    too_long: str = "raise",
 ) -> list[list[list[int]]]:
     """Assign samples to micro-batches of at most ``max_tokens``, equally many for each rank.
 
-    Samples are placed longest first, each into the fullest bin that still has room (best fit
-    decreasing). Ranks run in lockstep, so a micro-step costs as much as its dearest rank: bins
-    are sorted by cost, and each run of ``ranks`` bins makes one micro-step.
+    Ranks run in lockstep, so a micro-step takes as long as its dearest rank, and a packing costs
+
+        sum over micro-steps of max over ranks of (the cost of the rank's samples),
+
+    at best the total cost / ``ranks``. Best fit decreasing says how many micro-steps are needed.
+    In as many, ``_balance`` places the samples where ranks would wait; the cheaper of its packing
+    and best fit's, which is left where micro-batches are too full for balance, is returned. The
+    same arguments give the same packing.
 
     Args:
-        lengths: tokens of each sample.
+        lengths: tokens of each sample: whole numbers, at least 1.
         max_tokens: the capacity of a micro-batch, in tokens.
         ranks: how many ranks run in lockstep.
-        cost: of a sample of the given length; the length itself by default.
+        cost: of samples, elementwise from an int64 array of their lengths, such as
+            ``lambda n: n + n * n / 8192``; a function of one length will do. By default the length.
+        too_long: what happens to a sample longer than ``max_tokens``: ``"raise"``, or ``"alone"``,
+            a micro-batch of its own.
 
     Returns:
         ``result[rank][micro_step]`` is a list of sample indices. Every index appears once. A list
         may be empty, where there are fewer samples than ranks to feed.
 
     Raises:
-        ValueError: a sample is longer than ``max_tokens``, or a count is below one.
+        ValueError: a length is no whole number or below 1, a cost is negative or not finite, a
+            sample is longer than ``max_tokens`` (unless ``too_long="alone"``), ``too_long`` is
+            another word, or a count is below one.
     """
-    _check(lengths, max_tokens, ranks)
-    price = cost or float
-    filled = _best_fit(lengths, max_tokens)
-    while filled and len(filled) % ranks:
-        filled.append([])
-    _feed_empty(filled, lengths)
+    tokens = _check(lengths, max_tokens, ranks, too_long)
+    if len(tokens) == 0:
+        return [[] for _ in range(ranks)]
+    costs = _costs(cost, tokens)
+    longest_first = np.argsort(-tokens, kind="stable")
+    tokens, costs = tokens[longest_first], costs[longest_first]
 
-    def total(members: list[int]) -> float:
-        return sum((price(lengths[index]) for index in members), start=0.0)
+    fitted = _best_fit(tokens, max_tokens)
+    steps = int(fitted.max()) // ranks + 1
+    _feed_empty(fitted, tokens, steps * ranks)
+    plans = [fitted]
+    for spread in (True, False) if ranks > 1 else ():  # a rank alone waits for nobody
+        balanced = _balance(tokens, costs, max_tokens, ranks, steps, spread)
+        if balanced is not None:
+            plans.append(balanced)
+            break
 
-    dearest_first = sorted(filled, key=lambda members: (-total(members), members))
-    result: list[list[list[int]]] = [[] for _ in range(ranks)]
-    spent = [0.0] * ranks
-    for start in range(0, len(dearest_first), ranks):
-        # The rank that has done least so far gets the dearest bin, so that totals stay level too.
-        for rank, members in zip(
-            np.argsort(spent, kind="stable").tolist(),
-            dearest_first[start : start + ranks],
-            strict=True,
-        ):
-            result[rank].append(sorted(members))
-            spent[rank] += total(members)
-    return result
+    def totals(plan: np.ndarray) -> np.ndarray:
+        return np.bincount(plan, costs, minlength=steps * ranks)
+
+    def in_lockstep(plan: np.ndarray) -> float:
+        return float(np.sort(totals(plan))[::-1][::ranks].sum())
+
+    cheapest = min(plans, key=in_lockstep)
+    return _to_ranks(cheapest, totals(cheapest), longest_first, ranks)
 
 
-def _check(lengths: Sequence[int], max_tokens: int, ranks: int) -> None:
+def _check(
+    lengths: Sequence[Any] | np.ndarray, max_tokens: int, ranks: int, too_long: str
+) -> Int64[np.ndarray, " n"]:
     if max_tokens < 1 or ranks < 1:
         raise ValueError(f"max_tokens={max_tokens} and ranks={ranks} must be at least 1")
-    for index, length in enumerate(lengths):
-        if length > max_tokens:
-            raise ValueError(
-                f"sample {index} has {length} tokens, more than max_tokens={max_tokens}; "
-                "raise max_tokens, or filter such groups before packing"
-            )
-
-
-def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    filled: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}
-    longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    for index in longest_first:
-        length = lengths[index]
-        room = min((room for room in by_room if room >= length), default=None)
-        if room is None:
-            number, room = len(filled), max_tokens
-            filled.append([])
-        else:
-            number = heapq.heappop(by_room[room])
-            if not by_room[room]:
-                del by_room[room]
-        filled[number].append(index)
-        heapq.heappush(by_room.setdefault(room - length, []), number)
-    return filled
-
-
-def _feed_empty(filled: list[list[int]], lengths: Sequence[int]) -> None:
-    """Give empty bins a sample from the bin that has most to spare."""
-    for members in filled:
-        if members:
-            continue
-        donor = max(
-            (other for other in filled if len(other) > 1),
-            key=lambda other: sum(lengths[index] for index in other),
-            default=None,
+    if too_long not in ("raise", "alone"):
+        raise ValueError(f'too_long is {too_long!r}; expected "raise" or "alone"')
+    given = np.asarray(lengths)
+    if given.ndim != 1:
+        raise ValueError(f"lengths has shape {given.shape}; expected one number for each sample")
+    wrong = np.ones(len(given), bool)
+    if given.dtype.kind in "iuf":
+        wrong = ~(np.isfinite(given) & (given >= 1) & (given == np.floor(given)))
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise ValueError(
+            f"lengths[{index}] is {lengths[index]!r}; expected a whole number of tokens, at least 1"
         )
-        if donor is None:
+    if too_long == "raise" and (given > max_tokens).any():
+        index = int((given > max_tokens).argmax())
+        raise ValueError(
+            f"sample {index} has {given[index]} tokens, more than max_tokens={max_tokens}; raise "
+            'it, leave such samples out, or pass too_long="alone" for micro-batches of their own'
+        )
+    return given.astype(np.int64)
+
+
+def _costs(
+    cost: Callable[..., Any] | None, tokens: Int64[np.ndarray, " n"]
+) -> Float64[np.ndarray, " n"]:
+    if cost is None:
+        return tokens.astype(np.float64)
+    costs = None
+    if len(tokens) > 1:  # an array of one is too easily taken for a number
+        try:
+            costs = np.asarray(cost(tokens), np.float64)
+        except Exception:  # it takes one length, or will say itself below what is wrong
+            costs = None
+    if costs is None or costs.shape != tokens.shape:
+        costs = np.array([float(cost(length)) for length in tokens.tolist()])
+    wrong = ~(np.isfinite(costs) & (costs >= 0))
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise ValueError(
+            f"cost({tokens[index]}) is {costs[index]}; expected a finite number, at least 0"
+        )
+    return costs
+
+
+def _best_fit(tokens: Int64[np.ndarray, " n"], max_tokens: int) -> Int64[np.ndarray, " n"]:
+    """The micro-batch of each sample: longest first, each into the fullest that has room."""
+    numbers: list[int] = []
+    rooms: list[int] = []  # room * len(tokens) + micro-batch, ascending: integers compare fast
+    base, opened = len(tokens), 0
+    for length in tokens.tolist():
+        place = bisect_left(rooms, length * base)
+        if place < len(rooms):
+            entry = rooms.pop(place)
+        else:
+            entry = max_tokens * base + opened
+            opened += 1
+        numbers.append(entry % base)
+        insort(rooms, entry - length * base)
+    return np.array(numbers, np.int64)
+
+
+def _feed_empty(plan: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"], size: int) -> None:
+    """Give empty micro-batches, in place, half the samples of the one that has most tokens."""
+    counts = np.bincount(plan, minlength=size)
+    held = np.bincount(plan, tokens, minlength=size)
+    for number in range(int(plan.max()) + 1, size):
+        donor = int(np.where(counts > 1, held, -1.0).argmax())
+        if counts[donor] < 2:
             return
-        half = len(donor) // 2
-        members.extend(donor[half:])
-        del donor[half:]
+        members = np.flatnonzero(plan == donor)
+        given = members[len(members) // 2 :]
+        plan[given] = number
+        for changed, sign in ((donor, -1), (number, 1)):
+            counts[changed] += sign * len(given)
+            held[changed] += sign * tokens[given].sum()
+
+
+def _balance(
+    tokens: Int64[np.ndarray, " n"],
+    costs: Float64[np.ndarray, " n"],
+    max_tokens: int,
+    ranks: int,
+    steps: int,
+    spread: bool,
+) -> Int64[np.ndarray, " n"] | None:
+    """The micro-batch of each sample, placed where a rank would wait; None if room runs out.
+
+    Longest first, one to each micro-batch to begin with. A rank waits for the dearest of its
+    micro-step: the wait is the difference of their costs. Where waits cover the cost of the next
+    samples, these take nobody's time and go there. Otherwise they make a micro-step dearer, one
+    sample for each of its ranks: with ``spread`` the micro-step with the fewest tokens, which is
+    cheapest while there is room; without, the one with the longest wait, which keeps the room that
+    is left together.
+    """
+    size, start = steps * ranks, min(steps * ranks, len(tokens))
+    plan = np.arange(len(tokens))
+    spent, room = np.zeros(size), np.full(size, max_tokens)
+    spent[:start] = costs[:start]
+    room[:start] -= tokens[:start]
+    raised = -(-len(tokens) // (RAISES * ranks))  # micro-steps at a time
+    while start < len(tokens):
+        by_step = spent.reshape(steps, ranks)
+        wait = by_step.max(1, keepdims=True) - by_step
+        wait[room.reshape(steps, ranks) < tokens[start]] = -1.0
+        places = np.flatnonzero(wait >= costs[start])
+        if not len(places):
+            longest = wait.max(1)
+            unused = room.reshape(steps, ranks).sum(1)
+            first = np.where(longest >= 0, unused, -np.inf) if spread else longest
+            chosen = np.argsort(-first, kind="stable")[:raised, None]
+            places = chosen * ranks + np.argsort(-wait[chosen[:, 0]], 1, kind="stable")
+            places = places[wait.ravel()[places] >= 0]
+            if not len(places):
+                return None
+        places = places[: len(tokens) - start]
+        end = start + len(places)
+        plan[start:end] = places
+        spent[places] += costs[start:end]
+        room[places] -= tokens[start:end]
+        start = end
+    return plan
+
+
+def _to_ranks(
+    plan: Int64[np.ndarray, " n"],
+    totals: Float64[np.ndarray, " b"],
+    longest_first: Int64[np.ndarray, " n"],
+    ranks: int,
+) -> list[list[list[int]]]:
+    """Micro-batches of like cost share a micro-step."""
+    counts = np.bincount(plan, minlength=len(totals))
+    by_number = np.split(longest_first[np.argsort(plan, kind="stable")], np.cumsum(counts)[:-1])
+    result: list[list[list[int]]] = [[] for _ in range(ranks)]
+    spent = np.zeros(ranks)
+    for numbers in np.argsort(-totals, kind="stable").reshape(-1, ranks):
+        # The rank that has done least so far gets the dearest, so that totals stay level too.
+        least_first = np.argsort(spent, kind="stable")
+        for rank, number in zip(least_first.tolist(), numbers.tolist(), strict=True):
+            result[rank].append(sorted(by_number[number].tolist()))
+        spent[least_first] += totals[numbers]
+    return result

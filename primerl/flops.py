@@ -1,0 +1,298 @@
+"""FLOPs of a transformer, from its Hugging Face config, for documents of given lengths.
+
+Matrix multiplications are counted, at 2 FLOPs for each multiply-add, and nothing else: norms,
+rotations, softmax and sampling are below a percent. A document of n tokens costs
+
+    2 n (weights that a token meets)  +  2 pairs(n) (multiply-adds for each query and key)
+
+where a causal query at position i sees min(i, k) keys, so that pairs(n) = n (n+1) / 2 without a
+limit k, and k (k+1) / 2 + (n - k) k with one: a sliding window, or the top-k of sparse attention.
+What kernels compute beyond that (masked blocks, padding) is not counted.
+"""
+
+from collections import Counter
+from typing import Any
+
+import attrs
+import numpy as np
+from jaxtyping import Float64
+
+__all__ = ["Breakdown", "Parameters", "breakdown", "forward", "parameters", "training"]
+
+# fmt: off
+FAMILIES = frozenset([
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "glm4", "gemma2",
+    "gemma3_text", "seed_oss",  # dense
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "dots1", "minimax_m2",
+    "deepseek_v3", "kimi_k2", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa",  # latent attention
+])
+# fmt: on
+"""Each is compared with the operations that its model runs, in ``tests/test_flops.py``."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Breakdown:
+    """FLOPs of a forward pass over each document, by part."""
+
+    attention_projections: Float64[np.ndarray, "..."]
+    attention_scores: Float64[np.ndarray, "..."]
+    """Queries with keys, and weights with values."""
+    indexer: Float64[np.ndarray, "..."]
+    """What selects the keys of sparse attention; over all pairs, so quadratic still."""
+    mlp: Float64[np.ndarray, "..."]
+    """Of dense layers."""
+    experts: Float64[np.ndarray, "..."]
+    """The routed ones that a token meets, shared ones, and the router."""
+    head: Float64[np.ndarray, "..."]
+
+    @property
+    def total(self) -> Float64[np.ndarray, "..."]:
+        """The sum of the parts."""
+        parts: np.ndarray = np.asarray(sum(attrs.asdict(self, recurse=False).values()))
+        return parts
+
+
+@attrs.frozen(kw_only=True)
+class Parameters:
+    """Weights of matrices: all, and those that a token is multiplied with (embeddings are not).
+
+    Norms and biases, well below 0.1 %, are left out.
+    """
+
+    total: int
+    active: int
+
+
+def forward(config: Any, lengths: Any) -> Float64[np.ndarray, "..."]:
+    """FLOPs of a forward pass over each document, the head at every token: ``breakdown`` summed.
+
+    Args:
+        config: a Hugging Face config, or any object with its attributes.
+        lengths: tokens of each document, of any shape.
+
+    Raises:
+        ValueError: the family is unknown, an attribute that it needs is missing, or a length is
+            negative or no whole number.
+    """
+    return breakdown(config, lengths).total
+
+
+def training(config: Any, lengths: Any, *, recompute: bool = False) -> Float64[np.ndarray, "..."]:
+    """FLOPs of training on each document: three forward passes, or four with ``recompute``.
+
+    The backward pass multiplies twice for each multiplication: for the gradient of the input and of
+    the weight. The indexer of sparse attention takes no gradient from the loss and has no backward.
+
+    Args:
+        config: as for ``forward``, as are ``lengths`` and what is raised.
+        lengths: tokens of each document, of any shape.
+        recompute: whether every activation is computed again in the backward pass.
+    """
+    parts = breakdown(config, lengths)
+    forwards = 2 if recompute else 1
+    total = forwards * parts.total + 2 * (parts.total - parts.indexer)
+    return np.asarray(total)
+
+
+def breakdown(config: Any, lengths: Any) -> Breakdown:
+    """FLOPs of a forward pass over each document, by part.
+
+    Attention costs ``heads (q + v)`` multiply-adds for a query and a key, with q and v the sizes of
+    query and value. Latent attention (arXiv 2405.04434) is counted as it trains: over all keys,
+    keys and values are expanded, so q = nope + rope; over the top-k keys of an indexer (DeepSeek
+    V3.2, arXiv 2512.02556), which differ for every query, kernels stay in the latent space, so
+    q = kv_lora_rank + rope and v = kv_lora_rank. The projections cost the same either way.
+
+    Arguments and errors are those of ``forward``.
+    """
+    tokens = np.asarray(lengths)
+    whole = tokens.dtype.kind in "iuf" and bool(
+        np.all(np.isfinite(tokens) & (tokens >= 0) & (tokens == np.floor(tokens)))
+    )
+    if not whole:
+        raise ValueError(f"lengths is {lengths!r:.200}; expected whole numbers, at least 0")
+    tokens = tokens.astype(np.float64)
+    config = _language_model(config)
+    parts = {field.name: np.zeros_like(tokens) for field in attrs.fields(Breakdown)}
+    parts["head"] += 2 * tokens * config.vocab_size * config.hidden_size
+    for layer, count in Counter(_layers(config)).items():
+        pairs = _pairs(tokens, layer.keys)
+        for name, weights, per_pair in (
+            ("attention_projections", layer.projections, 0),
+            ("attention_scores", 0, layer.per_pair * pairs),
+            ("indexer", layer.indexer, layer.indexer_per_pair * _pairs(tokens, np.inf)),
+            ("mlp", layer.mlp, 0),
+            ("experts", layer.experts, 0),
+        ):
+            parts[name] += 2 * count * (tokens * weights + per_pair)
+    return Breakdown(**parts)
+
+
+def parameters(config: Any) -> Parameters:
+    """How many weights a model has, and how many of them a token is multiplied with.
+
+    Raises:
+        ValueError: the family is unknown, or an attribute that it needs is missing.
+    """
+    config = _language_model(config)
+    layers, head = _layers(config), config.vocab_size * config.hidden_size
+    active = head + sum(layer.active for layer in layers)
+    idle = sum(layer.idle_experts for layer in layers)
+    embedding = 0 if getattr(config, "tie_word_embeddings", False) else head
+    return Parameters(total=active + idle + embedding, active=active)
+
+
+def _pairs(tokens: Float64[np.ndarray, "..."], keys: float) -> Float64[np.ndarray, "..."]:
+    ramp = np.minimum(tokens, keys)
+    pairs: np.ndarray = np.asarray(ramp * (ramp + 1) / 2 + (tokens - ramp) * ramp)
+    return pairs
+
+
+@attrs.frozen(kw_only=True)
+class _Layer:
+    """Weights that a token meets, and multiply-adds for each query and key."""
+
+    projections: int
+    per_pair: int
+    keys: float
+    indexer: int = 0
+    indexer_per_pair: int = 0
+    mlp: int = 0
+    experts: int = 0
+    idle_experts: int = 0
+
+    @property
+    def active(self) -> int:
+        return self.projections + self.indexer + self.mlp + self.experts
+
+
+def _language_model(config: Any) -> Any:
+    config = getattr(config, "text_config", None) or config
+    family = getattr(config, "model_type", "")
+    if family and family not in FAMILIES:
+        raise ValueError(
+            f"config.model_type is {family!r}, whose FLOPs are not known here; expected one of "
+            f"{', '.join(sorted(FAMILIES))}. A transformer that is like one of them can be "
+            "described by any object with its attributes and without a model_type"
+        )
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        _need(config, name)
+    return config
+
+
+def _need(config: Any, *names: str) -> Any:
+    """The first of the attributes that is there: families have different names for one thing."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    raise ValueError(
+        f"config ({type(config).__name__}) has no {' or '.join(names)}, which the FLOPs of "
+        f"{getattr(config, 'model_type', '') or 'such a model'} depend on"
+    )
+
+
+def _layers(config: Any) -> list[_Layer]:
+    return [
+        _Layer(**_attention(config, index), **_feed_forward(config, index))
+        for index in range(config.num_hidden_layers)
+    ]
+
+
+def _attention(config: Any, index: int) -> dict[str, Any]:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    keys = _window(config, index)
+    if getattr(config, "kv_lora_rank", None) is None:
+        size = getattr(config, "head_dim", None) or hidden // heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        return {
+            "projections": 2 * hidden * size * (heads + key_heads),
+            "per_pair": 2 * heads * size,
+            "keys": keys,
+        }
+    latent, rope = config.kv_lora_rank, _need(config, "qk_rope_head_dim")
+    nope, value = _need(config, "qk_nope_head_dim"), _need(config, "v_head_dim")
+    query_latent = getattr(config, "q_lora_rank", None)
+    queries = heads * (nope + rope)
+    result = {
+        "projections": (query_latent * (hidden + queries) if query_latent else hidden * queries)
+        + hidden * (latent + rope)
+        + latent * heads * (nope + value)
+        + heads * value * hidden,
+        "per_pair": heads * (nope + rope + value),
+        "keys": keys,
+    }
+    if getattr(config, "index_topk", None) is not None:
+        result |= {"per_pair": heads * (2 * latent + rope), "keys": float(config.index_topk)}
+        if _runs_indexer(config, index):
+            index_heads, size = _need(config, "index_n_heads"), _need(config, "index_head_dim")
+            # One key for all heads, whose scores are summed with a weight each.
+            result["indexer"] = _need(config, "q_lora_rank") * index_heads * size + hidden * (
+                size + index_heads
+            )
+            result["indexer_per_pair"] = index_heads * (size + 1)
+    return result
+
+
+def _window(config: Any, index: int) -> float:
+    """The most keys that a query of this layer sees."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        slides = getattr(config, "use_sliding_window", True)
+        window = getattr(config, "sliding_window", None) if slides else None
+        return float(window or np.inf)
+    if kinds[index] == "sliding_attention":
+        return float(_need(config, "sliding_window"))
+    if kinds[index] in ("full_attention", "indexed_attention"):
+        return float(np.inf)
+    raise ValueError(
+        f"config.layer_types[{index}] is {kinds[index]!r}, whose FLOPs are not known here; "
+        "expected full_attention, sliding_attention or indexed_attention"
+    )
+
+
+def _runs_indexer(config: Any, index: int) -> bool:
+    """Whether a layer selects keys itself, or shares an earlier layer's (arXiv 2603.12201)."""
+    kinds = getattr(config, "indexer_types", None) or getattr(config, "index_topk_pattern", None)
+    if kinds:
+        return bool(kinds[index] in ("full", "F"))
+    every = getattr(config, "index_topk_freq", None) or 1
+    first = getattr(config, "index_skip_topk_offset", None)
+    return max(index - (2 if first is None else first) + 1, 0) % every == 0
+
+
+def _feed_forward(config: Any, index: int) -> dict[str, int]:
+    """Gated: three matrices, of the dense layer or of each expert."""
+    hidden = config.hidden_size
+    experts = next(
+        (
+            count
+            for name in ("n_routed_experts", "num_local_experts", "num_experts")
+            for count in [getattr(config, name, None)]
+            if count
+        ),
+        0,
+    )
+    if not experts or not _has_experts(config, index):
+        return {"mlp": 3 * hidden * _need(config, "intermediate_size")}
+    expert = 3 * hidden * _need(config, "moe_intermediate_size", "intermediate_size")
+    met = _need(config, "num_experts_per_tok")
+    shared = (getattr(config, "n_shared_experts", None) or 0) * expert
+    if size := getattr(config, "shared_expert_intermediate_size", None):
+        shared = 3 * hidden * size + hidden  # and its gate
+    return {
+        "experts": met * expert + shared + hidden * experts,
+        "idle_experts": (experts - met) * expert,
+    }
+
+
+def _has_experts(config: Any, index: int) -> bool:
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds is not None:
+        return bool(kinds[index] == "sparse")
+    if index in (getattr(config, "mlp_only_layers", None) or ()):
+        return False
+    every = getattr(config, "decoder_sparse_step", None) or 1
+    return index >= (getattr(config, "first_k_dense_replace", None) or 0) and (
+        (index + 1) % every == 0
+    )

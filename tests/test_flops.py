@@ -1,0 +1,261 @@
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from primerl import flops, testing
+
+SPARSE = {"index_topk": 5, "index_n_heads": 2, "index_head_dim": 16}
+SETTINGS = {  # where the tiny model's own are not enough
+    "dots1": {"n_shared_experts": 1},
+    "qwen2_moe": {"shared_expert_intermediate_size": 24},
+    "deepseek_v32": SPARSE,
+    "glm_moe_dsa": SPARSE,
+}
+WINDOWED = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
+# Kimi K2 is DeepSeek V3's architecture, under a name of its own that transformers does not know.
+MODELS = sorted(flops.FAMILIES - {"kimi_k2"})
+
+
+def tiny(family, **settings):
+    model = testing.tiny_model(family, **{**SETTINGS.get(family, {}), **settings})
+    model.set_attn_implementation("eager")
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def counted(model, n):
+    """What torch counts: by part, with attention scores as eager attention computes them."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(n)[None], use_cache=False)
+    parts = dict.fromkeys(("projections", "scores", "indexer", "mlp", "experts", "head"), 0)
+    counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    for name, total in counts.items():
+        words = name.split(".")
+        if words[-1] == "lm_head":
+            parts["head"] += total
+        elif words[-1] == "self_attn":
+            parts["scores"] += total
+        elif words[-1] == "indexer":
+            parts["indexer"] += total
+            parts["scores"] -= total
+        elif words[-1].endswith(("_proj", "_mqa")) and words[-2] == "self_attn":
+            parts["projections"] += total
+            parts["scores"] -= total
+        elif words[-1] in ("mlp", "block_sparse_moe"):
+            module = model.get_submodule(".".join(words[1:]))
+            sparse = hasattr(module, "experts")
+            parts["experts" if sparse else "mlp"] += total
+    assert sum(parts.values()) == counter.get_total_flops()
+    return parts
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_what_a_model_runs_is_what_is_counted(family):
+    model, n = tiny(family), 4  # as many tokens as every window and top-k have keys
+
+    ours, theirs = flops.breakdown(model.config, n), counted(model, n)
+
+    assert ours.attention_projections == theirs["projections"]
+    assert ours.mlp == theirs["mlp"]
+    assert ours.experts == theirs["experts"]
+    assert ours.head == theirs["head"]
+    # Eager attention computes n * n pairs, of which n (n + 1) / 2 are causal.
+    causal = (n + 1) / (2 * n)
+    if family not in ("deepseek_v32", "glm_moe_dsa"):
+        assert ours.attention_scores == theirs["scores"] * causal
+        assert ours.indexer == theirs["indexer"] == 0
+        return
+    # Eager expands keys (8 + 8) and values (8); kernels keep the latent (16), with 8 of position.
+    assert ours.attention_scores == theirs["scores"] * causal * (16 + 8 + 16) / (8 + 8 + 8)
+    scores = 2 * 2 * (16 + 1) * 2  # layers, heads, size and weight, FLOPs
+    assert ours.indexer == theirs["indexer"] - scores * (n * n - n * (n + 1) / 2)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_weights_are_those_of_the_model(family):
+    for tied in (False, True):
+        model = tiny(family, tie_word_embeddings=tied)
+
+        matrices = {
+            id(weight): weight.numel()
+            for name, weight in model.named_parameters()
+            if weight.ndim > 1 and not name.endswith("bias")
+        }
+        assert flops.parameters(model.config).total == sum(matrices.values())
+
+
+@pytest.mark.parametrize("family", [*WINDOWED, "qwen3", "qwen3_moe", "deepseek_v32", "glm_moe_dsa"])
+def test_pairs_are_those_that_have_attention(family):
+    n, heads, size = 12, 4, 8
+    settings = {"sliding_window": 5} if family in WINDOWED else {}
+    model = tiny(family, num_hidden_layers=6, **settings)
+
+    with torch.no_grad():
+        attentions = model(
+            torch.arange(n)[None], output_attentions=True, use_cache=False
+        ).attentions
+
+    seen = sum(int((weights[0, 0] > 0).sum()) for weights in attentions)
+    multiply_adds = 16 + 8 + 16 if family in ("deepseek_v32", "glm_moe_dsa") else 2 * size
+    assert len(attentions) == 6
+    assert flops.breakdown(model.config, n).attention_scores == 2 * heads * multiply_adds * seen
+    assert (seen < 6 * n * (n + 1) / 2) == (family not in ("qwen3", "qwen3_moe"))
+
+
+def test_a_tiny_dense_model_by_hand():
+    config = SimpleNamespace(
+        hidden_size=8, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=16, vocab_size=10,
+    )  # fmt: skip
+
+    parts = flops.breakdown(config, [0, 1, 5])
+
+    # q and o: 8 x 8 each, k and v: 8 x 4 each; two FLOPs, three layers
+    assert parts.attention_projections.tolist() == [0, 2 * 3 * 192, 5 * 2 * 3 * 192]
+    # 2 heads of size 4, for keys and for values, over 1 and over 15 pairs
+    assert parts.attention_scores.tolist() == [0, 2 * 3 * 16, 15 * 2 * 3 * 16]
+    assert parts.mlp.tolist() == [0, 2 * 3 * 384, 5 * 2 * 3 * 384]
+    assert parts.head.tolist() == [0, 2 * 80, 5 * 2 * 80]
+    assert parts.experts.tolist() == parts.indexer.tolist() == [0, 0, 0]
+    assert flops.forward(config, 1) == 2 * (3 * (192 + 16 + 384) + 80)
+    assert flops.training(config, 1) == 3 * flops.forward(config, 1)
+    assert flops.training(config, 1, recompute=True) == 4 * flops.forward(config, 1)
+    assert flops.parameters(config) == flops.Parameters(total=1888, active=1808)
+    many = flops.forward(config, np.array([[1, 2], [3, 4]]))
+    assert many.shape == (2, 2)
+    assert many.dtype == np.float64
+
+
+def test_glm_5_and_5_2_have_their_published_size():
+    glm_5 = flops.parameters(transformers.GlmMoeDsaConfig())
+    shared = transformers.GlmMoeDsaConfig(index_topk_freq=4, index_skip_topk_offset=3)
+    glm_5_2 = flops.parameters(shared)
+
+    assert glm_5.total == pytest.approx(743.911e9, rel=2e-6)
+    assert glm_5_2.total == pytest.approx(743.377e9, rel=2e-6)
+    assert glm_5.active == pytest.approx(40.8e9, rel=1e-3)
+    # 57 of the 78 layers share their keys with one before
+    indexer = 2048 * 32 * 128 + 6144 * (128 + 32)
+    assert glm_5.total - glm_5_2.total == 57 * indexer
+    whole, less = (
+        flops.breakdown(config, 131_072) for config in (transformers.GlmMoeDsaConfig(), shared)
+    )
+    assert less.indexer / whole.indexer == pytest.approx(21 / 78)
+    assert less.attention_scores == whole.attention_scores
+
+
+@pytest.mark.parametrize(
+    ("length", "indexer", "total"), [(32768, 10.5, 114), (65536, 20.9, 125), (131_072, 41.9, 146)]
+)
+def test_glm_5_costs_what_it_is_known_to_cost(length, indexer, total):
+    """In GFLOPs for each token, forward."""
+    config = transformers.GlmMoeDsaConfig()
+
+    parts = flops.breakdown(config, length)
+
+    giga = 1e9 * length
+    weights = 2 * flops.parameters(config).active
+    assert weights == pytest.approx(81.7e9, rel=1e-3)
+    # 2048 keys for all but the first tokens, which have fewer
+    assert 0.96 * 22.2 < parts.attention_scores / giga < 22.2
+    # the known figure leaves out the weights that sum the heads' scores, one in 128
+    scores = parts.indexer / giga - 2 * 78 * 9_371_648 / 1e9
+    assert scores == pytest.approx(indexer * 129 / 128, rel=5e-3)
+    assert parts.total / giga == pytest.approx(total, rel=5e-3)
+    assert flops.training(config, length) == 3 * parts.total - 2 * parts.indexer
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        {"indexer_types": ["full", "full", "shared", "full"]},
+        {"index_topk_pattern": "FFSF"},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 3},
+    ],
+)
+def test_layers_that_share_their_keys_have_no_indexer(share):
+    settings = {
+        **vars(tiny("glm_moe_dsa", num_hidden_layers=4).config),
+        "indexer_types": None,
+        **share,
+    }
+    plain = SimpleNamespace(**settings, model_type="glm_moe_dsa")
+    every = SimpleNamespace(**{**settings, "index_topk_freq": 1, "indexer_types": ["full"] * 4})
+
+    ours = flops.breakdown(plain, 9).indexer
+
+    assert ours == flops.breakdown(every, 9).indexer * 3 / 4
+
+
+def test_latent_queries_may_be_projected_at_once():
+    config = tiny("deepseek_v3", q_lora_rank=None)
+
+    assert (
+        flops.breakdown(config.config, 4).attention_projections == counted(config, 4)["projections"]
+    )
+
+
+def test_experts_in_some_layers_only():
+    every_other = tiny("qwen3_moe", num_hidden_layers=3, decoder_sparse_step=2)
+    first_dense = tiny("qwen3_moe", num_hidden_layers=4, mlp_only_layers=[0])
+
+    for model in (every_other, first_dense):
+        parts, theirs = flops.breakdown(model.config, 6), counted(model, 6)
+        assert (parts.mlp, parts.experts) == (theirs["mlp"], theirs["experts"])
+        assert parts.mlp > 0
+
+
+def test_a_window_that_is_switched_off_is_none():
+    config = tiny("qwen3").config
+    raw = {**vars(config), "layer_types": None, "sliding_window": 3}
+
+    off = SimpleNamespace(**{**raw, "use_sliding_window": False})
+    on = SimpleNamespace(**{**raw, "use_sliding_window": True})
+
+    assert flops.forward(off, 9) == flops.forward(config, 9) > flops.forward(on, 9)
+
+
+def test_a_config_with_a_language_model_in_it_is_that_one():
+    text = tiny("deepseek_v3").config
+
+    assert flops.forward(SimpleNamespace(text_config=text), 7) == flops.forward(text, 7)
+    assert flops.forward(SimpleNamespace(**vars(text), model_type="kimi_k2"), 7) > 0
+
+
+def test_what_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="config.model_type is 'mamba', whose FLOPs are not known"):
+        flops.forward(transformers.MambaConfig(), 5)
+    config = vars(tiny("qwen3").config)
+    linear = SimpleNamespace(**{**config, "layer_types": ["full_attention", "linear_attention"]})
+    with pytest.raises(ValueError, match=r"layer_types\[1\] is 'linear_attention', whose FLOPs"):
+        flops.forward(linear, 5)
+    for name in ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"):
+        without = SimpleNamespace(**{**config, name: None})
+        with pytest.raises(ValueError, match=f"has no {name}, which the FLOPs"):
+            flops.parameters(without)
+    latent = SimpleNamespace(**{**config, "kv_lora_rank": 4})
+    with pytest.raises(ValueError, match="has no qk_rope_head_dim"):
+        flops.forward(latent, 5)
+    experts = SimpleNamespace(**{**config, "num_experts": 4})
+    with pytest.raises(ValueError, match="has no num_experts_per_tok"):
+        flops.forward(experts, 5)
+
+
+@pytest.mark.parametrize("lengths", [-1, [3, -2], 2.5, [1.0, float("nan")], float("inf"), "12"])
+def test_lengths_that_are_none_are_refused(lengths):
+    with pytest.raises(ValueError, match="lengths is .*; expected whole numbers, at least 0"):
+        flops.forward(tiny("llama").config, lengths)
+
+
+def test_it_loads_neither_torch_nor_transformers():
+    code = (
+        "import sys; from primerl import flops; "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

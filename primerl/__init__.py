@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         filters as filters,
     )
     from primerl import (
+        flops as flops,
+    )
+    from primerl import (
         loss as loss,
     )
     from primerl import (
@@ -49,6 +52,7 @@ __version__ = "0.1.0"
 __all__ = [
     "advantage",
     "filters",
+    "flops",
     "loss",
     "packing",
     "parallel",

@@ -223,31 +223,8 @@ def areal(episodes, x, held):
 
 
 @advantage.of_rewards
-def standardized(rewards):
-    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-
-
-@advantage.of_rewards
-def leave_one_out(rewards):
-    return (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1))
-
-
-@advantage.of_rewards
-def over_the_mean(rewards):
-    return (rewards - rewards.mean()) / rewards.mean()
-
-
-@advantage.of_rewards
 def the_rewards(rewards):
     return rewards
-
-
-def whitened(samples):
-    trained = np.concatenate([s.advantages[s.loss_mask] for s in samples]).astype(float)
-    return [
-        attrs.evolve(s, advantages=(s.advantages - trained.mean()) / (trained.std() + 1e-8))
-        for s in samples
-    ]
 
 
 def as_it_is(samples):
@@ -289,7 +266,12 @@ def on_policy(x, b):
 
 # Algorithm: the paper's objective; estimator and what follows it; the loss of a batch, by parts.
 ALGORITHMS = {
-    "GRPO": (grpo, standardized, as_it_is, lambda x, b, s: s.sequence_mean(with_k3(x, b))),
+    "GRPO": (
+        grpo,
+        advantage.standardized,
+        as_it_is,
+        lambda x, b, s: s.sequence_mean(with_k3(x, b)),
+    ),
     "Dr. GRPO": (
         dr_grpo,
         advantage.centered,
@@ -300,7 +282,7 @@ ALGORITHMS = {
     ),
     "DAPO": (
         dapo,
-        standardized,
+        advantage.standardized,
         as_it_is,
         lambda x, b, s: s.token_mean(
             loss.clipped(x, b.behavior_logprobs, b.advantages, clip_low=0.2, clip_high=0.28)[0]
@@ -308,7 +290,7 @@ ALGORITHMS = {
     ),
     "GSPO": (
         gspo,
-        standardized,
+        advantage.standardized,
         as_it_is,
         lambda x, b, s: s.sequence_mean(
             loss.gspo(
@@ -324,7 +306,7 @@ ALGORITHMS = {
     ),
     "CISPO": (
         cispo,
-        standardized,
+        advantage.standardized,
         as_it_is,
         lambda x, b, s: s.token_mean(
             loss.cispo(x, b.behavior_logprobs, b.advantages, clip_high=0.3)[0]
@@ -346,19 +328,19 @@ ALGORITHMS = {
     ),
     "RLOO": (
         rloo,
-        leave_one_out,
+        advantage.leave_one_out,
         as_it_is,
         lambda x, b, s: s.fixed_length_mean(on_policy(x, b), 1),
     ),
     "REINFORCE++": (
         reinforce_pp,
         the_rewards,
-        whitened,
+        advantage.whitened,
         lambda x, b, s: s.token_mean(loss.clipped(x, b.behavior_logprobs, b.advantages)[0]),
     ),
     "MaxRL": (
         max_rl,
-        over_the_mean,
+        advantage.max_rl,
         as_it_is,
         lambda x, b, s: s.fixed_length_mean(on_policy(x, b), MAX_TOKENS),
     ),
@@ -373,7 +355,7 @@ ALGORITHMS = {
     ),
     "GRPO, decoupled, TIS": (
         tis_grpo,
-        standardized,
+        advantage.standardized,
         as_it_is,
         lambda x, b, s: s.sequence_mean(
             loss.token_tis(s.proximal, b.behavior_logprobs, cap=1.2)
@@ -382,7 +364,7 @@ ALGORITHMS = {
     ),
     "decoupled PPO": (
         areal,
-        standardized,
+        advantage.standardized,
         as_it_is,
         lambda x, b, s: s.token_mean(
             loss.decoupled(x, b.behavior_logprobs, b.advantages, s.proximal)[0]

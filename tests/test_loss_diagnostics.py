@@ -236,6 +236,20 @@ def test_a_nan_of_the_trainer_is_seen():
     assert figures["off_policy_kl/1"] > 0
 
 
-def test_a_negative_bound_of_staleness_is_refused():
-    with pytest.raises(ValueError, match="max_staleness=-1: expected at least 0"):
-        loss.token_statistics(*by_hand(), version=3, max_staleness=-1)
+@pytest.mark.parametrize("bound", [0, -1])
+def test_a_bound_of_staleness_that_would_mix_numerics_and_policy_is_refused(bound):
+    with pytest.raises(ValueError, match=f"max_staleness={bound}: expected at least 1"):
+        loss.token_statistics(*by_hand(), version=3, max_staleness=bound)
+
+
+def test_by_default_eight_steps_are_told_apart():
+    logprobs, behavior, mask = torch.zeros(12), -torch.ones(12), torch.ones(12, dtype=torch.bool)
+    versions = 20 - torch.arange(12, dtype=torch.int32)
+
+    sums = loss.token_statistics(logprobs, behavior, mask, versions, version=20)
+
+    assert sums["kl_by_staleness"][:, 1].tolist() == [1, 1, 1, 1, 1, 1, 1, 1, 4]
+
+
+def test_a_single_number_passes_through_the_summary():
+    assert loss.summarize({"loss": torch.tensor(0.25)}) == {"loss": 0.25}

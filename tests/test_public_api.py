@@ -26,6 +26,14 @@ EXPORTS = {
         "whitened",
     ],
     "primerl.filters": ["completed", "fluent", "has_signal", "reward_in", "within_tokens"],
+    "primerl.flops": [
+        "Breakdown",
+        "Parameters",
+        "breakdown",
+        "forward",
+        "parameters",
+        "training",
+    ],
     "primerl.loss": [
         "cispo",
         "clipped",

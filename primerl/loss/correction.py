@@ -169,7 +169,7 @@ def veto(
     r = token_ratio(logprobs, behavior_logprobs.where(loss_mask, 0.0)).detach()
     vetoes, _ = sequence_sums((r < threshold).double(), loss_mask, sequence_ids, all_sum=all_sum)
     kept = (vetoes == 0).to(r.dtype)[sequence_ids]
-    return kept.where(r.isfinite(), r)
+    return kept.where(r.isfinite() | ~loss_mask, r)
 
 
 def _product(

@@ -57,8 +57,7 @@ def bins(
 
     fitted = _best_fit(tokens, max_tokens)
     steps = int(fitted.max()) // ranks + 1
-    _feed_empty(fitted, tokens, steps * ranks)
-    plans = [fitted]
+    plans = [_fed(fitted, tokens, steps * ranks), fitted]
     for spread in (True, False) if ranks > 1 else ():  # a rank alone waits for nobody
         balanced = _balance(tokens, costs, max_tokens, ranks, steps, spread)
         if balanced is not None:
@@ -111,7 +110,7 @@ def _costs(
     if len(tokens) > 1:  # an array of one is too easily taken for a number
         try:
             costs = np.asarray(cost(tokens), np.float64)
-        except Exception:  # it takes one length, or will say itself below what is wrong
+        except (TypeError, ValueError):  # it takes one length, or will say below what is wrong
             costs = None
     if costs is None or costs.shape != tokens.shape:
         costs = np.array([float(cost(length)) for length in tokens.tolist()])
@@ -141,20 +140,24 @@ def _best_fit(tokens: Int64[np.ndarray, " n"], max_tokens: int) -> Int64[np.ndar
     return np.array(numbers, np.int64)
 
 
-def _feed_empty(plan: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"], size: int) -> None:
-    """Give empty micro-batches, in place, half the samples of the one that has most tokens."""
+def _fed(
+    plan: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"], size: int
+) -> Int64[np.ndarray, " n"]:
+    """The same plan, but empty micro-batches get half the samples of the one with most tokens."""
+    plan = plan.copy()
     counts = np.bincount(plan, minlength=size)
     held = np.bincount(plan, tokens, minlength=size)
     for number in range(int(plan.max()) + 1, size):
         donor = int(np.where(counts > 1, held, -1.0).argmax())
         if counts[donor] < 2:
-            return
+            break
         members = np.flatnonzero(plan == donor)
         given = members[len(members) // 2 :]
         plan[given] = number
         for changed, sign in ((donor, -1), (number, 1)):
             counts[changed] += sign * len(given)
             held[changed] += sign * tokens[given].sum()
+    return plan
 
 
 def _balance(

@@ -11,7 +11,8 @@ averaging are the caller's choice, by ``token_mean``.
 """
 
 from primerl.loss.diagnostics import mismatch_kl
-from primerl.loss.logprobs import model_logprobs, token_logprobs
+from primerl.loss.linear_head import linear_logprobs
+from primerl.loss.logprobs import model_logprobs, model_logprobs_and_entropy, token_logprobs
 from primerl.loss.ratio import token_ratio
 from primerl.loss.reduction import token_mean
 from primerl.loss.surrogate import clipped, dppo
@@ -19,8 +20,10 @@ from primerl.loss.surrogate import clipped, dppo
 __all__ = [
     "clipped",
     "dppo",
+    "linear_logprobs",
     "mismatch_kl",
     "model_logprobs",
+    "model_logprobs_and_entropy",
     "token_logprobs",
     "token_mean",
     "token_ratio",

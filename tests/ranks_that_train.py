@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from primerl import loss, packing, parallel, testing, weights
+from primerl.loss import linear_head
 from primerl.types import NOT_SAMPLED, TrainingSample
 
 LENGTHS = [5, 17, 9, 3, 30, 12, 2, 8, 21, 4]
@@ -89,6 +90,21 @@ def samples():
     return made
 
 
+def packed_for(world_size):
+    """Each rank's micro-batches; in the last of them one rank alone has a row to train."""
+    many = packing.pack(samples(), max_tokens=30, ranks=world_size)
+    one = packing.pack(samples()[:1], max_tokens=30, ranks=world_size)
+    return [[*of_rank, *last] for of_rank, last in zip(many, one, strict=True)]
+
+
+HEADS = []  # of each forward pass: the rows and the shape of the weight that stood in for the head
+
+
+def recorded(hidden, weight, labels, *, rows, **options):
+    HEADS.append((int(rows.sum()), list(weight.shape), type(weight).__name__))
+    return linear_head.linear_logprobs(hidden, weight, labels, rows=rows, **options)
+
+
 def train(model, packed, *, is_first):
     """The loss and gradient norm of a few steps of SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -98,8 +114,11 @@ def train(model, packed, *, is_first):
         trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
         total = torch.zeros(())
         for b in batches:
-            logprobs = loss.model_logprobs(model, b.token_ids, b.position_ids, b.labels)
+            logprobs, entropy = loss.model_logprobs_and_entropy(
+                model, b.token_ids, b.position_ids, b.labels, rows=b.loss_mask
+            )
             per_token, _ = loss.dppo(logprobs, b.behavior_logprobs, b.advantages)
+            per_token = per_token - 0.01 * entropy
             mean = loss.token_mean(per_token, b.loss_mask, denom=trained)
             mean.backward()
             total += mean.detach()
@@ -139,8 +158,11 @@ def family(kind, config, world, reference, folder):
         found["sent"] = sorted(engine.taken)
         found["names"] = names
         found["sent_exactly"] = all(torch.equal(engine.taken[n], before[n]) for n in engine.taken)
-    packed = packing.pack(samples(), max_tokens=30, ranks=world.world_size)
+    packed = packed_for(world.world_size)
+    HEADS.clear()
     found["history"] = train(model, packed, is_first=world.is_first)
+    found["heads"] = list(HEADS)
+    found["head_shape"] = list(before["lm_head.weight"].shape)
     transport.publish(1)
     head = model.get_output_embeddings().weight
     found["tied"] = head is model.get_input_embeddings().weight
@@ -178,13 +200,14 @@ class Shares(nn.Module):
 
 def main(folder):
     torch.set_num_threads(1)
+    loss.logprobs.linear_logprobs = recorded
     world = parallel.process_group(timeout_s=120)
     references = {}
     if world.is_first:
-        (packed,) = packing.pack(samples(), max_tokens=4096, ranks=1)
+        packed = packed_for(1)
         for kind, config in FAMILIES.items():
             model = testing.tiny_model(kind.split(",")[0], seed=0, **config)
-            references[kind] = alone(model, [packed])
+            references[kind] = alone(model, packed)
     found = {}
     with world:
         sent = None

@@ -192,7 +192,14 @@ def used_twice(logits, weight):
     return logits
 
 
-@pytest.mark.parametrize("treat", [written_in_place, used_further, used_twice])
+def multiplied_elsewhere(logits, weight):
+    """The head's weight multiplies something that is no row of tokens."""
+    return logits * F.linear(weight[:3], weight).mean()
+
+
+@pytest.mark.parametrize(
+    "treat", [written_in_place, used_further, used_twice, multiplied_elsewhere]
+)
 def test_whatever_else_is_done_with_a_head_its_logits_are_right(treat):
     compare_with_logits(WithHead(treat))
 

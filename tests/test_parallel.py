@@ -74,6 +74,18 @@ def test_three_ranks_train_as_one_process_does(found, kind):
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
+def test_the_logits_of_a_sharded_model_are_not_held_and_a_rank_may_train_no_row(found, kind):
+    """Each forward pass gathers the whole head, whose product linear_logprobs then replaces."""
+    for one in found:
+        assert len(one[kind]["heads"]) == 3 * found[0][kind]["micro_batches"]
+        assert {(*shape, of) for _, shape, of in one[kind]["heads"]} == {
+            (*one[kind]["head_shape"], "Parameter")
+        }
+    rows = [[rows for rows, _, _ in one[kind]["heads"]] for one in found]
+    assert any(0 in step and max(step) > 0 for step in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_each_parameter_is_held_once_over_all_ranks(found, kind):
     assert found[0][kind]["shares"] == 1.0
 

@@ -14,6 +14,7 @@ from primerl.loss.linear_head import FLOOR, check_rows, linear_logprobs
 from primerl.loss.packed_attention import attend_by_document, document_bounds
 from primerl.loss.ratio import upcast
 
+Score = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # Models found to do more with their logits than return them, such as to scale or to cap them.
 _MODELS_THAT_NEED_LOGITS: WeakSet[nn.Module] = WeakSet()
 
@@ -121,11 +122,11 @@ def _score(
     vocabulary, tokens = config.get_text_config().vocab_size, inputs["input_ids"].squeeze(0)
     check_rows(labels, temperature, rows, like=tokens, name="token_ids", vocabulary=vocabulary)
 
-    def score(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def in_place_of_logits(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return linear_logprobs(hidden, weight, labels, temperature=temperature, rows=rows)
 
     if model not in _MODELS_THAT_NEED_LOGITS:
-        with _InPlaceOfHead(model, score) as stand_in:
+        with _InPlaceOfHead(model, len(tokens), in_place_of_logits) as stand_in:
             logits = model(**inputs).logits
         if stand_in.is_all_of(logits):
             logprobs, entropy = logits.squeeze(0).unbind(-1)
@@ -138,34 +139,33 @@ def _score(
 
 
 class _InPlaceOfHead(TorchFunctionMode):
-    """While a model runs, ``score(hidden, weight)`` in place of its head's logits.
+    """While a model runs on t tokens, ``score(hidden, weight)`` in place of its head's logits.
 
     The head's product is replaced within the model's forward pass, where a sharded weight is
     gathered. Its place is taken by a tensor ``[1, t, 2]``; ``is_all_of`` tells whether the model
     returned just that as its logits, or did anything else with it.
     """
 
-    def __init__(
-        self, model: nn.Module, score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    ) -> None:
+    def __init__(self, model: nn.Module, tokens: int, score: Score) -> None:
         super().__init__()
         find_head: Callable[[], Any] = model.get_output_embeddings  # type: ignore[assignment]
-        self.head, self.score = find_head(), score
+        self.head, self.tokens, self.score = find_head(), tokens, score
         self.outputs: list[Tensor] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.linear and self._is_of_head(*args, **(kwargs or {})):
-            scored = self.score(args[0].squeeze(0), args[1])
-            self.outputs.append(torch.stack(scored, dim=-1).unsqueeze(0))
+            both = self.score(args[0].squeeze(0), args[1])
+            self.outputs.append(torch.stack([x.unsqueeze(0) for x in both], dim=-1))  # no view
             return self.outputs[-1]
         return func(*args, **(kwargs or {}))
 
-    def _is_of_head(self, _: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    def _is_of_head(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         # A compiled graph would keep this call's labels, so what is traced has the plain product.
         plain = isinstance(self.head, nn.Linear) and not torch.compiler.is_compiling()
-        return plain and weight is self.head.weight and bias is None
+        of_head = plain and weight is self.head.weight and bias is None
+        return of_head and x.shape[:-1] == (1, self.tokens)
 
     def is_all_of(self, logits: Tensor) -> bool:
         return (

@@ -204,6 +204,32 @@ def test_whatever_else_is_done_with_a_head_its_logits_are_right(treat):
     compare_with_logits(WithHead(treat))
 
 
+class WithAdapter(torch.nn.Module):
+    """A head and a low-rank addition, as adapters wrap a linear layer."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+        self.down = torch.nn.Linear(32, 2, bias=False)
+        self.up = torch.nn.Linear(2, 64, bias=False)
+
+    @property
+    def weight(self):
+        return self.head.weight
+
+    def forward(self, x):
+        return self.head(x) + self.up(self.down(x))
+
+
+def test_a_head_with_an_adapter_keeps_its_logits(heads_seen):
+    model = testing.tiny_model("llama")
+    model.set_output_embeddings(WithAdapter(model.lm_head))
+
+    compare_with_logits(model)
+
+    assert heads_seen == []
+
+
 def test_logits_are_never_held():
     """Neither forward nor backward, with a vocabulary that dwarfs all else."""
     model = testing.tiny_model("llama", vocab_size=50_000, max_position_embeddings=32)

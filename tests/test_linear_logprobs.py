@@ -132,7 +132,7 @@ def test_gradcheck_of_both_outputs(small_tiles, chunk_tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("chunk_tokens", [64, 4096])
+@pytest.mark.parametrize("chunk_tokens", [4, 4096])
 def test_half_precision_is_no_worse_than_with_logits(dtype, chunk_tokens):
     """Errors against float64, of the values and of both gradients."""
     hidden, weight, labels = problem(256, 3000, 64, dtype=dtype)
@@ -249,8 +249,11 @@ def test_autocast_computes_the_product_as_it_would_that_of_a_linear_layer():
 
     with torch.autocast("cpu", torch.bfloat16):
         ours = loss.linear_logprobs(hidden, weight, labels)
+        unchanged = loss.linear_logprobs(hidden.double(), weight.double(), labels)
 
     torch.testing.assert_close(ours, half, atol=1e-5, rtol=1e-5)
+    assert {x.dtype for x in ours} == {torch.float32}
+    torch.testing.assert_close(unchanged, naive(hidden.double(), weight.double(), labels))
     assert [x.dtype for x in gradients(ours, (hidden, weight))] == [torch.float32] * 2
 
 
@@ -269,6 +272,20 @@ def test_no_more_than_a_tile_of_logits_is_held():
         sum(loss.linear_logprobs(hidden, weight, labels, chunk_tokens=128)).sum().backward()
 
     assert max(sizes) <= linear_head.CPU_TILE < 512 * 9000
+
+
+def test_at_most_chunk_tokens_rows_are_computed_at_once(small_tiles, monkeypatch):
+    hidden, weight, labels = problem(50, 300, 4)
+    shapes, matmul = [], linear_head._matmul
+
+    def recorded(a, b, dtype):
+        shapes.append((len(a), b.shape[1]))
+        return matmul(a, b, dtype)
+
+    monkeypatch.setattr(linear_head, "_matmul", recorded)
+    loss.linear_logprobs(hidden, weight, labels, chunk_tokens=16)
+
+    assert sorted(set(shapes)) == [(2, 44), (2, 128), (16, 44), (16, 128)]
 
 
 HIDDEN, WEIGHT, LABELS = torch.zeros(4, 3), torch.zeros(9, 3), torch.zeros(4, dtype=torch.int64)

@@ -53,7 +53,7 @@ def linear_logprobs(
     _check_head(hidden, weight, chunk_tokens)
     check_rows(labels, temperature, rows, like=hidden, name="hidden", vocabulary=len(weight))
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):  # as it would treat the product of the two
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:  # as for F.linear
         hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
     divisor = None
     if isinstance(temperature, Tensor) or temperature != 1:
@@ -62,10 +62,9 @@ def linear_logprobs(
     if rows is not None:
         hidden, labels = hidden[rows], labels[rows]
         divisor = None if divisor is None else divisor[rows]
-    with torch.autocast(device, enabled=False):
-        logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, labels, divisor, chunk_tokens
-        )
+    logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, divisor, chunk_tokens
+    )
     if rows is not None:
         nothing = logprobs.new_zeros(rows.shape)
         logprobs, entropy = (nothing.masked_scatter(rows, x) for x in (logprobs, entropy))

@@ -133,7 +133,7 @@ def test_gradcheck_of_both_outputs(small_tiles, chunk_tokens):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunk_tokens", [4, 4096])
-def test_half_precision_is_no_worse_than_with_logits(dtype, chunk_tokens):
+def test_half_precision_is_no_worse_than_with_logits(small_tiles, dtype, chunk_tokens):
     """Errors against float64, of the values and of both gradients."""
     hidden, weight, labels = problem(256, 3000, 64, dtype=dtype)
     with torch.no_grad():

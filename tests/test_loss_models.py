@@ -153,6 +153,17 @@ def test_models_that_scale_or_cap_their_logits_keep_them(heads_seen, family):
     assert len(heads_seen) == 1  # the first call finds out, and the second knows
 
 
+def test_without_rows_all_are_scored_from_logits_too():
+    model = testing.tiny_model("granite", logits_scaling=4.0)
+    _, token_ids, position_ids, _ = packed([6])
+    labels = torch.tensor([0, 1, 2, 0, 63, 5])
+
+    logprobs = loss.model_logprobs(model, token_ids, position_ids, labels, temperature=0.7)
+
+    logits = model(input_ids=token_ids.unsqueeze(0)).logits[0]
+    torch.testing.assert_close(logprobs, (logits / 0.7).log_softmax(-1)[range(6), labels])
+
+
 def test_a_head_with_a_bias_keeps_its_logits(heads_seen):
     compare_with_logits(testing.tiny_model("phi"))
 
@@ -202,6 +213,16 @@ def multiplied_elsewhere(logits, weight):
 )
 def test_whatever_else_is_done_with_a_head_its_logits_are_right(treat):
     compare_with_logits(WithHead(treat))
+
+
+def test_a_head_used_before_the_end_keeps_its_logits():
+    model = testing.tiny_model("llama", tie_word_embeddings=True)
+
+    def mixed(norm, arguments, hidden):
+        return hidden + 0.1 * F.linear(hidden, model.lm_head.weight).mean(-1, keepdim=True)
+
+    model.model.norm.register_forward_hook(mixed)
+    compare_with_logits(model)
 
 
 class WithAdapter(torch.nn.Module):

@@ -168,11 +168,9 @@ class _InPlaceOfHead(TorchFunctionMode):
         return of_head and x.shape[:-1] == (1, self.tokens)
 
     def is_all_of(self, logits: Tensor) -> bool:
-        return (
-            len(self.outputs) == 1
-            and logits is self.outputs[0]
-            and logits._version == 0  # not written to in place
-        )
+        # The first of them: a model that used the head before has computed with a stand-in.
+        untouched = logits._version == 0  # not written to in place
+        return bool(self.outputs) and logits is self.outputs[0] and untouched
 
 
 def _score_logits(

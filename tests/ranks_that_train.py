@@ -1,6 +1,7 @@
 """Run by torchrun in tests/test_parallel.py: every check once, on all ranks; rank 0 reports."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from primerl import loss, packing, parallel, testing, weights
+from primerl.loss import linear_head
 from primerl.types import NOT_SAMPLED, TrainingSample
 
 LENGTHS = [5, 17, 9, 3, 30, 12, 2, 8, 21, 4]
@@ -89,6 +91,21 @@ def samples():
     return made
 
 
+def packed_for(world_size):
+    """Each rank's micro-batches; in the last of them one rank alone has a row to train."""
+    many = packing.pack(samples(), max_tokens=30, ranks=world_size)
+    one = packing.pack(samples()[:1], max_tokens=30, ranks=world_size)
+    return [[*of_rank, *last] for of_rank, last in zip(many, one, strict=True)]
+
+
+HEADS = []  # of each forward pass: the rows and the shape of the weight that stood in for the head
+
+
+def recorded(hidden, weight, labels, *, rows, **options):
+    HEADS.append((int(rows.sum()), list(weight.shape), type(weight).__name__))
+    return linear_head.linear_logprobs(hidden, weight, labels, rows=rows, **options)
+
+
 def train(model, packed, *, is_first):
     """The loss and gradient norm of a few steps of SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -98,8 +115,11 @@ def train(model, packed, *, is_first):
         trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
         total = torch.zeros(())
         for b in batches:
-            logprobs = loss.model_logprobs(model, b.token_ids, b.position_ids, b.labels)
+            logprobs, entropy = loss.model_logprobs_and_entropy(
+                model, b.token_ids, b.position_ids, b.labels, rows=b.loss_mask
+            )
             per_token, _ = loss.dppo(logprobs, b.behavior_logprobs, b.advantages)
+            per_token = per_token - 0.01 * entropy
             mean = loss.token_mean(per_token, b.loss_mask, denom=trained)
             mean.backward()
             total += mean.detach()
@@ -139,8 +159,11 @@ def family(kind, config, world, reference, folder):
         found["sent"] = sorted(engine.taken)
         found["names"] = names
         found["sent_exactly"] = all(torch.equal(engine.taken[n], before[n]) for n in engine.taken)
-    packed = packing.pack(samples(), max_tokens=30, ranks=world.world_size)
+    packed = packed_for(world.world_size)
+    HEADS.clear()
     found["history"] = train(model, packed, is_first=world.is_first)
+    found["heads"] = list(HEADS)
+    found["head_shape"] = list(before["lm_head.weight"].shape)
     transport.publish(1)
     head = model.get_output_embeddings().weight
     found["tied"] = head is model.get_input_embeddings().weight
@@ -167,6 +190,35 @@ def refusal(call):
     return None
 
 
+def guarded(world):
+    """Updates of a sharded model in which one rank meets a NaN, in its loss or in its gradient."""
+    model = parallel.shard(testing.tiny_model("llama", seed=0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = parallel.UpdateGuard(on_nonfinite="skip")
+    allowed, moved = [], []
+    for bad_loss, bad_gradient in [(None, None), (1, None), (None, 2), (None, None)]:
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        logprobs = loss.model_logprobs(
+            model, torch.tensor([5, 6, 7]), torch.arange(3), torch.tensor([6, 7, 8])
+        )
+        (logprobs.sum() * (math.nan if world.rank == bad_gradient else 1.0)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        allowed.append(guard.allows(math.nan if world.rank == bad_loss else 0.0, norm))
+        if allowed[-1]:
+            optimizer.step()
+        optimizer.zero_grad()
+        after = [parameter.to_local() for parameter in model.parameters()]
+        moved.append(any(not torch.equal(x, y) for x, y in zip(before, after, strict=True)))
+    stopping = parallel.UpdateGuard(on_nonfinite="stop")
+    try:
+        stopping.allows(math.inf if world.rank == 1 else 0.0, 1.0)
+    except RuntimeError as error:
+        stopped = str(error)
+    by_name = {"b": torch.tensor([1.0, world.rank]), "a": torch.tensor(world.rank)}
+    sums = {name: total.tolist() for name, total in parallel.all_sum(by_name).items()}
+    return [allowed, moved, guard.skipped, stopped, sums]
+
+
 class Shares(nn.Module):
     """Two layers with one weight."""
 
@@ -178,13 +230,14 @@ class Shares(nn.Module):
 
 def main(folder):
     torch.set_num_threads(1)
+    loss.logprobs.linear_logprobs = recorded
     world = parallel.process_group(timeout_s=120)
     references = {}
     if world.is_first:
-        (packed,) = packing.pack(samples(), max_tokens=4096, ranks=1)
+        packed = packed_for(1)
         for kind, config in FAMILIES.items():
             model = testing.tiny_model(kind.split(",")[0], seed=0, **config)
-            references[kind] = alone(model, [packed])
+            references[kind] = alone(model, packed)
     found = {}
     with world:
         sent = None
@@ -213,6 +266,7 @@ def main(folder):
         misplaced = [] if world.is_first else [Engine()]
         found["engines"] = refusal(lambda: weights.SharedMemory(nn.Linear(2, 2), *misplaced))
         found["shared"] = refusal(lambda: parallel.shard(Shares()))
+        found["guarded"] = guarded(world)
         for kind, config in FAMILIES.items():
             found[kind] = family(kind, config, world, references.get(kind), folder)
     (folder / f"found-{world.rank}.json").write_text(json.dumps(found))

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from primerl import loss, testing
+from primerl.loss import linear_head, logprobs
 
 LENGTHS = [5, 1, 9, 5, 12]
 
@@ -52,26 +54,245 @@ def test_each_row_may_have_its_own_temperature():
     torch.testing.assert_close(both, torch.cat([cold[:4], warm[4:]]))
 
 
+class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+    """The number of elements of each tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        leaves = torch.utils._pytree.tree_leaves(out)
+        self.sizes.extend(x.numel() for x in leaves if isinstance(x, torch.Tensor))
+        return out
+
+
 def test_no_square_mask_is_built():
     """Attention sees a document at a time, so no score matrix spans the pack."""
     model = testing.tiny_model("llama", max_position_embeddings=32)
     _, token_ids, position_ids, labels = packed([8] * 64)
-    sizes = []
 
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            sizes.extend(
-                x.numel()
-                for x in torch.utils._pytree.tree_leaves(out)
-                if isinstance(x, torch.Tensor)
-            )
-            return out
-
-    with Sizes():
+    with Sizes() as made:
         loss.model_logprobs(model, token_ids, position_ids, labels)
 
-    assert max(sizes) < len(token_ids) ** 2 / 4
+    assert max(made.sizes) < len(token_ids) ** 2 / 4
+
+
+def with_logits(model, documents, labels, temperature, rows):
+    """The reference: transformers' own attention and logits, one document at a time."""
+    model.set_attn_implementation("eager")
+    logits = [model(input_ids=document.unsqueeze(0)).logits[0] for document in documents]
+    log_p = (torch.cat(logits) / temperature.unsqueeze(-1)).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    of_labels = log_p.gather(-1, labels.clamp(0, 63).unsqueeze(-1)).squeeze(-1)
+    return of_labels.where(rows, 0.0), entropy.where(rows, 0.0)
+
+
+def compare_with_logits(model):
+    """Logprobs, entropies and the gradients of both, each row at its own temperature."""
+    documents, token_ids, position_ids, labels = packed()
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.rand(len(labels), generator=generator) < 0.6
+    temperature = 0.5 + torch.rand(len(labels), generator=generator)
+    advantages = torch.randn(len(labels), generator=generator)
+    labels[~rows] = -100
+    pack = token_ids, position_ids, labels
+    parameters = list(model.parameters())
+
+    def gradient(logprobs, entropy):
+        total = (advantages * logprobs).sum() + 0.5 * (advantages.flip(0) * entropy).sum()
+        return torch.autograd.grad(total, parameters, allow_unused=True)
+
+    options = {"temperature": temperature, "rows": rows}
+    only = loss.model_logprobs(model, *pack, **options)
+    ours = loss.model_logprobs_and_entropy(model, *pack, **options)
+    of_ours = gradient(*ours)
+    theirs = with_logits(model, documents, labels, temperature, rows)
+
+    torch.testing.assert_close(only, theirs[0], atol=3e-6, rtol=0)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, atol=3e-6, rtol=0)
+    for mine, other in zip(of_ours, gradient(*theirs), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.fixture
+def heads_seen(monkeypatch):
+    """The hidden states that linear_logprobs was given in place of the models' heads."""
+    seen = []
+
+    def recorded(hidden, *arguments, **options):
+        seen.append(hidden)
+        return linear_head.linear_logprobs(hidden, *arguments, **options)
+
+    monkeypatch.setattr(logprobs, "linear_logprobs", recorded)
+    return seen
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_without_the_logits_as_with_them(heads_seen, family, tied):
+    compare_with_logits(testing.tiny_model(family, tie_word_embeddings=tied))
+
+    assert len(heads_seen) == 2  # in each of the two calls
+    assert all(hidden.shape == (sum(LENGTHS), 32) for hidden in heads_seen)
+
+
+OTHER_HEADS = {
+    "granite": {"logits_scaling": 4.0},
+    "gemma2": {"final_logit_softcapping": 2.0, "attn_logit_softcapping": None},
+    "cohere": {"logit_scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("family", OTHER_HEADS)
+def test_models_that_scale_or_cap_their_logits_keep_them(heads_seen, family):
+    compare_with_logits(testing.tiny_model(family, **OTHER_HEADS[family]))
+
+    assert len(heads_seen) == 1  # the first call finds out, and the second knows
+
+
+def test_without_rows_all_are_scored_from_logits_too():
+    model = testing.tiny_model("granite", logits_scaling=4.0)
+    _, token_ids, position_ids, _ = packed([6])
+    labels = torch.tensor([0, 1, 2, 0, 63, 5])
+
+    logprobs = loss.model_logprobs(model, token_ids, position_ids, labels, temperature=0.7)
+
+    logits = model(input_ids=token_ids.unsqueeze(0)).logits[0]
+    torch.testing.assert_close(logprobs, (logits / 0.7).log_softmax(-1)[range(6), labels])
+
+
+def test_a_head_with_a_bias_keeps_its_logits(heads_seen):
+    compare_with_logits(testing.tiny_model("phi"))
+
+    assert heads_seen == []
+
+
+class WithHead(torch.nn.Module):
+    """A model that treats its head in a way of its own."""
+
+    def __init__(self, treat):
+        super().__init__()
+        self.inner = testing.tiny_model("llama")
+        self.treat = treat
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, **inputs):
+        output = self.inner(**inputs)
+        output.logits = self.treat(output.logits, self.inner.lm_head.weight)
+        return output
+
+
+def written_in_place(logits, weight):
+    return logits.mul_(0.5)
+
+
+def used_further(logits, weight):
+    return logits + logits.mean()
+
+
+def used_twice(logits, weight):
+    F.linear(weight[: logits.shape[1]].unsqueeze(0), weight)
+    return logits
+
+
+def multiplied_elsewhere(logits, weight):
+    """The head's weight multiplies something that is no row of tokens."""
+    return logits * F.linear(weight[:3], weight).mean()
+
+
+@pytest.mark.parametrize(
+    "treat", [written_in_place, used_further, used_twice, multiplied_elsewhere]
+)
+def test_whatever_else_is_done_with_a_head_its_logits_are_right(treat):
+    compare_with_logits(WithHead(treat))
+
+
+def test_a_head_used_before_the_end_keeps_its_logits():
+    model = testing.tiny_model("llama", tie_word_embeddings=True)
+
+    def mixed(norm, arguments, hidden):
+        return hidden + 0.1 * F.linear(hidden, model.lm_head.weight).mean(-1, keepdim=True)
+
+    model.model.norm.register_forward_hook(mixed)
+    compare_with_logits(model)
+
+
+class WithAdapter(torch.nn.Module):
+    """A head and a low-rank addition, as adapters wrap a linear layer."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+        self.down = torch.nn.Linear(32, 2, bias=False)
+        self.up = torch.nn.Linear(2, 64, bias=False)
+
+    @property
+    def weight(self):
+        return self.head.weight
+
+    def forward(self, x):
+        return self.head(x) + self.up(self.down(x))
+
+
+def test_a_head_with_an_adapter_keeps_its_logits(heads_seen):
+    model = testing.tiny_model("llama")
+    model.set_output_embeddings(WithAdapter(model.lm_head))
+
+    compare_with_logits(model)
+
+    assert heads_seen == []
+
+
+def test_logits_are_never_held():
+    """Neither forward nor backward, with a vocabulary that dwarfs all else."""
+    model = testing.tiny_model("llama", vocab_size=50_000, max_position_embeddings=32)
+    _, token_ids, position_ids, labels = packed([8] * 64)
+
+    with Sizes() as made:
+        outputs = loss.model_logprobs_and_entropy(model, token_ids, position_ids, labels)
+        sum(outputs).sum().backward()
+
+    assert max(made.sizes) <= linear_head.CPU_TILE < len(token_ids) * 50_000 / 8
+
+
+def test_nothing_selected_still_has_a_graph():
+    model = testing.tiny_model("llama")
+    _, token_ids, position_ids, labels = packed()
+
+    logprobs = loss.model_logprobs(
+        model, token_ids, position_ids, labels, rows=torch.zeros(len(labels), dtype=torch.bool)
+    )
+    logprobs.sum().backward()
+
+    assert not logprobs.any()
+    assert all(x.grad is not None and not x.grad.any() for x in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"labels": torch.zeros(3, dtype=torch.int64)}, r"labels has shape \(3,\), but token_ids"),
+        ({"labels": torch.full((4,), 64)}, r"labels\[0\] is 64, outside the vocabulary of 64"),
+        ({"rows": torch.ones(5, dtype=torch.bool)}, r"rows has shape \(5,\), but token_ids \(4,\)"),
+        ({"temperature": torch.ones(5)}, r"temperature has shape \(5,\), but token_ids \(4,\)"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+    ],
+)
+def test_what_does_not_fit_the_pack_is_refused_before_the_model_runs(arguments, message):
+    model = testing.tiny_model("llama")
+    _, token_ids, position_ids, labels = packed([4])
+    model.model.layers = None  # it could not run
+
+    with pytest.raises(ValueError, match=message):
+        loss.model_logprobs(model, token_ids, position_ids, **{"labels": labels, **arguments})
 
 
 def test_checkpointing_recomputes_the_same_gradients():
@@ -80,7 +301,8 @@ def test_checkpointing_recomputes_the_same_gradients():
 
     def gradients():
         model.zero_grad()
-        loss.model_logprobs(model, token_ids, position_ids, labels).sum().backward()
+        outputs = loss.model_logprobs_and_entropy(model, token_ids, position_ids, labels)
+        sum(outputs).sum().backward()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     plain = gradients()

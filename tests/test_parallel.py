@@ -59,6 +59,18 @@ def test_what_cannot_be_scattered_is_refused_before_anything_is_sent(found):
     assert "rank 2 passes batches" in found[2]["batches_of_others"]
 
 
+def test_an_update_that_is_not_finite_on_one_rank_is_left_out_on_all(found):
+    for one in found:
+        allowed, moved, skipped, stopped, _ = one["guarded"]
+        assert allowed == moved == [True, False, False, True]
+        assert skipped == 2
+        assert "the loss is not finite on 1 rank(s), the gradient norm on 0" in stopped
+
+
+def test_tensors_by_name_are_summed_over_ranks(found):
+    assert [one["guarded"][-1] for one in found] == [{"a": 3, "b": [3.0, 3.0]}] * 3
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_three_ranks_train_as_one_process_does(found, kind):
     """From rank 0's weights: the losses, gradient norms and weights of three steps of SGD."""
@@ -71,6 +83,18 @@ def test_three_ranks_train_as_one_process_does(found, kind):
     assert one["moved"] > 0.05
     assert one["weights"] < 1e-6
     assert all(other[kind]["history"] == one["history"] for other in found)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_logits_of_a_sharded_model_are_not_held_and_a_rank_may_train_no_row(found, kind):
+    """Each forward pass gathers the whole head, whose product linear_logprobs then replaces."""
+    for one in found:
+        assert len(one[kind]["heads"]) == 3 * found[0][kind]["micro_batches"]
+        assert {(*shape, of) for _, shape, of in one[kind]["heads"]} == {
+            (*one[kind]["head_shape"], "Parameter")
+        }
+    rows = [[rows for rows, _, _ in one[kind]["heads"]] for one in found]
+    assert any(0 in step and max(step) > 0 for step in zip(*rows, strict=True))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -1,4 +1,4 @@
-"""The guard against updates that aren't finite, in one process; tests/test_loss_ranks.py has more."""
+"""The guard against updates that aren't finite, in one process; test_parallel has several."""
 
 import logging
 import math

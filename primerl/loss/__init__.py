@@ -23,7 +23,8 @@ from primerl.loss.correction import (
 )
 from primerl.loss.diagnostics import mismatch_kl, summarize, token_statistics
 from primerl.loss.kl import cross_entropy, k1, k2, k3
-from primerl.loss.logprobs import model_logprobs, token_logprobs
+from primerl.loss.linear_head import linear_logprobs
+from primerl.loss.logprobs import model_logprobs, model_logprobs_and_entropy, token_logprobs
 from primerl.loss.ratio import sequence_ratio, token_ratio
 from primerl.loss.reduction import fixed_length_mean, sequence_mean, token_mean
 from primerl.loss.surrogate import cispo, clipped, decoupled, gspo, reinforce, sapo, topr
@@ -44,8 +45,10 @@ __all__ = [
     "k1",
     "k2",
     "k3",
+    "linear_logprobs",
     "mismatch_kl",
     "model_logprobs",
+    "model_logprobs_and_entropy",
     "reinforce",
     "sapo",
     "sequence_mean",

@@ -1,191 +1,203 @@
 """Logprobs of packed documents, by unmodified Hugging Face models."""
 
 from collections.abc import Callable
-from functools import lru_cache
-from itertools import pairwise
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from primerl._optional import require
+from primerl.loss.linear_head import FLOOR, check_rows, linear_logprobs
+from primerl.loss.packed_attention import attend_by_document, document_bounds
 from primerl.loss.ratio import upcast
 
-PACKED_ATTENTION = "primerl_packed"
-# These build a square mask over the whole pack; the per-document attention replaces them.
-MASKED_ATTENTION = ("eager", "sdpa")
+Score = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# Models found to do more with their logits than return them, such as to scale or to cap them.
+_MODELS_THAT_NEED_LOGITS: WeakSet[nn.Module] = WeakSet()
 
 
 def token_logprobs(
-    logits: Float[Tensor, "t v"],
-    labels: Int[Tensor, " t"],
-    *,
-    temperature: float | Float[Tensor, " t"] = 1.0,
+    logits: Tensor, labels: Tensor, *, temperature: float | Tensor = 1.0
 ) -> Float[Tensor, " t"]:
     """The processed logprob of each label: ``log softmax(logits / temperature)[labels]``.
 
-    Computed in at least float32.
+    Computed in at least float32. ``linear_logprobs`` gives the same without the logits.
+
+    Args:
+        logits: ``[t, v]``, floating point.
+        labels: ``[t]``, integers in ``0 .. v - 1``.
+        temperature: of all rows, or ``[t]``, of each.
+
+    Raises:
+        ValueError: a shape or dtype does not fit the others, a label is outside the vocabulary, or
+            ``temperature`` is not finite and above 0.
     """
-    logits = upcast(logits)
-    divisor = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
-    scaled = logits / divisor
-    chosen = scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    return chosen - scaled.logsumexp(-1)
+    if logits.ndim != 2 or not logits.is_floating_point():
+        raise ValueError(
+            f"logits has shape {tuple(logits.shape)} and dtype {logits.dtype}; expected two "
+            "dimensions and floating point"
+        )
+    check_rows(labels, temperature, None, like=logits, name="logits", vocabulary=logits.shape[1])
+    return _chosen(_log_softmax(logits, temperature), labels)
 
 
 def model_logprobs(
     model: nn.Module,
     token_ids: Int[Tensor, " t"],
     position_ids: Int[Tensor, " t"],
-    labels: Int[Tensor, " t"],
+    labels: Tensor,
     *,
-    temperature: float | Float[Tensor, " t"] = 1.0,
+    temperature: float | Tensor = 1.0,
+    rows: Tensor | None = None,
 ) -> Float[Tensor, " t"]:
     """The processed logprob that a causal language model gives each row's label.
 
     Documents lie end to end; one begins wherever ``position_ids`` is 0, and no document sees
     another. A model that attends by ``sdpa`` or ``eager`` is switched, by its public
     ``set_attn_implementation``, to attend document by document, so that no t x t mask is ever
-    built; flash attention reads the positions itself and is left alone.
+    built; flash attention reads the positions itself and is left alone. The logits are not held
+    either: ``linear_logprobs`` stands in for the model's head. Where that is no plain linear layer,
+    or the model goes on to scale or cap its logits, they are computed as the model has it.
 
     Args:
         model: an unmodified ``transformers`` causal language model.
         token_ids: the packed tokens.
         position_ids: each token's place in its document.
-        labels: the token to score in each row (any valid id where the row is masked).
-        temperature: of the sampler, for all rows or for each.
+        labels: ``[t]``, the token to score in each row (anything where ``rows`` is false).
+        temperature: of the sampler, for all rows or ``[t]``, for each.
+        rows: ``[t]``, boolean: the rows to score, such as the loss mask; the others give 0 and cost
+            nothing in the head. None scores all rows.
 
     Raises:
-        ValueError: the pack does not begin with a document, or the model attends in a way that
-            the per-document attention does not compute (sinks, windows shorter than a document,
-            sparse indices, linear attention).
+        ValueError: the pack does not begin with a document, the model attends in a way that the
+            per-document attention does not compute (sinks, windows shorter than a document, sparse
+            indices, linear attention), or an argument is refused as by ``linear_logprobs``.
     """
-    _use_packed_attention(model)
-    bounds = _document_bounds(position_ids)
-    if len(bounds) > 2:
-        _refuse_state_across_documents(model)
-    output = model(
-        input_ids=token_ids.unsqueeze(0),
-        position_ids=position_ids.unsqueeze(0),
-        use_cache=False,
-        document_bounds=bounds,
-    )
-    return token_logprobs(output.logits.squeeze(0), labels, temperature=temperature)
+    inputs = _packed_inputs(model, token_ids, position_ids)
+    return _score(model, inputs, labels, temperature, rows, with_entropy=False)[0]
 
 
-def _document_bounds(position_ids: Tensor) -> tuple[int, ...]:
-    starts = (position_ids == 0).nonzero().flatten().tolist()
-    if not starts or starts[0] != 0:
-        raise ValueError(
-            "position_ids must begin with 0: documents are packed whole, one after the other"
-        )
-    return (*starts, position_ids.numel())
-
-
-def _use_packed_attention(model: nn.Module) -> None:
-    config: Any = model.config
-    if config._attn_implementation in MASKED_ATTENTION:
-        transformers = require("transformers", extra="transformers")
-        transformers.AttentionInterface.register(PACKED_ATTENTION, _packed_attention)
-        switch: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
-        switch(PACKED_ATTENTION)
-
-
-def _refuse_state_across_documents(model: nn.Module) -> None:
-    config: Any = model.config
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    carrying = kinds - {"full_attention", "sliding_attention"}
-    if carrying:
-        raise ValueError(
-            f"{config.model_type} has {', '.join(sorted(carrying))} layers, which would carry "
-            "state from one packed document into the next; pack one document per batch"
-        )
-
-
-def _packed_attention(
-    module: nn.Module,
-    query: Float[Tensor, "1 heads t d"],
-    key: Float[Tensor, "1 kv_heads s d"],
-    value: Float[Tensor, "1 kv_heads s dv"],
-    attention_mask: Tensor | None,
+def model_logprobs_and_entropy(
+    model: nn.Module,
+    token_ids: Int[Tensor, " t"],
+    position_ids: Int[Tensor, " t"],
+    labels: Tensor,
     *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    document_bounds: tuple[int, ...] | None = None,
-    sliding_window: int | None = None,
-    **other: Any,
-) -> tuple[Float[Tensor, "1 t heads dv"], None]:
-    """Causal attention within each document: an entry of transformers' ``AttentionInterface``."""
-    if document_bounds is None:
-        # Plain use of the same model, by a caller who knows nothing of packing.
-        document_bounds = (0, query.shape[2])
-        if attention_mask is not None or query.shape[2] != key.shape[2]:
-            raise ValueError(
-                "this model was switched to packed attention by primerl.loss.model_logprobs; to "
-                "generate or to pad, call model.set_attn_implementation('sdpa') first"
-            )
-    _refuse_other_attention(module, document_bounds, {**other, "sliding_window": sliding_window})
-    order, back, shapes = _by_length(document_bounds, query.device)
-    q, k, v = (x.squeeze(0).index_select(1, order) for x in (query, key, value))
-    options: dict[str, Any] = {
-        "dropout_p": dropout,
-        "is_causal": True,
-        "scale": scaling,
-        "enable_gqa": query.shape[1] != key.shape[1],
-    }
-    outputs, start = [], 0
-    for count, length in shapes:
-        attended = F.scaled_dot_product_attention(
-            _documents(q, start, count, length),
-            _documents(k, start, count, length),
-            _documents(v, start, count, length),
-            **options,
-        )
-        outputs.append(attended.transpose(1, 2).flatten(0, 1))
-        start += count * length
-    return torch.cat(outputs).index_select(0, back).unsqueeze(0), None
+    temperature: float | Tensor = 1.0,
+    rows: Tensor | None = None,
+) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
+    """``model_logprobs``, and the entropy of each row's distribution in nats, differentiable too.
 
-
-def _refuse_other_attention(
-    module: nn.Module, bounds: tuple[int, ...], asked: dict[str, Any]
-) -> None:
-    longest, window = max(b - a for a, b in pairwise(bounds)), asked["sliding_window"]
-    if window is not None and longest > window:
-        raise ValueError(
-            f"a document of {longest} tokens exceeds the attention window of {window}; packed "
-            "attention computes full causal attention"
-        )
-    for name in ("s_aux", "indices", "softcap"):
-        if asked.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} asks for {name!r}, which packed attention does not "
-                "compute; use flash attention for this model"
-            )
-
-
-def _documents(x: Tensor, start: int, count: int, length: int) -> Tensor:
-    """Rows ``[heads, t, d]`` from ``start`` on, as ``[documents, heads, length, d]``."""
-    rows = x[:, start : start + count * length]
-    return rows.reshape(x.shape[0], count, length, x.shape[-1]).transpose(0, 1)
-
-
-@lru_cache(maxsize=8)  # once per batch, not once per layer
-def _by_length(
-    bounds: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
-    """Rows reordered so that documents of one length lie together and attend in one call.
-
-    Returns the order, its inverse, and ``(documents, length)`` of each run.
+    The arguments and errors are those of ``model_logprobs``.
     """
-    starts: dict[int, list[int]] = {}
-    for begin, end in pairwise(bounds):
-        starts.setdefault(end - begin, []).append(begin)
-    rows = [
-        (torch.tensor(begins).unsqueeze(1) + torch.arange(length)).flatten()
-        for length, begins in starts.items()
-    ]
-    order = torch.cat(rows)
-    shapes = [(len(begins), length) for length, begins in starts.items()]
-    return order.to(device), order.argsort().to(device), shapes
+    inputs = _packed_inputs(model, token_ids, position_ids)
+    return _score(model, inputs, labels, temperature, rows, with_entropy=True)
+
+
+def _packed_inputs(model: nn.Module, token_ids: Tensor, position_ids: Tensor) -> dict[str, Any]:
+    bounds = document_bounds(position_ids)
+    attend_by_document(model, bounds)
+    return {
+        "input_ids": token_ids.unsqueeze(0),
+        "position_ids": position_ids.unsqueeze(0),
+        "use_cache": False,
+        "document_bounds": bounds,
+    }
+
+
+def _score(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    labels: Tensor,
+    temperature: float | Tensor,
+    rows: Tensor | None,
+    *,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    """Each row's logprob and, if it is wanted, entropy (otherwise it may be anything)."""
+    config: Any = model.config
+    vocabulary, tokens = config.get_text_config().vocab_size, inputs["input_ids"].squeeze(0)
+    check_rows(labels, temperature, rows, like=tokens, name="token_ids", vocabulary=vocabulary)
+
+    def in_place_of_logits(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return linear_logprobs(hidden, weight, labels, temperature=temperature, rows=rows)
+
+    if model not in _MODELS_THAT_NEED_LOGITS:
+        with _InPlaceOfHead(model, len(tokens), in_place_of_logits) as stand_in:
+            logits = model(**inputs).logits
+        if stand_in.is_all_of(logits):
+            logprobs, entropy = logits.squeeze(0).unbind(-1)
+            return logprobs, entropy
+        if not stand_in.outputs:
+            return _score_logits(logits.squeeze(0), labels, temperature, rows, with_entropy)
+        _MODELS_THAT_NEED_LOGITS.add(model)
+    logits = model(**inputs).logits
+    return _score_logits(logits.squeeze(0), labels, temperature, rows, with_entropy)
+
+
+class _InPlaceOfHead(TorchFunctionMode):
+    """While a model runs on t tokens, ``score(hidden, weight)`` in place of its head's logits.
+
+    The head's product is replaced within the model's forward pass, where a sharded weight is
+    gathered. Its place is taken by a tensor ``[1, t, 2]``; ``is_all_of`` tells whether the model
+    returned just that as its logits, or did anything else with it.
+    """
+
+    def __init__(self, model: nn.Module, tokens: int, score: Score) -> None:
+        super().__init__()
+        find_head: Callable[[], Any] = model.get_output_embeddings  # type: ignore[assignment]
+        self.head, self.tokens, self.score = find_head(), tokens, score
+        self.outputs: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear and self._is_of_head(*args, **(kwargs or {})):
+            both = self.score(args[0].squeeze(0), args[1])
+            self.outputs.append(torch.stack([x.unsqueeze(0) for x in both], dim=-1))  # no view
+            return self.outputs[-1]
+        return func(*args, **(kwargs or {}))
+
+    def _is_of_head(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+        # A compiled graph would keep this call's labels, so what is traced has the plain product.
+        plain = isinstance(self.head, nn.Linear) and not torch.compiler.is_compiling()
+        of_head = plain and weight is self.head.weight and bias is None
+        return of_head and x.shape[:-1] == (1, self.tokens)
+
+    def is_all_of(self, logits: Tensor) -> bool:
+        # The first of them: a model that used the head before has computed with a stand-in.
+        untouched = logits._version == 0  # not written to in place
+        return bool(self.outputs) and logits is self.outputs[0] and untouched
+
+
+def _score_logits(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor,
+    rows: Tensor | None,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    selected = labels >= 0 if rows is None else rows
+    if isinstance(temperature, Tensor) and temperature.ndim:
+        temperature = temperature[selected]
+    log_p = _log_softmax(logits[selected], temperature)
+    logprobs = _chosen(log_p, labels[selected])
+    entropy = -(log_p.exp() * log_p.clamp(min=FLOOR)).sum(-1) if with_entropy else logprobs
+    zeros = log_p.new_zeros(labels.shape)
+    return zeros.masked_scatter(selected, logprobs), zeros.masked_scatter(selected, entropy)
+
+
+def _log_softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    logits = upcast(logits)
+    if isinstance(temperature, Tensor):
+        logits = logits / temperature.unsqueeze(-1)
+    elif temperature != 1:
+        logits = logits / temperature
+    return logits.log_softmax(-1)
+
+
+def _chosen(log_p: Tensor, labels: Tensor) -> Tensor:
+    return log_p.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,273 @@
+"""Logprobs and entropies straight from hidden states, without ever holding the logits.
+
+The logits ``[t, v]`` are the largest tensor of a training step. They are computed here a tile at a
+time (a chunk of tokens by a block of the vocabulary), and twice: the forward pass keeps two numbers
+per token, the highest logit and the sum of exponentials below it, from which the backward pass has
+each tile's probabilities again. Blocks of the vocabulary are the outer loop, so that each part of
+the weight's gradient is finished before the next one begins.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Elements of a tile. On a CPU a tile stays in cache; an accelerator wants fewer, larger kernels.
+CPU_TILE, TILE = 2**21, 2**25
+# exp(FLOOR) is 0 in every dtype, and unlike -inf the product of the two is 0 as well.
+FLOOR = -1000.0
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    rows: Tensor | None = None,
+    chunk_tokens: int = 4096,
+) -> tuple[Tensor, Tensor]:
+    """The logprob of each label, and the entropy of the distribution that it was drawn from.
+
+    With ``p = softmax(hidden @ weight.T / temperature)``: ``log p[labels]`` and ``-sum p log p``
+    in nats, both ``[t]`` and differentiable with respect to ``hidden`` and ``weight``. Extra memory
+    is a tile of logits, the two gradients, and a float32 copy of that of ``hidden``. The products
+    are taken in the dtype of ``hidden``, all else in at least float32, as are the results.
+
+    Args:
+        hidden: ``[t, h]``, floating point.
+        weight: ``[v, h]``, of the same dtype: an output head's, or the tied embedding's.
+        labels: ``[t]``, integers in ``0 .. v - 1`` (anything where ``rows`` is false).
+        temperature: divides the logits of all rows, or ``[t]``, of each; held constant.
+        rows: ``[t]``, boolean: the rows to compute. The others give 0, without gradient, and their
+            hidden states are not read. None selects all rows.
+        chunk_tokens: at most so many rows are computed at once.
+
+    Raises:
+        ValueError: a shape or dtype does not fit the others, a selected label is outside the
+            vocabulary, ``temperature`` is not finite and above 0, or ``chunk_tokens`` is below 1.
+    """
+    _check_head(hidden, weight, chunk_tokens)
+    check_rows(labels, temperature, rows, like=hidden, name="hidden", vocabulary=len(weight))
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:  # as for F.linear
+        hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
+    divisor = None
+    if isinstance(temperature, Tensor) or temperature != 1:
+        divisor = torch.as_tensor(temperature, dtype=_wide(hidden.dtype), device=hidden.device)
+        divisor = divisor.detach().expand(labels.shape)
+    if rows is not None:
+        hidden, labels = hidden[rows], labels[rows]
+        divisor = None if divisor is None else divisor[rows]
+    logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, divisor, chunk_tokens
+    )
+    if rows is not None:
+        nothing = logprobs.new_zeros(rows.shape)
+        logprobs, entropy = (nothing.masked_scatter(rows, x) for x in (logprobs, entropy))
+    return logprobs, entropy
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Over tiles: see the module."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        divisor: Tensor | None,
+        chunk_tokens: int,
+    ) -> tuple[Tensor, Tensor]:
+        # Of each row so far: the highest logit m, its label's, sum e^(z-m) and sum (z-m) e^(z-m).
+        lowest, wide = torch.finfo(torch.float32).min, _wide(hidden.dtype)
+        highest = hidden.new_full(labels.shape, lowest, dtype=wide)
+        chosen, total, weighted = (torch.zeros_like(highest) for _ in range(3))
+        tokens, block = _tile(hidden, chunk_tokens)
+        for columns in _slices(len(weight), block):
+            for rows in _slices(len(hidden), tokens):
+                z = _logits(hidden, weight, divisor, rows, columns)
+                place, inside = _places(labels[rows], columns)
+                chosen[rows] += z.gather(1, place).squeeze(1).where(inside, 0.0)
+                top = torch.maximum(highest[rows], z.amax(1))
+                fall = (highest[rows] - top).clamp_(min=FLOOR)
+                z.sub_(_column(top)).clamp_(min=FLOOR)
+                e = z.exp()
+                scale = fall.exp()
+                weighted[rows] = scale * (weighted[rows] + fall * total[rows]) + z.mul_(e).sum(1)
+                total[rows] = scale * total[rows] + e.sum(1)
+                highest[rows] = top
+        ctx.save_for_backward(hidden, weight, labels, divisor, highest, total, weighted)
+        ctx.chunk_tokens = chunk_tokens
+        ctx.set_materialize_grads(False)
+        return chosen - highest - total.log(), total.log() - weighted / total
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, labels, divisor, highest, total, weighted = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        wide = highest.dtype
+        grad_hidden = hidden.new_zeros(hidden.shape, dtype=wide) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight) if wants_weight else None
+        a, b, c = _coefficients(of_logprobs, of_entropy, divisor, total, weighted)
+        tokens, block = _tile(hidden, ctx.chunk_tokens)
+        kept = hidden.dtype if len(hidden) <= tokens else wide  # one product needs no adding up
+        for columns in _slices(len(weight), block):
+            part: Tensor | None = None
+            for rows in _slices(len(hidden), tokens):
+                z = _logits(hidden, weight, divisor, rows, columns).sub_(_column(highest[rows]))
+                if c is None:
+                    g = z.exp_().mul_(_column(b[rows]))
+                else:
+                    e = z.clamp_(min=FLOOR).exp()
+                    g = z.mul_(_column(c[rows])).add_(_column(b[rows])).mul_(e)
+                place, inside = _places(labels[rows], columns)
+                g.scatter_add_(1, place, _column(a[rows].where(inside, 0.0)))
+                g = g.to(hidden.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[rows] += _matmul(g, weight[columns], wide)
+                if grad_weight is not None:
+                    product = _matmul(g.t(), hidden[rows], kept)
+                    part = product if part is None else part.add_(product)
+            if grad_weight is not None and part is not None:
+                grad_weight[columns] = part
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _coefficients(
+    of_logprobs: Tensor | None,
+    of_entropy: Tensor | None,
+    divisor: Tensor | None,
+    total: Tensor,
+    weighted: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Per row, the gradient of logit j is ``a [j = label] + e^(z_j - m) (b + c (z_j - m))``.
+
+    From d log p_label / dz_j = [j = label] - p_j and dH / dz_j = -p_j (log p_j + H), where
+    log p_j = z_j - m - log total and H = log total - weighted / total. ``c`` is None where no
+    gradient of the entropy is asked for.
+    """
+    a = torch.zeros_like(total) if of_logprobs is None else of_logprobs
+    h = of_entropy
+    if divisor is not None:
+        a, h = a / divisor, None if h is None else h / divisor
+    if h is None:
+        return a, -a / total, None
+    return a, (h * weighted / total - a) / total, -h / total
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, divisor: Tensor | None, rows: slice, columns: slice
+) -> Tensor:
+    z = _matmul(hidden[rows], weight[columns].t(), _wide(hidden.dtype))
+    return z if divisor is None else z.div_(_column(divisor[rows]))
+
+
+def _places(labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Where in the block each row's label lies ``[t, 1]``, and whether it does ``[t]``."""
+    place = labels.long() - columns.start
+    inside = (place >= 0) & (place < columns.stop - columns.start)
+    return _column(place.where(inside, 0)), inside
+
+
+def _column(x: Tensor) -> Tensor:
+    return x.unsqueeze(1)
+
+
+def _tile(hidden: Tensor, chunk_tokens: int) -> tuple[int, int]:
+    """The rows and columns of a tile."""
+    tokens = max(1, min(chunk_tokens, len(hidden)))
+    elements = CPU_TILE if hidden.device.type == "cpu" else TILE
+    return tokens, max(128, elements // tokens // 128 * 128)
+
+
+def _slices(length: int, step: int) -> Iterator[slice]:
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``a @ b`` in ``dtype``: unrounded where the device can, rounded to a's dtype first if not."""
+    if a.dtype != dtype and _matmul_widens(a.device.type, a.dtype):
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a, b).to(dtype)
+
+
+@lru_cache
+def _matmul_widens(device: str, dtype: torch.dtype) -> bool:
+    try:
+        x = torch.zeros(16, 16, device=device, dtype=dtype)
+        return torch.mm(x, x, out_dtype=torch.float32).dtype == torch.float32
+    except (RuntimeError, TypeError):  # NotImplementedError is one of them
+        return False
+
+
+def _check_head(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        if x.ndim != 2 or not x.is_floating_point():
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}; expected two dimensions "
+                "and floating point"
+            )
+    if hidden.shape[1] != weight.shape[1] or hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)} and dtype {hidden.dtype}, but weight "
+            f"{tuple(weight.shape)} and {weight.dtype}; expected hidden[t, h] and weight[v, h] of "
+            "one dtype"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; expected 1 or more")
+
+
+def check_rows(
+    labels: Tensor,
+    temperature: float | Tensor,
+    rows: Tensor | None,
+    *,
+    like: Tensor,
+    name: str,
+    vocabulary: int,
+) -> None:
+    """Refuse what does not lie along the rows of ``like``, which the caller knows by ``name``.
+
+    Raises:
+        ValueError: a shape, dtype or value is wrong.
+    """
+    for argument, x in (("labels", labels), ("rows", rows), ("temperature", temperature)):
+        if not isinstance(x, Tensor) or (argument == "temperature" and x.ndim == 0):
+            continue
+        if x.shape != like.shape[:1]:
+            raise ValueError(
+                f"{argument} has shape {tuple(x.shape)}, but {name} {tuple(like.shape)}; "
+                f"expected one entry for each row of {name}"
+            )
+    if labels.dtype.is_floating_point or labels.dtype in (torch.bool, torch.complex64):
+        raise ValueError(f"labels has dtype {labels.dtype}; expected integers")
+    if rows is not None and rows.dtype != torch.bool:
+        raise ValueError(f"rows has dtype {rows.dtype}; expected a boolean mask")
+    outside = (labels < 0) | (labels >= vocabulary)
+    if rows is not None:
+        outside &= rows
+    if outside.any():
+        row = int(outside.nonzero()[0])
+        raise ValueError(
+            f"labels[{row}] is {int(labels[row])}, outside the vocabulary of {vocabulary}; "
+            "expected a token's id in each selected row"
+        )
+    divisor = torch.as_tensor(temperature)
+    unusable = divisor[~((divisor > 0) & divisor.isfinite())]
+    if len(unusable):
+        raise ValueError(f"temperature is {float(unusable[0])}; expected finite values above 0")

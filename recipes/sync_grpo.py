@@ -118,8 +118,9 @@ def main(args: Args) -> None:
             trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
             sums = collections.Counter()  # over micro-batches
             for b in (batch.to(world.device) for batch in batches):
+                tokens = (b.token_ids, b.position_ids, b.labels)
                 logprobs = loss.model_logprobs(
-                    model, b.token_ids, b.position_ids, b.labels, temperature=b.temperature
+                    model, *tokens, temperature=b.temperature, rows=b.loss_mask
                 )
                 per_token, aux = loss.clipped(logprobs, b.behavior_logprobs, b.advantages)
                 mean = loss.token_mean(per_token, b.loss_mask, denom=trained)

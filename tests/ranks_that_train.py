@@ -199,7 +199,11 @@ def guarded(world):
     for bad_loss, bad_gradient in [(None, None), (1, None), (None, 2), (None, None)]:
         before = [parameter.to_local().clone() for parameter in model.parameters()]
         logprobs = loss.model_logprobs(
-            model, torch.tensor([5, 6, 7]), torch.arange(3), torch.tensor([6, 7, 8])
+            model,
+            torch.tensor([5, 6, 7]),
+            torch.arange(3),
+            torch.tensor([6, 7, 8]),
+            rows=torch.tensor([True, True, False]),
         )
         (logprobs.sum() * (math.nan if world.rank == bad_gradient else 1.0)).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

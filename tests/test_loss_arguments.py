@@ -27,7 +27,8 @@ KINDS = {"loss_mask": BOOLS, "mask": BOOLS, "sequence_ids": INTEGERS, "versions"
 OPTIONS = {"denom": 2.0, "length": 5.0, "version": 0, "max_staleness": 1}
 # Of the sampler or of another model: never NaN, except in masked rows if the function has a mask.
 DATA = {"behavior_logprobs", "advantages", "proximal_logprobs", "ref_logprobs", "other"}
-NOT_CHECKED_HERE = {"model_logprobs", "token_logprobs", "linear_logprobs", "summarize"}
+HEADS = {"model_logprobs", "model_logprobs_and_entropy", "token_logprobs", "linear_logprobs"}
+NOT_CHECKED_HERE = {*HEADS, "summarize"}  # tests/test_linear_logprobs.py does
 FUNCTIONS = [name for name in loss.__all__ if name not in NOT_CHECKED_HERE]
 
 

@@ -3,7 +3,7 @@
 Each variant runs in turn with its baseline, in one process, and is quoted as the ratio of the two
 medians; what it adds to the peak of memory is measured in a process of its own. On a GPU if there
 is one, and otherwise on one thread, in CPU time, which other processes disturb least.
-BENCH_TOKENS=4096 is the size of a real micro-batch, and takes a quarter of an hour on a CPU:
+BENCH_TOKENS=4096 is the size of a real micro-batch, and takes half an hour on a CPU:
 
     BENCH_TOKENS=4096 python -m pytest bench/test_linear_logprobs.py -m "" --benchmark-only -s
 """

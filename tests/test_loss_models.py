@@ -158,7 +158,8 @@ def test_without_rows_all_are_scored_from_logits_too():
     _, token_ids, position_ids, _ = packed([6])
     labels = torch.tensor([0, 1, 2, 0, 63, 5])
 
-    logprobs = loss.model_logprobs(model, token_ids, position_ids, labels, temperature=0.7)
+    temperature = torch.tensor(0.7)
+    logprobs = loss.model_logprobs(model, token_ids, position_ids, labels, temperature=temperature)
 
     logits = model(input_ids=token_ids.unsqueeze(0)).logits[0]
     torch.testing.assert_close(logprobs, (logits / 0.7).log_softmax(-1)[range(6), labels])
@@ -223,6 +224,21 @@ def test_a_head_used_before_the_end_keeps_its_logits():
 
     model.model.norm.register_forward_hook(mixed)
     compare_with_logits(model)
+
+
+def test_tokens_that_a_model_rules_out_add_nothing_to_its_entropy():
+    model = WithHead(lambda logits, weight: logits.index_fill(-1, torch.tensor([7]), -torch.inf))
+    _, token_ids, position_ids, _ = packed([6])
+    labels = torch.arange(6)
+
+    logprobs, entropy = loss.model_logprobs_and_entropy(model, token_ids, position_ids, labels)
+    gradients = torch.autograd.grad(entropy.sum(), list(model.parameters()))
+
+    others = torch.arange(64) != 7
+    log_p = model.inner(input_ids=token_ids.unsqueeze(0)).logits[0][:, others].log_softmax(-1)
+    torch.testing.assert_close(logprobs, log_p[range(6), labels])
+    torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1))
+    assert all(x.isfinite().all() for x in gradients)
 
 
 class WithAdapter(torch.nn.Module):

@@ -125,16 +125,23 @@ def _score(
     def in_place_of_logits(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return linear_logprobs(hidden, weight, labels, temperature=temperature, rows=rows)
 
+    logits: Any = None
     if model not in _MODELS_THAT_NEED_LOGITS:
-        with _InPlaceOfHead(model, len(tokens), in_place_of_logits) as stand_in:
-            logits = model(**inputs).logits
+        stand_in = _InPlaceOfHead(model, len(tokens), in_place_of_logits)
+        try:
+            with stand_in:
+                logits = model(**inputs).logits
+        except (IndexError, RuntimeError):
+            if not stand_in.outputs:  # otherwise the model sought a token in what stands in
+                raise
         if stand_in.is_all_of(logits):
             logprobs, entropy = logits.squeeze(0).unbind(-1)
             return logprobs, entropy
-        if not stand_in.outputs:
-            return _score_logits(logits.squeeze(0), labels, temperature, rows, with_entropy)
-        _MODELS_THAT_NEED_LOGITS.add(model)
-    logits = model(**inputs).logits
+        if stand_in.outputs:
+            _MODELS_THAT_NEED_LOGITS.add(model)
+            logits = None
+    if logits is None:
+        logits = model(**inputs).logits
     return _score_logits(logits.squeeze(0), labels, temperature, rows, with_entropy)
 
 
@@ -167,10 +174,10 @@ class _InPlaceOfHead(TorchFunctionMode):
         of_head = plain and weight is self.head.weight and bias is None
         return of_head and x.shape[:-1] == (1, self.tokens)
 
-    def is_all_of(self, logits: Tensor) -> bool:
+    def is_all_of(self, logits: Tensor | None) -> bool:
         # The first of them: a model that used the head before has computed with a stand-in.
-        untouched = logits._version == 0  # not written to in place
-        return bool(self.outputs) and logits is self.outputs[0] and untouched
+        # Version 0: and nothing was written into it.
+        return bool(self.outputs) and logits is self.outputs[0] and logits._version == 0
 
 
 def _score_logits(

@@ -9,6 +9,9 @@ import attrs
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from primerl import loss, packing, parallel, testing, weights
 from primerl.loss import linear_head
@@ -101,9 +104,9 @@ def packed_for(world_size):
 HEADS = []  # of each forward pass: the rows and the shape of the weight that stood in for the head
 
 
-def recorded(hidden, weight, labels, *, rows, **options):
+def recorded(hidden, weight, labels, temperature, rows):
     HEADS.append((int(rows.sum()), list(weight.shape), type(weight).__name__))
-    return linear_head.linear_logprobs(hidden, weight, labels, rows=rows, **options)
+    return linear_head.head_logprobs(hidden, weight, labels, temperature, rows)
 
 
 def train(model, packed, *, is_first):
@@ -223,6 +226,18 @@ def guarded(world):
     return [allowed, moved, guard.skipped, stopped, sums]
 
 
+def split_head(world):
+    """How far the logprobs of a model whose head is split over ranks are from those of one."""
+    model = testing.tiny_model("qwen3", seed=0, vocab_size=63)
+    inputs = (torch.tensor([5, 6, 7]), torch.arange(3), torch.tensor([6, 7, 8]))
+    rows = torch.tensor([True, True, False])
+    expected = loss.model_logprobs(model, *inputs, rows=rows)
+    mesh = init_device_mesh("cpu", (world.world_size,))
+    columns = ColwiseParallel(output_layouts=Replicate(), use_local_output=True)
+    parallelize_module(model, mesh, {"lm_head": columns})
+    return (loss.model_logprobs(model, *inputs, rows=rows) - expected).abs().max().item()
+
+
 class Shares(nn.Module):
     """Two layers with one weight."""
 
@@ -234,7 +249,7 @@ class Shares(nn.Module):
 
 def main(folder):
     torch.set_num_threads(1)
-    loss.logprobs.linear_logprobs = recorded
+    loss.logprobs.head_logprobs = recorded
     world = parallel.process_group(timeout_s=120)
     references = {}
     if world.is_first:
@@ -271,6 +286,7 @@ def main(folder):
         found["engines"] = refusal(lambda: weights.SharedMemory(nn.Linear(2, 2), *misplaced))
         found["shared"] = refusal(lambda: parallel.shard(Shares()))
         found["guarded"] = guarded(world)
+        found["split_head"] = split_head(world)
         for kind, config in FAMILIES.items():
             found[kind] = family(kind, config, world, references.get(kind), folder)
     (folder / f"found-{world.rank}.json").write_text(json.dumps(found))

@@ -119,14 +119,14 @@ def compare_with_logits(model):
 
 @pytest.fixture
 def heads_seen(monkeypatch):
-    """The hidden states that linear_logprobs was given in place of the models' heads."""
+    """The hidden states that head_logprobs was given in place of the models' heads."""
     seen = []
 
     def recorded(hidden, *arguments, **options):
         seen.append(hidden)
-        return linear_head.linear_logprobs(hidden, *arguments, **options)
+        return linear_head.head_logprobs(hidden, *arguments, **options)
 
-    monkeypatch.setattr(logprobs, "linear_logprobs", recorded)
+    monkeypatch.setattr(logprobs, "head_logprobs", recorded)
     return seen
 
 
@@ -369,3 +369,41 @@ def test_a_switched_model_says_how_to_generate():
     torch.testing.assert_close(loss.token_logprobs(plain, labels), expected)
     with pytest.raises(ValueError, match="set_attn_implementation"):
         model.generate(token_ids.unsqueeze(0), max_new_tokens=2, do_sample=False)
+
+
+def test_inference_mode_scores_and_leaves_training_as_it_was():
+    model = testing.tiny_model("llama")
+    _, token_ids, position_ids, labels = packed([7, 3])
+
+    with torch.inference_mode():
+        reference = loss.model_logprobs(model, token_ids, position_ids, labels)
+    logprobs = loss.model_logprobs(model, token_ids, position_ids, labels)
+    logprobs.sum().backward()
+
+    assert not reference.requires_grad
+    assert torch.equal(reference, logprobs)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_plain_use_in_inference_mode_leaves_training_as_it_was():
+    model = testing.tiny_model("llama")
+    _, token_ids, position_ids, labels = packed([11])
+    loss.model_logprobs(model, token_ids, position_ids, labels)  # switches its attention
+
+    with torch.inference_mode():
+        model(input_ids=packed([13])[1].unsqueeze(0))
+    _, token_ids, position_ids, labels = packed([13])
+
+    loss.model_logprobs(model, token_ids, position_ids, labels).sum().backward()
+
+
+def test_a_greedy_row_is_refused_only_where_it_is_selected():
+    model = testing.tiny_model("llama")
+    _, token_ids, position_ids, labels = packed([4])
+    temperature = torch.tensor([1.0, 0.0, 1.0, 0.0])
+
+    rows = temperature > 0
+    loss.model_logprobs(model, token_ids, position_ids, labels, temperature=temperature, rows=rows)
+
+    with pytest.raises(ValueError, match="temperature is 0.0"):
+        loss.model_logprobs(model, token_ids, position_ids, labels, temperature=temperature)

@@ -67,6 +67,10 @@ def test_an_update_that_is_not_finite_on_one_rank_is_left_out_on_all(found):
         assert "the loss is not finite on 1 rank(s), the gradient norm on 0" in stopped
 
 
+def test_a_head_that_is_split_over_ranks_keeps_its_logits(found):
+    assert all(one["split_head"] < 1e-6 for one in found)
+
+
 def test_tensors_by_name_are_summed_over_ranks(found):
     assert [one["guarded"][-1] for one in found] == [{"a": 3, "b": [3.0, 3.0]}] * 3
 

@@ -235,3 +235,13 @@ def test_environments_and_dropped_groups_are_recorded_by_name(tmp_path):
     assert (second["dropped/stale"], second["dropped/failed"]) == (0, 1)
     written = lines(tmp_path / "rollouts.jsonl")
     assert {line["environment"] for line in written} == {"sums", "words"}
+
+
+def test_a_mismatch_that_is_not_finite_is_left_out(tmp_path):
+    with track.Run(tmp_path / "run") as run:
+        for step, mismatch in enumerate([(0.5, 10), (float("nan"), 3), (0.1, 2)]):
+            line = run.log(step, groups=[], samples=[], mismatch=mismatch)
+            assert (line["mismatch_kl"] is None) == (step == 1)
+
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["mismatch_kl_mean"] == pytest.approx(0.05)

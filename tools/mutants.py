@@ -33,7 +33,7 @@ from hypothesis import settings
 from mutations import Mutant, mutants
 from trials import RESULTS, ROOT, Forks, Result, survey, trial
 
-SOURCES = ["loss/**/*.py", "advantage.py", "advantage/**/*.py", "packing/**/*.py"]
+SOURCES = ["loss/**/*.py", "advantage/**/*.py", "packing/**/*.py"]
 # Those that test these packages in their own process: one that a test starts sees no mutant.
 TESTS = ["advantage", "filters", "linear", "loss", "packing"]
 DEAD = ("killed", "timeout")

@@ -91,16 +91,15 @@ def token_statistics(
     if max_staleness < 1:
         raise ValueError(f"max_staleness={max_staleness}: expected at least 1")
     require_finite("behavior_logprobs", behavior_logprobs, loss_mask)
-    log_r = log_ratio(logprobs.detach(), behavior_logprobs)[loss_mask].double()
+    trained = loss_mask.nonzero().squeeze(1)  # once: a device is waited for
+    log_r = log_ratio(logprobs.detach(), behavior_logprobs).index_select(0, trained).double()
     r = log_r.exp()
     kl = log_r.expm1() - log_r
-    staleness = version - versions[loss_mask].long()
-    known = staleness >= 0
-    buckets = kl.new_zeros(max_staleness + 1, 2)
-    rows = torch.stack([kl, torch.ones_like(kl)], dim=1)[known]
-    buckets.index_add_(0, staleness[known].clamp(max=max_staleness), rows)
+    staleness = (version - versions.index_select(0, trained).long()).clamp(-1, max_staleness)
+    buckets = kl.new_zeros(max_staleness + 2, 2)  # the last, -1, is of what is newer
+    buckets.index_add_(0, staleness % len(buckets), torch.stack([kl, torch.ones_like(kl)], dim=1))
     sums = {
-        "kl_by_staleness": buckets,
+        "kl_by_staleness": buckets[:-1],
         "importance": torch.stack([torch.ones_like(r).sum(), r.sum(), r.square().sum()]),
         "log_ratio_histogram": _histogram(log_r),
     }
@@ -113,7 +112,7 @@ def token_statistics(
                 f"{name} has shape {tuple(value.shape)}, but loss_mask has shape "
                 f"{tuple(loss_mask.shape)}: expected the same"
             )
-        chosen = value.detach()[loss_mask].double()
+        chosen = value.detach().index_select(0, trained).double()
         sums[name] = torch.stack([chosen.sum(), torch.ones_like(chosen).sum()])
     return sums
 
@@ -131,7 +130,7 @@ def summarize(totals: Mapping[str, Tensor]) -> dict[str, float]:
     A figure without a token is left out; a single number, such as the step's loss, stays itself.
     """
     figures: dict[str, float] = {}
-    for name, sums in totals.items():
+    for name, sums in ((name, sums.cpu()) for name, sums in totals.items()):
         if name == "kl_by_staleness":
             for staleness, (total, count) in enumerate(sums.tolist()):
                 if count:
@@ -159,7 +158,8 @@ def _edges(device: torch.device) -> Tensor:
 
 def _histogram(log_r: Tensor) -> Tensor:
     edges = _edges(log_r.device)
-    return torch.bincount(torch.bucketize(log_r, edges), minlength=len(edges) + 1).double()
+    counted = log_r.isfinite().double()  # NaN would count as the largest of all
+    return torch.bincount(torch.bucketize(log_r, edges), counted, minlength=len(edges) + 1)
 
 
 def _quantiles(histogram: Tensor) -> dict[str, float]:

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 # Elements of a tile. On a CPU a tile stays in cache; an accelerator wants fewer, larger kernels.
 CPU_TILE, TILE = 2**21, 2**25
+CHUNK_TOKENS = 4096
 # exp(FLOOR) is 0 in every dtype, and unlike -inf the product of the two is 0 as well.
 FLOOR = -1000.0
 
@@ -28,14 +29,14 @@ def linear_logprobs(
     *,
     temperature: float | Tensor = 1.0,
     rows: Tensor | None = None,
-    chunk_tokens: int = 4096,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor]:
     """The logprob of each label, and the entropy of the distribution that it was drawn from.
 
     With ``p = softmax(hidden @ weight.T / temperature)``: ``log p[labels]`` and ``-sum p log p``
     in nats, both ``[t]`` and differentiable with respect to ``hidden`` and ``weight``. Extra memory
-    is a tile of logits, the two gradients, and a float32 copy of that of ``hidden``. The products
-    are taken in the dtype of ``hidden``, all else in at least float32, as are the results.
+    is a few tiles of logits, the two gradients, and a float32 copy of that of ``hidden``. The
+    products are taken in the dtype of ``hidden``, all else in at least float32.
 
     Args:
         hidden: ``[t, h]``, floating point.
@@ -51,7 +52,20 @@ def linear_logprobs(
             vocabulary, ``temperature`` is not finite and above 0, or ``chunk_tokens`` is below 1.
     """
     _check_head(hidden, weight, chunk_tokens)
-    check_rows(labels, temperature, rows, like=hidden, name="hidden", vocabulary=len(weight))
+    check_rows(labels, temperature, rows, like=hidden, name="hidden")
+    check_values(labels, temperature, rows, vocabulary=len(weight))
+    return head_logprobs(hidden, weight, labels, temperature, rows, chunk_tokens)
+
+
+def head_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor,
+    rows: Tensor | None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[Tensor, Tensor]:
+    """``linear_logprobs`` of arguments that have been checked."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:  # as for F.linear
         hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
@@ -59,16 +73,20 @@ def linear_logprobs(
     if isinstance(temperature, Tensor) or temperature != 1:
         divisor = torch.as_tensor(temperature, dtype=_wide(hidden.dtype), device=hidden.device)
         divisor = divisor.detach().expand(labels.shape)
-    if rows is not None:
-        hidden, labels = hidden[rows], labels[rows]
-        divisor = None if divisor is None else divisor[rows]
+    if rows is None:
+        return _LinearLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
+            hidden, weight, labels, divisor, chunk_tokens
+        )
+    chosen = rows.nonzero().squeeze(1)  # once: a device is waited for
     logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, divisor, chunk_tokens
+        hidden.index_select(0, chosen),
+        weight,
+        labels.index_select(0, chosen),
+        None if divisor is None else divisor.index_select(0, chosen),
+        chunk_tokens,
     )
-    if rows is not None:
-        nothing = logprobs.new_zeros(rows.shape)
-        logprobs, entropy = (nothing.masked_scatter(rows, x) for x in (logprobs, entropy))
-    return logprobs, entropy
+    nothing = logprobs.new_zeros(rows.shape)
+    return nothing.index_copy(0, chosen, logprobs), nothing.index_copy(0, chosen, entropy)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -233,41 +251,49 @@ def _check_head(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
 
 
 def check_rows(
-    labels: Tensor,
-    temperature: float | Tensor,
-    rows: Tensor | None,
-    *,
-    like: Tensor,
-    name: str,
-    vocabulary: int,
+    labels: Tensor, temperature: float | Tensor, rows: Tensor | None, *, like: Tensor, name: str
 ) -> None:
     """Refuse what does not lie along the rows of ``like``, which the caller knows by ``name``.
 
     Raises:
-        ValueError: a shape, dtype or value is wrong.
+        ValueError: a type, shape or dtype is wrong.
     """
     for argument, x in (("labels", labels), ("rows", rows), ("temperature", temperature)):
-        if not isinstance(x, Tensor) or (argument == "temperature" and x.ndim == 0):
+        if x is None or isinstance(x, int | float):
             continue
-        if x.shape != like.shape[:1]:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{argument} is of type {type(x).__name__}, expected a torch tensor")
+        if x.shape != like.shape[:1] and (argument != "temperature" or x.ndim):
             raise ValueError(
                 f"{argument} has shape {tuple(x.shape)}, but {name} {tuple(like.shape)}; "
                 f"expected one entry for each row of {name}"
             )
-    if labels.dtype.is_floating_point or labels.dtype in (torch.bool, torch.complex64):
-        raise ValueError(f"labels has dtype {labels.dtype}; expected integers")
+    if labels.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"labels has dtype {labels.dtype}; expected integers of 32 or 64 bits")
     if rows is not None and rows.dtype != torch.bool:
         raise ValueError(f"rows has dtype {rows.dtype}; expected a boolean mask")
+
+
+def check_values(
+    labels: Tensor, temperature: float | Tensor, rows: Tensor | None, *, vocabulary: int
+) -> None:
+    """Refuse labels outside the vocabulary and temperatures that can't divide, where selected.
+
+    Raises:
+        ValueError: naming the first such entry.
+    """
     outside = (labels < 0) | (labels >= vocabulary)
+    divisor = torch.as_tensor(temperature, device=labels.device)
+    unusable = ~((divisor > 0) & divisor.isfinite())
     if rows is not None:
-        outside &= rows
+        outside = outside & rows
+        unusable = unusable & rows if divisor.ndim else unusable
     if outside.any():
         row = int(outside.nonzero()[0])
         raise ValueError(
             f"labels[{row}] is {int(labels[row])}, outside the vocabulary of {vocabulary}; "
             "expected a token's id in each selected row"
         )
-    divisor = torch.as_tensor(temperature)
-    unusable = divisor[~((divisor > 0) & divisor.isfinite())]
-    if len(unusable):
-        raise ValueError(f"temperature is {float(unusable[0])}; expected finite values above 0")
+    if unusable.any():
+        first = float(divisor[unusable].flatten()[0])
+        raise ValueError(f"temperature is {first}; expected finite values above 0")

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from primerl.loss.linear_head import FLOOR, check_rows, linear_logprobs
+from primerl.loss.linear_head import FLOOR, check_rows, check_values, head_logprobs
 from primerl.loss.packed_attention import attend_by_document, document_bounds
 from primerl.loss.ratio import upcast
 
@@ -40,7 +41,8 @@ def token_logprobs(
             f"logits has shape {tuple(logits.shape)} and dtype {logits.dtype}; expected two "
             "dimensions and floating point"
         )
-    check_rows(labels, temperature, None, like=logits, name="logits", vocabulary=logits.shape[1])
+    check_rows(labels, temperature, None, like=logits, name="logits")
+    check_values(labels, temperature, None, vocabulary=logits.shape[1])
     return _chosen(_log_softmax(logits, temperature), labels)
 
 
@@ -60,7 +62,9 @@ def model_logprobs(
     ``set_attn_implementation``, to attend document by document, so that no t x t mask is ever
     built; flash attention reads the positions itself and is left alone. The logits are not held
     either: ``linear_logprobs`` stands in for the model's head. Where that is no plain linear layer,
-    or the model goes on to scale or cap its logits, they are computed as the model has it.
+    or the model goes on to scale or cap its logits (which its first call finds out, and then runs
+    again), they are computed as the model has it. To recompute activations, checkpoint the layers,
+    as ``gradient_checkpointing_enable`` does, not the whole model or its head.
 
     Args:
         model: an unmodified ``transformers`` causal language model.
@@ -76,8 +80,7 @@ def model_logprobs(
             per-document attention does not compute (sinks, windows shorter than a document, sparse
             indices, linear attention), or an argument is refused as by ``linear_logprobs``.
     """
-    inputs = _packed_inputs(model, token_ids, position_ids)
-    return _score(model, inputs, labels, temperature, rows, with_entropy=False)[0]
+    return _score(model, token_ids, position_ids, labels, temperature, rows, False)[0]
 
 
 def model_logprobs_and_entropy(
@@ -93,55 +96,56 @@ def model_logprobs_and_entropy(
 
     The arguments and errors are those of ``model_logprobs``.
     """
-    inputs = _packed_inputs(model, token_ids, position_ids)
-    return _score(model, inputs, labels, temperature, rows, with_entropy=True)
-
-
-def _packed_inputs(model: nn.Module, token_ids: Tensor, position_ids: Tensor) -> dict[str, Any]:
-    bounds = document_bounds(position_ids)
-    attend_by_document(model, bounds)
-    return {
-        "input_ids": token_ids.unsqueeze(0),
-        "position_ids": position_ids.unsqueeze(0),
-        "use_cache": False,
-        "document_bounds": bounds,
-    }
+    return _score(model, token_ids, position_ids, labels, temperature, rows, True)
 
 
 def _score(
     model: nn.Module,
-    inputs: dict[str, Any],
+    token_ids: Tensor,
+    position_ids: Tensor,
     labels: Tensor,
     temperature: float | Tensor,
     rows: Tensor | None,
-    *,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     """Each row's logprob and, if it is wanted, entropy (otherwise it may be anything)."""
+    if torch.is_inference_mode_enabled():  # its tensors have no version to tell a write by
+        with torch.inference_mode(False), torch.no_grad():
+            return _score(model, token_ids, position_ids, labels, temperature, rows, with_entropy)
     config: Any = model.config
-    vocabulary, tokens = config.get_text_config().vocab_size, inputs["input_ids"].squeeze(0)
-    check_rows(labels, temperature, rows, like=tokens, name="token_ids", vocabulary=vocabulary)
+    check_rows(labels, temperature, rows, like=token_ids, name="token_ids")
+    check_values(labels, temperature, rows, vocabulary=config.get_text_config().vocab_size)
+    bounds = document_bounds(position_ids)
+    attend_by_document(model, bounds)
+
+    def run() -> Tensor:
+        return model(  # type: ignore[no-any-return]
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            use_cache=False,
+            document_bounds=bounds,
+        ).logits
 
     def in_place_of_logits(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return linear_logprobs(hidden, weight, labels, temperature=temperature, rows=rows)
+        logprobs, entropy = head_logprobs(hidden, weight, labels, temperature, rows)
+        return logprobs, entropy if with_entropy else entropy.detach()
 
-    logits: Any = None
+    logits = None
     if model not in _MODELS_THAT_NEED_LOGITS:
-        stand_in = _InPlaceOfHead(model, len(tokens), in_place_of_logits)
+        stand_in = _InPlaceOfHead(model, len(token_ids), in_place_of_logits)
         try:
             with stand_in:
-                logits = model(**inputs).logits
+                logits = run()
         except (IndexError, RuntimeError):
             if not stand_in.outputs:  # otherwise the model sought a token in what stands in
                 raise
-        if stand_in.is_all_of(logits):
+        if logits is not None and stand_in.is_all_of(logits):
             logprobs, entropy = logits.squeeze(0).unbind(-1)
             return logprobs, entropy
         if stand_in.outputs:
             _MODELS_THAT_NEED_LOGITS.add(model)
             logits = None
-    if logits is None:
-        logits = model(**inputs).logits
+    logits = run() if logits is None else logits
     return _score_logits(logits.squeeze(0), labels, temperature, rows, with_entropy)
 
 
@@ -169,12 +173,13 @@ class _InPlaceOfHead(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _is_of_head(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+        if bias is not None or x.shape[:-1] != (1, self.tokens) or isinstance(weight, DTensor):
+            return False
         # A compiled graph would keep this call's labels, so what is traced has the plain product.
         plain = isinstance(self.head, nn.Linear) and not torch.compiler.is_compiling()
-        of_head = plain and weight is self.head.weight and bias is None
-        return of_head and x.shape[:-1] == (1, self.tokens)
+        return plain and weight is self.head.weight
 
-    def is_all_of(self, logits: Tensor | None) -> bool:
+    def is_all_of(self, logits: Tensor) -> bool:
         # The first of them: a model that used the head before has computed with a stand-in.
         # Version 0: and nothing was written into it.
         return bool(self.outputs) and logits is self.outputs[0] and logits._version == 0
@@ -187,20 +192,24 @@ def _score_logits(
     rows: Tensor | None,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    selected = labels >= 0 if rows is None else rows
-    if isinstance(temperature, Tensor) and temperature.ndim:
-        temperature = temperature[selected]
-    log_p = _log_softmax(logits[selected], temperature)
-    logprobs = _chosen(log_p, labels[selected])
+    if rows is not None:
+        rows = rows.nonzero().squeeze(1)
+        logits, chosen = logits.index_select(0, rows), labels.index_select(0, rows)
+        if isinstance(temperature, Tensor) and temperature.ndim:
+            temperature = temperature.index_select(0, rows)
+    log_p = _log_softmax(logits, temperature)
+    logprobs = _chosen(log_p, labels if rows is None else chosen)
     entropy = -(log_p.exp() * log_p.clamp(min=FLOOR)).sum(-1) if with_entropy else logprobs
+    if rows is None:
+        return logprobs, entropy
     zeros = log_p.new_zeros(labels.shape)
-    return zeros.masked_scatter(selected, logprobs), zeros.masked_scatter(selected, entropy)
+    return zeros.index_copy(0, rows, logprobs), zeros.index_copy(0, rows, entropy)
 
 
 def _log_softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
     logits = upcast(logits)
     if isinstance(temperature, Tensor):
-        logits = logits / temperature.unsqueeze(-1)
+        logits = logits / temperature.detach().to(logits.dtype).unsqueeze(-1)
     elif temperature != 1:
         logits = logits / temperature
     return logits.log_softmax(-1)

@@ -140,10 +140,11 @@ def _by_length(
     starts: dict[int, list[int]] = {}
     for begin, end in pairwise(bounds):
         starts.setdefault(end - begin, []).append(begin)
-    rows = [
-        (torch.tensor(begins).unsqueeze(1) + torch.arange(length)).flatten()
-        for length, begins in starts.items()
-    ]
-    order = torch.cat(rows)
     shapes = [(len(begins), length) for length, begins in starts.items()]
-    return order.to(device), order.argsort().to(device), shapes
+    with torch.inference_mode(False):  # or a later call, in training, could not save them
+        rows = [
+            (torch.tensor(begins).unsqueeze(1) + torch.arange(length)).flatten()
+            for length, begins in starts.items()
+        ]
+        order = torch.cat(rows)
+        return order.to(device), order.argsort().to(device), shapes

@@ -45,9 +45,8 @@ def log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
 
 def limited(ratio: Tensor) -> Tensor:
     """One where a ratio is held, its log having reached +-20, zero elsewhere; detached."""
-    bound = ratio.new_tensor([-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT]).exp()
-    held = (ratio <= bound[0]) | (ratio >= bound[1])
-    return held.to(ratio.dtype).detach()
+    held = ratio.detach().log().abs() > LOG_RATIO_LIMIT - 1e-5  # but for the rounding of exp
+    return held.to(ratio.dtype)
 
 
 @checked(finite=["behavior_logprobs"])
@@ -62,7 +61,7 @@ def token_ratio(
     Raises:
         ValueError: shapes differ, or ``behavior_logprobs`` is not finite.
     """
-    return log_ratio(logprobs, behavior_logprobs).exp()
+    return log_ratio(logprobs, behavior_logprobs.detach()).exp()
 
 
 @checked()
@@ -91,7 +90,7 @@ def sequence_ratio(
         logprobs: by the trainer, now.
         behavior_logprobs: by the sampler; anything where the mask is not set.
         loss_mask: the trained tokens.
-        sequence_ids: the document of each row, from 0; the same on all ranks that share it.
+        sequence_ids: the document of each row, 0 to s-1; the same on all ranks that share it.
         all_sum: sums a tensor over the ranks that hold parts of these documents. All of them must
             call this function together.
         length_normalized: the geometric mean of the token ratios, or their product.

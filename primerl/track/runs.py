@@ -171,6 +171,8 @@ class Run:
 
     def _add_mismatch(self, mismatch: Any) -> float | None:
         total, count = (0.0, 0.0) if mismatch is None else (float(x) for x in mismatch)
+        if not math.isfinite(total):
+            return None  # of a step that was skipped
         self._mismatch = [self._mismatch[0] + total, self._mismatch[1] + count]
         if self._mismatch[1]:
             self.summary["mismatch_kl_mean"] = self._mismatch[0] / self._mismatch[1]

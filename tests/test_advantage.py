@@ -556,3 +556,11 @@ class TestWhitened:
         std = statistics.pstdev([0.5, -0.5, 0, 0, 2, -2])
         expected = [0.5 / std, -0.5 / std, 0, 0, 2 / std, -2 / std]
         assert [s.advantages[-1] for s in samples] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("estimator", [advantage.centered, advantage.max_rl])
+def test_a_reward_that_is_not_finite_is_refused(estimator, bad):
+    with pytest.raises(ValueError, match=rf"rewards\[1\] is {bad}, expected a finite number"):
+        estimator([1.0, bad])
+    assert len(estimator(rewards=[1.0, 0.0])) == 2

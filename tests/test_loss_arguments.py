@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,8 +48,9 @@ def wrong(name):
     tensors, _ = arguments(name)
     first = next(iter(tensors))
     for argument, x in tensors.items():
-        yield argument, x[None], rf"{argument} has shape \(1, 3\), expected \[t\]"
-        yield argument, x[0], rf"{argument} has shape \(\), expected \[t\]"
+        beside = "" if argument == first else rf"but {first} has shape \(3,\): "
+        yield argument, x[None], rf"{argument} has shape \(1, 3\), {beside}expected \[t\]"
+        yield argument, x[0], rf"{argument} has shape \(\), {beside}expected \[t\]"
         yield argument, x.tolist(), f"{argument} is of type list, expected a torch tensor"
         yield argument, None, f"{argument} is of type NoneType, expected a torch tensor"
         others = {torch.complex64: "complex64", torch.bool: "bool", torch.int64: "int64"}
@@ -65,13 +67,17 @@ def wrong(name):
             second = list(tensors)[1]
             both = rf"{second} has shape \(3,\), but {first} has shape \(2,\): expected the same"
             yield argument, x[:2], both
-        if argument in DATA and name != "mismatch_kl":
+        if argument in DATA:
             for number in ("nan", "inf", "-inf"):
                 bad = x.clone()
                 bad[2] = float(number)
                 yield argument, bad, rf"{argument}\[2\] is {number} \(1 of 3 rows"
         if argument == "sequence_ids":
-            yield argument, x - 1, "sequence_ids has -1, expected ids from 0"
+            yield (
+                argument,
+                x - 1,
+                "sequence_ids has -1; expected the documents of a micro-batch, numbered from 0",
+            )
 
 
 MISTAKES = [
@@ -192,3 +198,44 @@ def refusals():
 
 def main():
     print(json.dumps(refusals()))
+
+
+def test_a_ratio_of_another_shape_is_refused():
+    x = torch.tensor([-1.0, -2.0, -3.0])
+
+    for surrogate in (loss.reinforce, loss.clipped, loss.dppo, loss.cispo):
+        with pytest.raises(ValueError, match=r"ratio returned shape \(\), but logprobs .* \(3,\)"):
+            surrogate(x, x, x, ratio=lambda p, q: (p - q).exp().mean())
+
+
+def test_ids_that_are_no_numbers_of_documents_are_refused():
+    x, mask = torch.tensor([-1.0, -2.0]), torch.tensor([True, True])
+
+    with pytest.raises(ValueError, match="sequence_ids has 1099511627776; expected the documents"):
+        loss.sequence_ratio(x, x, mask, torch.tensor([0, 2**40]))
+
+
+def test_an_all_sum_that_returns_nothing_is_refused():
+    x, mask = torch.tensor([-1.0, -2.0]), torch.tensor([True, True])
+
+    with pytest.raises(ValueError, match="all_sum returned None; expected the summed tensor"):
+        loss.sequence_ratio(x, x, mask, torch.tensor([0, 0]), all_sum=lambda x: None)
+
+
+@pytest.mark.parametrize("denom", [6, 6.0, np.int64(6), np.float32(6), torch.tensor(6)])
+def test_a_denominator_may_be_any_number(denom):
+    x, mask = torch.tensor([1.0, 2.0]), torch.tensor([True, True])
+
+    assert loss.token_mean(x, mask, denom=denom).item() == 0.5
+    with pytest.raises(ValueError, match=r"denom has shape \(1,\); expected a single number"):
+        loss.token_mean(x, mask, denom=torch.tensor([6]))
+
+
+def test_what_the_sampler_gave_has_no_gradient():
+    """Forgetting to detach would give a ratio whose gradient is 0."""
+    x = torch.tensor([-1.0, -2.0], requires_grad=True)
+    advantages = torch.tensor([1.0, -2.0])
+
+    for surrogate in (loss.reinforce, loss.clipped, loss.cispo, loss.dppo, loss.ipo, loss.sapo):
+        (gradient,) = torch.autograd.grad(surrogate(x, x, advantages)[0].sum(), x)
+        torch.testing.assert_close(gradient, -advantages)

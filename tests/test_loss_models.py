@@ -297,7 +297,7 @@ def test_nothing_selected_still_has_a_graph():
     [
         ({"labels": torch.zeros(3, dtype=torch.int64)}, r"labels has shape \(3,\), but token_ids"),
         ({"labels": torch.full((4,), 64)}, r"labels\[0\] is 64, outside the vocabulary of 64"),
-        ({"rows": torch.ones(5, dtype=torch.bool)}, r"rows has shape \(5,\), but token_ids \(4,\)"),
+        ({"rows": torch.ones(5, dtype=torch.bool)}, r"rows has shape \(5,\), but token_ids has shape \(4,\)"),
         ({"temperature": torch.ones(5)}, r"temperature has shape \(5,\), but token_ids \(4,\)"),
         ({"temperature": -1.0}, "temperature is -1.0"),
     ],
@@ -407,3 +407,21 @@ def test_a_greedy_row_is_refused_only_where_it_is_selected():
 
     with pytest.raises(ValueError, match="temperature is 0.0"):
         loss.model_logprobs(model, token_ids, position_ids, labels, temperature=temperature)
+
+
+def test_a_model_that_cannot_attend_by_document_is_refused():
+    model = testing.tiny_model("bloom", n_head=4, n_layer=2)
+    _, token_ids, position_ids, labels = packed([4, 6])
+
+    with pytest.raises(ValueError, match="bloom has an attention of its own"):
+        loss.model_logprobs(model, token_ids, position_ids, labels)
+
+
+def test_arguments_of_other_lengths_are_named():
+    model = testing.tiny_model("llama")
+    _, token_ids, position_ids, labels = packed([4])
+
+    with pytest.raises(ValueError, match=r"position_ids has shape \(3,\), but token_ids .* \(4,\)"):
+        loss.model_logprobs(model, token_ids, position_ids[:3], labels)
+    with pytest.raises(ValueError, match=r"token_ids has shape \(1, 4\), expected \[t\]"):
+        loss.model_logprobs(model, token_ids[None], position_ids[None], labels[None])

@@ -19,18 +19,23 @@ def of_rewards(fn: Callable[..., Any]) -> Callable[..., Rewards]:
     Hyperparameters are passed on by keyword. A group without rollouts has no advantages.
 
     Raises:
-        ValueError: by what it returns: the rewards have more than one axis, or none.
+        ValueError: by what it returns: the rewards have more than one axis, or none, or one of
+            them is not finite.
     """
 
     @functools.wraps(fn)
-    def estimator(group: Group | Any, **hyperparameters: Any) -> Rewards:
-        rewards = group.rewards if isinstance(group, Group) else group
+    def estimator(rewards: Group | Any, **hyperparameters: Any) -> Rewards:
+        if isinstance(rewards, Group):
+            rewards = rewards.rewards
         rewards = np.asarray(rewards, dtype=np.float64)
         if rewards.ndim != 1:
             raise ValueError(
                 f"{name_of(fn)} got rewards of shape {rewards.shape}, expected (g,): "
                 "one reward for each rollout of a group"
             )
+        if not np.isfinite(rewards).all():
+            index = int((~np.isfinite(rewards)).argmax())
+            raise ValueError(f"rewards[{index}] is {rewards[index]}, expected a finite number")
         if not len(rewards):
             return rewards
         return np.asarray(fn(rewards, **hyperparameters), dtype=np.float64)

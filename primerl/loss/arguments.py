@@ -91,19 +91,23 @@ def _specification(annotation: Any) -> tuple[str, list[str]] | None:
 
 def _check_shapes(tensors: dict[str, Any], specs: dict[str, tuple[str, list[str]]]) -> None:
     sizes: dict[str, tuple[int, str]] = {}
+
+    def beside(other: str) -> str:
+        return f"but {other} has shape {tuple(tensors[other].shape)}"
+
     for name, x in tensors.items():
         kind, axes = specs[name]
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is of type {type(x).__name__}, expected a torch tensor")
         shape = tuple(x.shape)
         if len(shape) != len(axes):
-            raise ValueError(f"{name} has shape {shape}, expected [{', '.join(axes)}]")
+            known = next((f"{beside(other)}: " for _, other in sizes.values()), "")
+            raise ValueError(f"{name} has shape {shape}, {known}expected [{', '.join(axes)}]")
         if not _KINDS[kind](x.dtype):
             raise ValueError(f"{name} has dtype {x.dtype}, expected {kind} tensor")
         for axis, size in zip(axes, shape, strict=True):
             expected, other = sizes.setdefault(axis, (size, name))
             if size != expected:
                 raise ValueError(
-                    f"{name} has shape {shape}, but {other} has shape "
-                    f"{tuple(tensors[other].shape)}: expected the same {axis}"
+                    f"{name} has shape {shape}, {beside(other)}: expected the same {axis}"
                 )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 # Elements of a tile. On a CPU a tile stays in cache; an accelerator wants fewer, larger kernels.
 CPU_TILE, TILE = 2**21, 2**25
@@ -240,6 +241,11 @@ def _check_head(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
                 f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}; expected two dimensions "
                 "and floating point"
             )
+    if isinstance(weight, DTensor):
+        raise ValueError(
+            "weight is sharded; use model_logprobs, in whose forward pass it is gathered, or pass "
+            "weight.full_tensor()"
+        )
     if hidden.shape[1] != weight.shape[1] or hidden.dtype != weight.dtype:
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)} and dtype {hidden.dtype}, but weight "

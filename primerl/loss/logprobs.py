@@ -6,11 +6,12 @@ from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from primerl.loss.arguments import checked
 from primerl.loss.linear_head import FLOOR, check_rows, check_values, head_logprobs
 from primerl.loss.packed_attention import attend_by_document, document_bounds
 from primerl.loss.ratio import upcast
@@ -46,14 +47,15 @@ def token_logprobs(
     return _chosen(_log_softmax(logits, temperature), labels)
 
 
+@checked()
 def model_logprobs(
     model: nn.Module,
     token_ids: Int[Tensor, " t"],
     position_ids: Int[Tensor, " t"],
-    labels: Tensor,
+    labels: Int[Tensor, " t"],
     *,
     temperature: float | Tensor = 1.0,
-    rows: Tensor | None = None,
+    rows: Bool[Tensor, " t"] | None = None,
 ) -> Float[Tensor, " t"]:
     """The processed logprob that a causal language model gives each row's label.
 
@@ -70,9 +72,9 @@ def model_logprobs(
         model: an unmodified ``transformers`` causal language model.
         token_ids: the packed tokens.
         position_ids: each token's place in its document.
-        labels: ``[t]``, the token to score in each row (anything where ``rows`` is false).
+        labels: the token to score in each row (anything where ``rows`` is false).
         temperature: of the sampler, for all rows or ``[t]``, for each.
-        rows: ``[t]``, boolean: the rows to score, such as the loss mask; the others give 0 and cost
+        rows: the rows to score, such as the loss mask; the others give 0 and cost
             nothing in the head. None scores all rows.
 
     Raises:
@@ -83,14 +85,15 @@ def model_logprobs(
     return _score(model, token_ids, position_ids, labels, temperature, rows, False)[0]
 
 
+@checked()
 def model_logprobs_and_entropy(
     model: nn.Module,
     token_ids: Int[Tensor, " t"],
     position_ids: Int[Tensor, " t"],
-    labels: Tensor,
+    labels: Int[Tensor, " t"],
     *,
     temperature: float | Tensor = 1.0,
-    rows: Tensor | None = None,
+    rows: Bool[Tensor, " t"] | None = None,
 ) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
     """``model_logprobs``, and the entropy of each row's distribution in nats, differentiable too.
 

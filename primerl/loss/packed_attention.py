@@ -39,14 +39,20 @@ def attend_by_document(model: nn.Module, bounds: tuple[int, ...]) -> None:
     """Switch a model that attends by ``sdpa`` or ``eager`` to attend document by document.
 
     Raises:
-        ValueError: the model's other layers carry state from one document into the next.
+        ValueError: the model can't switch, or its other layers carry state from one document into
+            the next.
     """
     config: Any = model.config
     if config._attn_implementation in MASKED_ATTENTION:
         transformers = require("transformers", extra="transformers")
         transformers.AttentionInterface.register(PACKED_ATTENTION, _packed_attention)
         switch: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
-        switch(PACKED_ATTENTION)
+        switch(PACKED_ATTENTION)  # a model that can't only warns
+        if config._attn_implementation != PACKED_ATTENTION and len(bounds) > 2:
+            raise ValueError(
+                f"{config.model_type} has an attention of its own, which would let packed "
+                "documents see each other; pack one document per batch"
+            )
     if len(bounds) > 2:
         _refuse_state_across_documents(model)
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from primerl.loss.arguments import checked, require_finite
 
 LOG_RATIO_LIMIT = 20.0
+# Sums by sequence have one of few sizes, whatever a rank has seen.
+FEWEST_SEQUENCES, MOST_SEQUENCES = 1024, 2**24
 
 Ratio = Callable[[Tensor, Tensor], Tensor]
 """``(logprobs[t], behavior_logprobs[t]) -> ratio[t]``."""
@@ -41,6 +43,21 @@ def log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
     """``logprobs - other`` within +-20: held beyond, with zero gradient."""
     difference = trainable(logprobs) - upcast(other)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def ratio_by(ratio: Ratio, logprobs: Tensor, other: Tensor) -> Tensor:
+    """What a caller's ratio function returns, if it has one entry for each row.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    r = ratio(logprobs, other)
+    if r.shape != logprobs.shape:
+        raise ValueError(
+            f"ratio returned shape {tuple(r.shape)}, but logprobs has shape "
+            f"{tuple(logprobs.shape)}: expected one entry for each row"
+        )
+    return r
 
 
 def limited(ratio: Tensor) -> Tensor:
@@ -135,11 +152,19 @@ def sequence_sums(
     x: Tensor, loss_mask: Tensor, sequence_ids: Tensor, *, all_sum: AllSum
 ) -> tuple[Tensor, Tensor]:
     """The sum of ``x[t]`` over each sequence's trained tokens, and their number; float64."""
-    if sequence_ids.numel() and int(sequence_ids.min()) < 0:
-        raise ValueError(f"sequence_ids has {int(sequence_ids.min())}, expected ids from 0")
-    highest = sequence_ids.max() + 1 if sequence_ids.numel() else sequence_ids.new_zeros(())
+    lowest, highest = sequence_ids.aminmax() if sequence_ids.numel() else (torch.tensor(0),) * 2
+    if lowest < 0 or highest >= MOST_SEQUENCES:
+        wrong = int(lowest if lowest < 0 else highest)
+        raise ValueError(
+            f"sequence_ids has {wrong}; expected the documents of a micro-batch, numbered from 0"
+        )
     # Ranks may see different ids. The sum of what each needs is enough for all, and equal on all.
-    size = int(all_sum(highest.long().clone()))
+    needed = all_sum(torch.as_tensor(highest, device=x.device).long() + 1)
+    if not isinstance(needed, Tensor):
+        raise ValueError(
+            f"all_sum returned {needed!r}; expected the summed tensor, as of parallel.all_sum"
+        )
+    size = max(FEWEST_SEQUENCES, 2 ** int(needed - 1).bit_length())
     sums = torch.zeros(2, size, dtype=torch.float64, device=x.device)
     sums[0].index_add_(0, sequence_ids.long(), x.detach().double().where(loss_mask, 0.0))
     sums[1].index_add_(0, sequence_ids.long(), loss_mask.double())

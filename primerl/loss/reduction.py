@@ -6,7 +6,9 @@ selected away, so a NaN there does no harm. A batch without a trained row gives 
 so that every rank runs the same backward pass.
 """
 
-from jaxtyping import Bool, Float, Int, Shaped
+from typing import SupportsFloat
+
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from primerl.loss.arguments import checked
@@ -18,7 +20,7 @@ def token_mean(
     x: Float[Tensor, " t"],
     mask: Bool[Tensor, " t"],
     *,
-    denom: float | Shaped[Tensor, ""],
+    denom: SupportsFloat,
 ) -> Float[Tensor, ""]:
     """The sum over the mask divided by ``denom``: ``sum_i m_i x_i / denom``.
 
@@ -37,7 +39,7 @@ def sequence_mean(
     mask: Bool[Tensor, " t"],
     sequence_ids: Int[Tensor, " t"],
     *,
-    denom: float | Shaped[Tensor, ""],
+    denom: SupportsFloat,
     all_sum: AllSum = identity,
 ) -> Float[Tensor, ""]:
     """The mean of sequences' means: ``sum_i (1/|y_i|) sum_t m_it x_it / denom``.
@@ -61,7 +63,7 @@ def fixed_length_mean(
     mask: Bool[Tensor, " t"],
     *,
     length: float,
-    denom: float | Shaped[Tensor, ""],
+    denom: SupportsFloat,
 ) -> Float[Tensor, ""]:
     """The sum over the mask divided by a constant length: ``sum_i m_i x_i / (length denom)``.
 
@@ -78,7 +80,11 @@ def fixed_length_mean(
     return _masked_sum(x, mask, denom, "sequences") / length
 
 
-def _masked_sum(x: Tensor, mask: Tensor, denom: float | Tensor, counted: str) -> Tensor:
+def _masked_sum(x: Tensor, mask: Tensor, denom: SupportsFloat, counted: str) -> Tensor:
+    if not isinstance(denom, Tensor):
+        denom = float(denom)
+    elif denom.ndim > 0:
+        raise ValueError(f"denom has shape {tuple(denom.shape)}; expected a single number")
     x = upcast(x)
     if denom == 0 and not mask.any():
         return x.where(mask, 0.0).sum()  # nothing is trained anywhere: zero, with its graph

@@ -16,6 +16,7 @@ from primerl.loss.ratio import (
     Ratio,
     identity,
     limited,
+    ratio_by,
     sequence_ratio,
     token_ratio,
     trainable,
@@ -45,7 +46,7 @@ def reinforce(
     Raises:
         ValueError: shapes or dtypes differ, or an input from the sampler is not finite.
     """
-    r = ratio(logprobs, behavior_logprobs)
+    r = ratio_by(ratio, logprobs, behavior_logprobs)
     return -advantages.to(r.dtype) * r, _aux(r)
 
 
@@ -77,7 +78,7 @@ def clipped(
     _require_clips(clip_low, clip_high)
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip={dual_clip}: expected a number above 1, or None")
-    r = ratio(logprobs, behavior_logprobs)
+    r = ratio_by(ratio, logprobs, behavior_logprobs)
     return _clipped(r, advantages.to(r.dtype), clip_low, clip_high, dual_clip)
 
 
@@ -145,7 +146,7 @@ def cispo(
         ValueError: a clip is negative, ``clip_low`` is above 1, or the tensors do not fit.
     """
     _require_clips(clip_low, clip_high)
-    r = ratio(logprobs, behavior_logprobs).detach()
+    r = ratio_by(ratio, logprobs, behavior_logprobs).detach()
     weight = r.clamp(1 - clip_low, 1 + clip_high)
     aux = _aux(r, clipped=weight != r)
     return -_constant(weight * advantages.to(r.dtype)) * trainable(logprobs).to(r.dtype), aux
@@ -171,7 +172,7 @@ def topr(
     Raises:
         ValueError: the tensors do not fit.
     """
-    r = ratio(logprobs, behavior_logprobs).detach()
+    r = ratio_by(ratio, logprobs, behavior_logprobs).detach()
     good = advantages > 0
     weight = torch.where(good, torch.ones_like(r), r.clamp(max=1.0))
     aux = _aux(r, clipped=~good & (r > 1))
@@ -202,7 +203,7 @@ def sapo(
         raise ValueError(
             f"gate_positive={gate_positive}, gate_negative={gate_negative}: expected both above 0"
         )
-    r = ratio(logprobs, behavior_logprobs)
+    r = ratio_by(ratio, logprobs, behavior_logprobs)
     advantages = advantages.to(r.dtype)
     tau = torch.where(advantages > 0, r.new_tensor(gate_positive), r.new_tensor(gate_negative))
     gate = (4 / tau) * torch.sigmoid(tau * (r - 1))
@@ -237,7 +238,8 @@ def decoupled(
         ValueError: a clip is out of range, or the tensors do not fit.
     """
     _require_clips(clip_low, clip_high)
-    u, w = ratio(logprobs, proximal_logprobs), ratio(proximal_logprobs, behavior_logprobs).detach()
+    u = ratio_by(ratio, logprobs, proximal_logprobs)
+    w = ratio_by(ratio, proximal_logprobs, behavior_logprobs).detach()
     per_token, aux = _clipped(u, advantages.to(u.dtype), clip_low, clip_high, None)
     aux["log_ratio_limited"] = torch.maximum(aux["log_ratio_limited"], limited(w))
     return w * per_token, aux

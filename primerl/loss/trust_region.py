@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from primerl.loss.arguments import checked
-from primerl.loss.ratio import Ratio, limited, token_ratio, upcast
+from primerl.loss.ratio import Ratio, limited, ratio_by, token_ratio, upcast
 from primerl.loss.surrogate import DATA, Aux
 
 
@@ -113,6 +113,6 @@ def _shift(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
 def _inside(
     logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, dropped: Tensor, ratio: Ratio
 ) -> tuple[Tensor, Aux]:
-    r = ratio(logprobs, behavior_logprobs)
+    r = ratio_by(ratio, logprobs, behavior_logprobs)
     per_token = torch.where(dropped, torch.zeros_like(r), -advantages.to(r.dtype) * r)
     return per_token, {"log_ratio_limited": limited(r), "dropped": dropped.to(r.dtype)}

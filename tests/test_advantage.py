@@ -564,3 +564,41 @@ def test_a_reward_that_is_not_finite_is_refused(estimator, bad):
     with pytest.raises(ValueError, match=rf"rewards\[1\] is {bad}, expected a finite number"):
         estimator([1.0, bad])
     assert len(estimator(rewards=[1.0, 0.0])) == 2
+
+
+@pytest.mark.parametrize("decay", [0, 1, 0.5])
+def test_a_decay_may_be_at_its_bounds(decay):
+    baselines = advantage.AgentBaselines(decay=decay)
+    group = group_of(("a", "e", 1.0), ("a", "e", 1.0))
+
+    assert baselines(group).tolist() == [1.0, 1.0 - (1 - decay)]
+    with pytest.raises(TypeError):
+        advantage.AgentBaselines(decay=decay, baselines={})
+
+
+def test_one_token_of_completion_is_the_whole_share():
+    short = make_sample(prompt=3, completion=1)
+    rollouts = [Rollout(samples=[short], reward=1.0), Rollout(samples=[short], reward=0.0)]
+    group = Group(task_id="task", rollouts=rollouts)
+
+    paid = advantage.penalized(
+        group, baseline=advantage.of_rewards(lambda rewards: rewards), completion_tokens=0.5
+    )
+
+    assert paid.tolist() == [0.75, -0.25]  # half of the mean of 0.5
+
+
+def test_the_largest_float32_is_an_advantage():
+    largest = float(np.finfo(np.float32).max)
+
+    (one, _) = advantage.assign([make_group([1.0, 0.0])], lambda group: [largest, -largest])
+
+    assert one.advantages[-1] == largest
+
+
+def test_whitening_adds_a_hundred_millionth():
+    samples = advantage.assign([make_group([1.0, 0.0])], lambda group: [1e-8, -1e-8])
+
+    whitened = advantage.whitened(samples)
+
+    assert whitened[0].advantages[-1] == pytest.approx(0.5)

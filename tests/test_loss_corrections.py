@@ -247,3 +247,27 @@ def test_a_corrected_loss_has_the_gradient_of_the_loss_times_a_constant(name):
 
     r = (logprobs - rows.behavior).exp()
     close(x.grad, -CORRECTIONS[name](logprobs, rows, alone) * rows.advantages * r)
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        loss.token_tis,
+        loss.token_mis,
+        loss.icepop,
+        loss.sequence_tis,
+        loss.sequence_mis,
+        loss.geometric_rejection,
+        loss.veto,
+    ],
+)
+def test_a_trainer_that_is_not_finite_is_not_hidden_by_a_weight_of_zero(correction):
+    x = torch.tensor([-1.0, NAN, -1.0])
+    behavior, ids = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([0, 1, 2])
+    by_sequence = "sequence_ids" in inspect.signature(correction).parameters
+    documents = (torch.ones(3, dtype=torch.bool), ids) if by_sequence else ()
+
+    weights = correction(x, behavior, *documents)
+
+    assert weights.isnan().tolist() == [False, True, False]
+    assert weights[0] == weights[2] == 1

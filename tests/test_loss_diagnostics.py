@@ -253,3 +253,15 @@ def test_by_default_eight_steps_are_told_apart():
 
 def test_a_single_number_passes_through_the_summary():
     assert loss.summarize({"loss": torch.tensor(0.25)}) == {"loss": 0.25}
+
+
+def test_a_single_trained_token_is_summarized():
+    x, mask = torch.tensor([-1.0, -2.0]), torch.tensor([False, True])
+    versions = torch.tensor([-1, 3], dtype=torch.int32)
+
+    sums = loss.token_statistics(x, x, mask, versions, version=3, entropy=torch.tensor([9.0, 0.5]))
+
+    figures = loss.summarize(sums)
+    assert figures["entropy"] == 0.5
+    assert figures["mismatch_kl"] == 0
+    assert figures["effective_sample_size"] == 1

@@ -334,6 +334,8 @@ def test_a_pack_must_begin_with_a_document():
 
     with pytest.raises(ValueError, match="begin with 0"):
         loss.model_logprobs(model, torch.tensor([5, 6]), torch.tensor([1, 2]), torch.tensor([6, 0]))
+    with pytest.raises(ValueError, match="begin with 0"):  # the end of one, then another
+        loss.model_logprobs(model, torch.tensor([5, 6]), torch.tensor([3, 0]), torch.tensor([6, 0]))
 
 
 def test_attention_that_is_not_computed_is_refused():
@@ -345,6 +347,8 @@ def test_attention_that_is_not_computed_is_refused():
         loss.model_logprobs(sinks, token_ids, position_ids, labels)
     with pytest.raises(ValueError, match="document of 6 tokens exceeds the attention window of 4"):
         loss.model_logprobs(window, token_ids, position_ids, labels)
+    _, token_ids, position_ids, labels = packed([3, 4])
+    loss.model_logprobs(window, token_ids, position_ids, labels)  # a window that sees all of it
 
 
 def test_layers_that_carry_state_across_documents_are_refused():
@@ -369,6 +373,8 @@ def test_a_switched_model_says_how_to_generate():
     torch.testing.assert_close(loss.token_logprobs(plain, labels), expected)
     with pytest.raises(ValueError, match="set_attn_implementation"):
         model.generate(token_ids.unsqueeze(0), max_new_tokens=2, do_sample=False)
+    with pytest.raises(ValueError, match="set_attn_implementation"):
+        model(input_ids=token_ids[None], attention_mask=torch.tensor([[0, 1, 1, 1]]))
 
 
 def test_inference_mode_scores_and_leaves_training_as_it_was():
@@ -425,3 +431,17 @@ def test_arguments_of_other_lengths_are_named():
         loss.model_logprobs(model, token_ids, position_ids[:3], labels)
     with pytest.raises(ValueError, match=r"token_ids has shape \(1, 4\), expected \[t\]"):
         loss.model_logprobs(model, token_ids[None], position_ids[None], labels[None])
+
+
+def test_by_default_the_temperature_is_one():
+    model = testing.tiny_model("llama")
+    _, token_ids, position_ids, labels = packed([4])
+
+    both = loss.model_logprobs_and_entropy(model, token_ids, position_ids, labels)
+    logits = model(input_ids=token_ids.unsqueeze(0)).logits[0]
+
+    log_p = logits.log_softmax(-1)
+    torch.testing.assert_close(both[0], log_p[range(4), labels])
+    torch.testing.assert_close(both[1], -(log_p.exp() * log_p).sum(-1))
+    alone = loss.model_logprobs(model, token_ids, position_ids, labels)
+    torch.testing.assert_close(alone, both[0])

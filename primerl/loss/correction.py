@@ -14,7 +14,7 @@ the call.
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from primerl.loss.arguments import checked, require_finite
+from primerl.loss.arguments import checked
 from primerl.loss.ratio import AllSum, identity, sequence_ratio, sequence_sums, token_ratio
 
 
@@ -165,7 +165,6 @@ def veto(
         ValueError: ``threshold`` is not above 0, or the tensors do not fit.
     """
     _require_above_zero("threshold", threshold)
-    require_finite("behavior_logprobs", behavior_logprobs, loss_mask)
     r = token_ratio(logprobs, behavior_logprobs.where(loss_mask, 0.0)).detach()
     vetoes, _ = sequence_sums((r < threshold).double(), loss_mask, sequence_ids, all_sum=all_sum)
     kept = (vetoes == 0).to(r.dtype)[sequence_ids]

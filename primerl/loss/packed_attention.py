@@ -46,6 +46,7 @@ def attend_by_document(model: nn.Module, bounds: tuple[int, ...]) -> None:
     if config._attn_implementation in MASKED_ATTENTION:
         transformers = require("transformers", extra="transformers")
         transformers.AttentionInterface.register(PACKED_ATTENTION, _packed_attention)
+        transformers.AttentionMaskInterface.register(PACKED_ATTENTION, _padding)
         switch: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
         switch(PACKED_ATTENTION)  # a model that can't only warns
         if config._attn_implementation != PACKED_ATTENTION and len(bounds) > 2:
@@ -66,6 +67,11 @@ def _refuse_state_across_documents(model: nn.Module) -> None:
             f"{config.model_type} has {', '.join(sorted(carrying))} layers, which would carry "
             "state from one packed document into the next; pack one document per batch"
         )
+
+
+def _padding(*_: Any, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
+    """A caller's padding, for ``_packed_attention`` to refuse: otherwise it would go unseen."""
+    return None if attention_mask is None or attention_mask.all() else attention_mask
 
 
 def _packed_attention(

@@ -144,7 +144,7 @@ def sequence_log_ratio(
 
     Both are float64 without gradient, so the order in which tokens are added hardly matters.
     """
-    difference = (logprobs.detach().double() - behavior_logprobs.double()).where(loss_mask, 0.0)
+    difference = logprobs.detach().double() - behavior_logprobs.double()
     return sequence_sums(difference, loss_mask, sequence_ids, all_sum=all_sum)
 
 

@@ -69,7 +69,7 @@ def _refuse_state_across_documents(model: nn.Module) -> None:
         )
 
 
-def _padding(*_: Any, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
+def _padding(*_: Any, attention_mask: Tensor | None = None, **_others: Any) -> Tensor | None:
     """A caller's padding, for ``_packed_attention`` to refuse: otherwise it would go unseen."""
     return None if attention_mask is None or attention_mask.all() else attention_mask
 

@@ -99,6 +99,9 @@ plans = st.tuples(st.lists(st.integers(1, 20), max_size=40), st.integers(20, 50)
 
 
 @given(plans)
+@example(
+    plan=([1, 1, 1, 1, 1, 1, 1, 4, 5, 20, 20, 20, 20, 20, 20], 45, 3)
+)  # best fit leaves 2 empty
 @settings(max_examples=200, deadline=None)
 def test_bins_hold_every_sample_once_within_capacity_and_equally_many_for_each_rank(plan):
     lengths, max_tokens, ranks = plan
@@ -265,7 +268,7 @@ def best_fit_decreasing(lengths, costs, max_tokens, ranks):
         else:
             bins.append([i])
     totals = sorted((sum(costs[i] for i in members) for members in bins), reverse=True)
-    return -(-len(bins) // ranks), sum(totals[::ranks])
+    return -(-len(bins) // ranks), sum(totals[::ranks]), -len(bins) % ranks
 
 
 @given(plans, st.sampled_from([0.0, 0.1, 10.0]))
@@ -279,9 +282,10 @@ def test_bins_are_no_dearer_and_no_more_than_best_fit_makes_them(plan, quadratic
         lengths, max_tokens=max_tokens, ranks=ranks, cost=lambda n: n + quadratic * n * n
     )
 
-    steps, cost = best_fit_decreasing(lengths, costs, max_tokens, ranks)
+    steps, cost, empty = best_fit_decreasing(lengths, costs, max_tokens, ranks)
     assert len(result[0]) == steps
-    assert in_lockstep(result, costs) <= cost * (1 + 1e-9)
+    if not empty or len(lengths) < steps * ranks:  # otherwise, none may be left empty
+        assert in_lockstep(result, costs) <= cost * (1 + 1e-9)
 
 
 def lognormal_lengths(seed, *, median=3000, sigma=1.0, samples=10_000, cap=32_768):

@@ -57,12 +57,7 @@ def bins(
 
     fitted = _best_fit(tokens, max_tokens)
     steps = int(fitted.max()) // ranks + 1
-    plans = [_fed(fitted, tokens, steps * ranks), fitted]
-    for spread in (True, False) if ranks > 1 else ():  # a rank alone waits for nobody
-        balanced = _balance(tokens, costs, max_tokens, ranks, steps, spread)
-        if balanced is not None:
-            plans.append(balanced)
-            break
+    plans = _plans(fitted, tokens, costs, max_tokens, ranks, steps)
 
     def totals(plan: np.ndarray) -> np.ndarray:
         return np.bincount(plan, costs, minlength=steps * ranks)
@@ -72,6 +67,25 @@ def bins(
 
     cheapest = min(plans, key=in_lockstep)
     return _to_ranks(cheapest, totals(cheapest), longest_first, ranks)
+
+
+def _plans(
+    fitted: Int64[np.ndarray, " n"],
+    tokens: Int64[np.ndarray, " n"],
+    costs: Float64[np.ndarray, " n"],
+    max_tokens: int,
+    ranks: int,
+    steps: int,
+) -> list[np.ndarray]:
+    """What to choose from: best fit, with nothing left empty, and a balanced packing."""
+    plans = [_fed(fitted, tokens, steps * ranks, halves) for halves in (True, False)]
+    if len(tokens) < steps * ranks:  # some are empty in any case: which is a question of cost
+        plans.append(fitted)
+    for spread in (True, False) if ranks > 1 else ():  # a rank alone waits for nobody
+        balanced = _balance(tokens, costs, max_tokens, ranks, steps, spread)
+        if balanced is not None:
+            return [*plans, balanced]
+    return plans
 
 
 def _check(
@@ -141,9 +155,12 @@ def _best_fit(tokens: Int64[np.ndarray, " n"], max_tokens: int) -> Int64[np.ndar
 
 
 def _fed(
-    plan: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"], size: int
+    plan: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"], size: int, halves: bool
 ) -> Int64[np.ndarray, " n"]:
-    """The same plan, but empty micro-batches get half the samples of the one with most tokens."""
+    """The plan, but empty micro-batches are given samples of the one that has most tokens.
+
+    Half of them, or the shortest alone.
+    """
     plan = plan.copy()
     counts = np.bincount(plan, minlength=size)
     held = np.bincount(plan, tokens, minlength=size)
@@ -152,7 +169,7 @@ def _fed(
         if counts[donor] < 2:
             break
         members = np.flatnonzero(plan == donor)
-        given = members[len(members) // 2 :]
+        given = members[len(members) // 2 :] if halves else members[-1:]
         plan[given] = number
         for changed, sign in ((donor, -1), (number, 1)):
             counts[changed] += sign * len(given)

@@ -262,3 +262,17 @@ def test_no_step_depends_on_how_it_is_cut_up(lengths, max_tokens, ranks, recipe,
 
     close(mean, expected)
     close(gradient, slope)
+
+
+def test_low_precision_is_divided_in_float32():
+    x, mask = torch.ones(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bool)
+
+    mean = loss.sequence_mean(x, mask, torch.zeros(3, dtype=torch.int64), denom=1)
+
+    assert mean.dtype == torch.float32
+    assert mean.item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_denominator_that_is_no_number_is_refused_even_where_nothing_is_trained():
+    with pytest.raises(ValueError, match="denom is nan"):
+        loss.token_mean(torch.ones(1), torch.tensor([False]), denom=float("nan"))

@@ -240,3 +240,18 @@ def test_long_sequences_in_float32_are_summed_in_float64():
 
     expected = math.exp(math.fsum(x + 1 for x in logprobs.tolist()))
     assert s[0].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_gspo_sums_over_ranks_and_refuses_what_is_not_finite_where_it_trains():
+    x, mask, ids = torch.tensor([-1.0, -2.0]), torch.tensor([True, False]), torch.tensor([0, 0])
+    summed = []
+
+    def all_sum(x):
+        summed.append(x.shape)
+        return x
+
+    loss.gspo(x, x, torch.tensor([1.0, math.nan]), mask, ids, all_sum=all_sum)
+
+    assert len(summed) == 2
+    with pytest.raises(ValueError, match=r"advantages\[0\] is nan"):
+        loss.gspo(x, x, torch.tensor([math.nan, 1.0]), mask, ids)

@@ -541,3 +541,13 @@ def test_hyperparameters_out_of_range_are_refused(fn, hyperparameters):
 )
 def test_hyperparameters_at_the_ends_of_their_ranges_are_accepted(fn, hyperparameters):
     assert fn(*_rows_of(fn), **hyperparameters)[0].isfinite().all()
+
+
+def test_topr_learns_a_good_token_in_full_however_small_its_advantage():
+    x = torch.tensor([-1.0], requires_grad=True)
+
+    per_token, aux = loss.topr(x, torch.tensor([-2.0]), torch.tensor([0.5]))
+    per_token.sum().backward()
+
+    assert x.grad.item() == -0.5
+    assert aux["clipped"].item() == 0

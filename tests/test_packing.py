@@ -365,3 +365,37 @@ def test_a_giant_shares_its_micro_step_with_as_much_as_it_takes():
 
     assert len(result[0]) == 1
     assert in_lockstep(result, [8] + [1] * 24) == 8
+
+
+def test_pack_balances_by_the_cost_that_it_is_given():
+    samples = [training_sample(1, n - 1, seed=n) for n in (4, 8, 4, 4, 8, 4, 15, 3)]
+    lengths = [len(sample.token_ids) for sample in samples]
+    plans = {}
+    for name, cost in (("tokens", None), ("squares", lambda n: n**2.0)):
+        plan = packing.bins(lengths, max_tokens=16, ranks=2, cost=cost)
+        packed = packing.pack(samples, max_tokens=16, ranks=2, cost=cost)
+        plans[name] = [[len(batch.token_ids) for batch in rank] for rank in packed]
+        assert plans[name] == [[sum(lengths[i] for i in m) for m in rank] for rank in plan]
+
+    assert plans["tokens"] != plans["squares"]
+
+
+@pytest.mark.parametrize("given", [{}, {"ref_logprobs": np.ones(4), "weights": np.ones(4)}])
+def test_a_rank_without_a_sample_gets_one_row_that_trains_nothing(given):
+    _, (filler,) = packing.pack([training_sample(2, 2, **given)], max_tokens=8, ranks=2)
+
+    assert filler.token_ids.shape == (1,)
+    assert filler.cu_seqlens.tolist() == [0, 1]
+    assert filler.loss_mask.tolist() == [False]
+    assert filler.versions.tolist() == [NOT_SAMPLED]
+    for x in (filler.behavior_logprobs, filler.advantages):
+        assert x.tolist() == [0.0]
+    for x in (filler.ref_logprobs, filler.weights):
+        assert x.tolist() == [0.0] if given else x is None
+
+
+def test_bins_at_the_edges():
+    assert packing.bins([1, 1], max_tokens=1, ranks=1) == [[[0], [1]]]
+    assert packing.bins([1, 1], max_tokens=1, ranks=2, cost=lambda n: 0 * n) == [[[0]], [[1]]]
+    with pytest.raises(ValueError, match="sample 1 has 5 tokens"):
+        packing.bins([4, 5], max_tokens=4, ranks=1)

@@ -1,10 +1,10 @@
 """Logprobs and entropies straight from hidden states, without ever holding the logits.
 
 The logits ``[t, v]`` are the largest tensor of a training step. They are computed here a tile at a
-time (a chunk of tokens by a block of the vocabulary), and twice: the forward pass keeps two numbers
-per token, the highest logit and the sum of exponentials below it, from which the backward pass has
-each tile's probabilities again. Blocks of the vocabulary are the outer loop, so that each part of
-the weight's gradient is finished before the next one begins.
+time (a chunk of tokens by a block of the vocabulary), and twice: the forward pass keeps three
+numbers per token, the highest logit and two sums for normalizer and entropy, from which the
+backward pass has each tile's probabilities again. Blocks of the vocabulary are the outer loop, so
+that each part of the weight's gradient is finished before the next one begins.
 """
 
 from collections.abc import Iterator

@@ -27,6 +27,7 @@ from primerl.rollout.workers import Evaluation, Worker, worker
 if TYPE_CHECKING:
     from primerl.rollout.transformers_engine import TransformersEngine
     from primerl.rollout.verifiers_adapter import verifiers
+    from primerl.rollout.vllm_engine import VLLMEngine
 
 __all__ = [
     "Buffer",
@@ -41,6 +42,7 @@ __all__ = [
     "Shuffled",
     "TaskStream",
     "TransformersEngine",
+    "VLLMEngine",
     "Worker",
     "check_schedule",
     "isolated",
@@ -66,4 +68,8 @@ def __getattr__(name: str) -> Any:
         from primerl.rollout.verifiers_adapter import verifiers
 
         return verifiers
+    if name == "VLLMEngine":
+        from primerl.rollout.vllm_engine import VLLMEngine
+
+        return VLLMEngine
     raise AttributeError(f"module 'primerl.rollout' has no attribute {name!r}")

@@ -76,7 +76,7 @@ class Fleet:
         finally:
             for task in self._watchers.values():
                 task.cancel()
-            await self.http.aclose()
+            self.http.close()
 
     async def first_look(self) -> None:
         """Ask every server once what it serves."""

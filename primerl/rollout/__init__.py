@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from primerl.rollout.transformers_engine import TransformersEngine
     from primerl.rollout.verifiers_adapter import verifiers
     from primerl.rollout.vllm_engine import VLLMEngine
+    from primerl.rollout.vllm_server import VLLMServer, serve_vllm
 
 __all__ = [
     "Buffer",
@@ -43,6 +44,7 @@ __all__ = [
     "TaskStream",
     "TransformersEngine",
     "VLLMEngine",
+    "VLLMServer",
     "Worker",
     "check_schedule",
     "isolated",
@@ -52,6 +54,7 @@ __all__ = [
     "route",
     "run_group",
     "save_groups",
+    "serve_vllm",
     "single_turn",
     "token_staleness",
     "verifiers",
@@ -72,4 +75,8 @@ def __getattr__(name: str) -> Any:
         from primerl.rollout.vllm_engine import VLLMEngine
 
         return VLLMEngine
+    if name in ("VLLMServer", "serve_vllm"):  # not before: it is a program, too
+        from primerl.rollout import vllm_server
+
+        return getattr(vllm_server, name)
     raise AttributeError(f"module 'primerl.rollout' has no attribute {name!r}")

@@ -18,7 +18,7 @@ _MAX_VARINT = 5  # bytes: 2^35 words, more than any tensor has
 _ARE_BITS = np.uint64(0x7F)
 
 
-def encode(old: UInt8[np.ndarray, " n"], new: UInt8[np.ndarray, " n"]) -> np.ndarray | None:
+def encode(old: UInt8[np.ndarray, " n"], new: UInt8[np.ndarray, " n_too"]) -> np.ndarray | None:
     """The difference that makes ``old`` into ``new``, ``uint8[m]``; None if m would not be below n.
 
     Raises:

@@ -1,6 +1,13 @@
 """Weights on the move: from the trainer into running engines, and to and from disk."""
 
+from primerl.weights.checkpoint import checkpoint_tensors
 from primerl.weights.pretrained import load_pretrained, save_pretrained
 from primerl.weights.shared_memory import Receiver, SharedMemory
 
-__all__ = ["Receiver", "SharedMemory", "load_pretrained", "save_pretrained"]
+__all__ = [
+    "Receiver",
+    "SharedMemory",
+    "checkpoint_tensors",
+    "load_pretrained",
+    "save_pretrained",
+]

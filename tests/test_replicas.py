@@ -1,6 +1,5 @@
 """Which replica gets a request, and what version an engine of several serves."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -35,11 +34,6 @@ def test_a_replica_serves_once_it_holds_weights_of_this_run():
     assert replicas.choose() is second
     assert replicas.version == 8
     assert replicas.live() == [first, second]
-
-
-def test_a_url_twice_is_refused():
-    with pytest.raises(ValueError, match="http://r0 is given twice"):
-        Replicas(["http://r0", "http://r0"])
 
 
 def test_requests_without_a_session_go_where_there_is_least_to_do():

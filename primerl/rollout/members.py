@@ -15,7 +15,8 @@ class Members:
     A list is written to a private file when a copy in another process, or a change, needs one.
 
     Raises:
-        ValueError: a url does not begin with http:// or https://, or the file can't be read.
+        ValueError: there is no url, one is there twice or does not begin with http:// or https://,
+            or the file can't be read.
     """
 
     def __init__(self, urls: Sequence[str] | os.PathLike[str] | str) -> None:
@@ -30,13 +31,18 @@ class Members:
             self._seen = self._stamp()
         else:
             self.urls = [tidy(url) for url in urls]
+            if not self.urls:
+                raise ValueError("there are no urls; pass at least one server")
+            if len(set(self.urls)) < len(self.urls):
+                raise ValueError(f"a server is given twice: {', '.join(self.urls)}")
 
     def changed(self) -> bool:
-        """Read the file again if it was written since; whether ``urls`` are others now."""
+        """Read the file again if it was written since; whether it was."""
         if self._path is None or (stamp := self._stamp()) is None or stamp == self._seen:
             return False
-        before, self.urls, self._seen = self.urls, self._load(), stamp
-        return self.urls != before
+        self._seen = stamp
+        self.urls = self._load()
+        return True
 
     def write(self, urls: Iterable[str]) -> None:
         """Replace the urls, for all copies."""

@@ -52,9 +52,6 @@ class Replicas:
     Args:
         urls: of the servers.
         version: reported until something was published.
-
-    Raises:
-        ValueError: a url is given twice.
     """
 
     def __init__(self, urls: Iterable[str], *, version: PolicyVersion = 0) -> None:
@@ -62,8 +59,6 @@ class Replicas:
         self._floor = version
         self._published: list[PolicyVersion] = []
         for url in urls:
-            if url in self._by_url:
-                raise ValueError(f"{url} is given twice")
             self.join(url)
 
     # ---- membership ----

@@ -59,6 +59,15 @@ class VLLMEngine:
     ) -> None:
         if on_update not in ON_UPDATE:
             raise ValueError(f"on_update={on_update!r}; expected one of {', '.join(ON_UPDATE)}")
+        for name, value, least in (("retries", retries, 0), ("version", version, 0)):
+            if value < least:
+                raise ValueError(f"{name} is {value}, expected at least {least}")
+        for name, seconds in (
+            ("request_timeout_s", request_timeout_s),
+            ("down_timeout_s", down_timeout_s),
+        ):
+            if not seconds > 0:
+                raise ValueError(f"{name} is {seconds}, expected a positive time")
         servers = [urls] if hasattr(urls, "url") else urls
         if not isinstance(servers, str | os.PathLike):
             keys = {one.api_key for one in servers if hasattr(one, "api_key")} - {None}
@@ -69,6 +78,8 @@ class VLLMEngine:
         self._members = Members(servers)
         self._labels = Labels(run or secrets.token_hex(4))
         self._api_key = api_key if api_key is not None else os.environ.get("PRIMERL_API_KEY")
+        if self._api_key is not None and not (self._api_key.isascii() and self._api_key.isprintable()):
+            raise ValueError("the api_key has characters that a header can't hold")
         self._on_update = on_update
         self._request_timeout_s = request_timeout_s
         self._down_timeout_s = down_timeout_s

@@ -47,8 +47,6 @@ class Http:
     """Connections to servers; all of it belongs to one event loop."""
 
     def __init__(self, api_key: str | None) -> None:
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ValueError("the api_key has characters that a header can't hold")
         self._key = "" if api_key is None else f"Authorization: Bearer {api_key}\r\n"
         self._idle: dict[str, list[_Connection]] = {}
 

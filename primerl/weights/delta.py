@@ -62,7 +62,9 @@ def apply(encoded: UInt8[np.ndarray, " m"], target: UInt8[np.ndarray, " n"]) -> 
         raise ValueError(f"the difference changes word {int(at.max())} of {words}")
     if int(changes.max()) >= 1 << 16:
         raise ValueError("the difference holds a change of more than 16 bits")
-    delta = ((changes >> np.uint64(1)) ^ (np.uint64(0) - (changes & np.uint64(1)))).astype(np.uint16)
+    delta = ((changes >> np.uint64(1)) ^ (np.uint64(0) - (changes & np.uint64(1)))).astype(
+        np.uint16
+    )
     _add(target, at.astype(np.int64), delta)
 
 

@@ -30,7 +30,9 @@ def raw_bytes(tensor: Tensor) -> np.ndarray:
 def digest_of(tensor: Tensor) -> TensorDigest:
     """Element type, shape and xxh3_128 of the bytes of a tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorDigest(dtype, tuple(tensor.shape), xxhash.xxh3_128_hexdigest(raw_bytes(tensor)))
+    return TensorDigest(
+        dtype, tuple(tensor.shape), xxhash.xxh3_128_hexdigest(raw_bytes(tensor).data)
+    )
 
 
 def digest_of_all(tensors: Mapping[str, TensorDigest]) -> str:

@@ -59,7 +59,9 @@ def read_manifest(folder: Path, version: int) -> Manifest:
         tensors = {n: TensorDigest(d, tuple(s), x) for n, (d, s, x) in read["tensors"].items()}
         manifest = Manifest(**{**read, "tensors": tensors})
     except FileNotFoundError:
-        raise ValueError(f"there is no publication of version {version}: {path} is missing") from None
+        raise ValueError(
+            f"there is no publication of version {version}: {path} is missing"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is broken: {error}") from error
     if manifest.version != version:
@@ -186,9 +188,15 @@ def retain(folder: Path, manifest: Manifest, *, keep: int | None = None) -> None
         partial.unlink(missing_ok=True)
     for path in folder.glob("[0-9]*"):
         version = int(path.name.split(".")[0])
-        if version > manifest.version or (keep is not None and version < keep):
-            path.unlink(missing_ok=True)
-        elif version == manifest.version and path.suffix != ".json" and path.name != manifest.file:
+        if (
+            version > manifest.version
+            or (keep is not None and version < keep)
+            or (
+                version == manifest.version
+                and path.suffix != ".json"
+                and path.name != manifest.file
+            )
+        ):
             path.unlink(missing_ok=True)
 
 

@@ -1,5 +1,6 @@
 """The trainer's side of a folder of publications: which tensors go, and as what."""
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from primerl.weights.publications import (
     retain,
     write_full,
 )
-from primerl.weights.tensor_file import write_tensors
+from primerl.weights.tensor_file import as_tensor, write_tensors
 
 
 @attrs.define
@@ -56,22 +57,23 @@ class Publisher:
         self._snapshot_every = snapshot_every
         self._since_snapshot = 0
         self._sent: _Sent | None = None
+        self.encode_s = 0.0
+        """Of the last publication: finding what changed, digests included."""
 
     def write(
         self,
         version: int,
         layout: Mapping[str, TensorLayout],
         tensors: Iterable[tuple[str, Tensor]],
-        *,
-        whole: bool = False,
     ) -> Manifest:
-        """Publish a version; ``whole`` sends every tensor, whatever the encoding.
+        """Publish a version.
 
         Raises:
             ValueError: the stream is not what ``layout`` says; nothing is published.
         """
         sent, self._sent = self._sent, None  # an error on the way leaves nothing to build on
-        if sent and not whole and self._follows(sent, version, layout):
+        self.encode_s = 0.0
+        if sent and self._follows(sent, version, layout):
             manifest, kept = self._write_delta(version, layout, tensors, sent)
             self._since_snapshot += 1
         else:
@@ -89,9 +91,23 @@ class Publisher:
         retain(self.folder, manifest)
         return manifest
 
-    def _follows(
-        self, sent: _Sent, version: int, layout: Mapping[str, TensorLayout]
-    ) -> bool:
+    def rewrite_whole(self, layout: Mapping[str, TensorLayout]) -> Manifest:
+        """Publish the last version again, in full, from the copy that was kept for deltas.
+
+        Raises:
+            ValueError: no delta was published last.
+        """
+        if self._sent is None:
+            raise ValueError("there is no copy of the last version: it was no delta")
+        kept = self._sent
+        tensors = ((n, as_tensor(kept.tensors[n], layout[n])) for n in layout)
+        version = kept.manifest.version
+        manifest = write_full(self.folder, version, layout, tensors, deltas_follow=True)
+        self._sent, self._since_snapshot = _Sent(manifest, kept.tensors), 0
+        retain(self.folder, manifest)
+        return manifest
+
+    def _follows(self, sent: _Sent, version: int, layout: Mapping[str, TensorLayout]) -> bool:
         before = {name: (entry.dtype, entry.shape) for name, entry in sent.manifest.tensors.items()}
         now = {n: (str(e.dtype).removeprefix("torch."), e.shape) for n, e in layout.items()}
         return (
@@ -121,17 +137,13 @@ class Publisher:
         for name, tensor in tensors:
             if name not in layout or name in digests:
                 raise ValueError(f"version {version}: {name} came twice or is not in the layout")
+            started = time.perf_counter()
             digests[name] = digest_of(tensor)
             if digests[name] == sent.manifest.tensors[name]:
                 forms[name] = SAME
-                continue
-            old, new = sent.tensors[name], raw_bytes(tensor)
-            difference = delta.encode(old, new)
-            if difference is None:
-                forms[name], wire[name] = FULL, torch.from_numpy(new.copy())
             else:
-                forms[name], wire[name] = DELTA, torch.from_numpy(difference)
-            old[:] = new
+                forms[name], wire[name] = _difference(sent.tensors[name], raw_bytes(tensor))
+            self.encode_s += time.perf_counter() - started
         if missing := sorted(layout.keys() - digests.keys()):
             raise ValueError(f"version {version}: not sent: {', '.join(missing[:5])}")
         path = self.folder / f"{version:08d}.{DELTA}.safetensors"
@@ -147,3 +159,12 @@ class Publisher:
             forms=forms,
         )
         return manifest, sent.tensors
+
+
+def _difference(old: np.ndarray, new: np.ndarray) -> tuple[str, Tensor]:
+    """How ``new`` goes over the wire, and its bytes; ``old`` becomes ``new``."""
+    encoded = delta.encode(old, new)
+    old[:] = new
+    if encoded is None:
+        return FULL, torch.from_numpy(new.copy())
+    return DELTA, torch.from_numpy(encoded)

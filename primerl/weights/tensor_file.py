@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -97,7 +97,9 @@ def write_tensors(
 def _why_not(name: str, found: TensorLayout, layout: Mapping[str, TensorLayout]) -> str:
     if name not in layout:
         return f"{name} is not in the model's layout"
-    return f"{name} came twice" if layout[name] == found else f"{name} is {found}, not {layout[name]}"
+    return (
+        f"{name} came twice" if layout[name] == found else f"{name} is {found}, not {layout[name]}"
+    )
 
 
 def _spans(layout: Mapping[str, TensorLayout]) -> dict[str, _Span]:
@@ -132,7 +134,7 @@ def map_tensors(path: Path, *, writable: bool = False) -> dict[str, Tensor]:
         raise ValueError(f"{path} is truncated: it has {size} bytes")
     # Copy on write: torch wants a writable buffer, and the file stays as it is.
     data = np.memmap(path, mode="r+" if writable else "c", dtype=np.uint8)[8 + length :]
-    return {name: _tensor(data[s.start : s.end], s.layout) for name, s in entries.items()}
+    return {name: as_tensor(data[s.start : s.end], s.layout) for name, s in entries.items()}
 
 
 def _span(entry: Mapping[str, object]) -> _Span:
@@ -143,7 +145,8 @@ def _span(entry: Mapping[str, object]) -> _Span:
     return _Span(layout, start, end)  # type: ignore[has-type]
 
 
-def _tensor(data: np.ndarray, layout: TensorLayout) -> Tensor:
+def as_tensor(data: np.ndarray, layout: TensorLayout) -> Tensor:
+    """Bytes in row-major order as the tensor that they are; not copied."""
     if not data.size:
         return torch.empty(layout.shape, dtype=layout.dtype)
     return torch.from_numpy(data).view(layout.dtype).reshape(layout.shape)

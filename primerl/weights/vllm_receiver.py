@@ -53,6 +53,8 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._reader: FolderReader | None = None
+        # Taken before any reload, which parts tied tensors: a shared one counts once.
+        self._needed = {name for name, _ in self.model.named_parameters()}
         self._half_loaded = False
         self.receipt: dict[str, Any] = {"version": None, "seconds": {}}
 
@@ -102,7 +104,8 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
                 taken[name] = digest_of(tensor)
                 yield name, tensor
 
-        loaded = self.model.load_weights(noted())
+        model: Any = self.model
+        loaded = model.load_weights(noted())
         receipt = {
             "digest": digest_of_all(taken),
             "tensors": len(taken),
@@ -120,13 +123,13 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
         """Parameters of the model that no tensor reached, as far as the model tells."""
         unreached = set()
         if loaded is not None and self.model_config.quantization is None:
-            unreached = {name for name, _ in self.model.named_parameters()} - loaded
+            unreached = self._needed - loaded
         for name, module in self.model.named_modules():
             info = get_layerwise_info(module)
             # A vocabulary is padded, so a part of it is never loaded.
-            if info.can_load() and not isinstance(module, VocabParallelEmbedding):
-                if 0 < info.load_numel < (info.load_numel_total or 0):
-                    unreached.add(f"{name} ({info.load_numel} of {info.load_numel_total})")
+            incomplete = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
+            if incomplete and not isinstance(module, VocabParallelEmbedding):
+                unreached.add(f"{name} ({info.load_numel} of {info.load_numel_total})")
         return sorted(unreached)
 
     def finish_weight_update(self) -> None:
@@ -135,7 +138,7 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
             self._discard_half_loaded()  # started, and never sent: see WeightReceiver
             return
         started = time.perf_counter()
-        finalize_layerwise_reload(self.model, self.model_config)
+        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
         self._repack_tied_head(self.model)
         self._repack_experts(self.model)
         self._half_loaded = False
@@ -155,7 +158,7 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
             if info.can_load():
                 info.loaded_weights.clear()
                 info.load_numel = 0
-        finalize_layerwise_reload(self.model, self.model_config)
+        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
         self._half_loaded = False
         self._release()
 

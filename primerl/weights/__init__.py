@@ -1,6 +1,22 @@
 """Weights on the move: from the trainer into running engines, and to and from disk."""
 
+from primerl.weights.canary import Canary, Prober, ReplicaVerdict, Verdict
+from primerl.weights.mismatch_gate import MismatchGate
 from primerl.weights.pretrained import load_pretrained, save_pretrained
 from primerl.weights.shared_memory import Receiver, SharedMemory
+from primerl.weights.wiring import GroupWiring, WiringReport, wiring_test
 
-__all__ = ["Receiver", "SharedMemory", "load_pretrained", "save_pretrained"]
+__all__ = [
+    "Canary",
+    "GroupWiring",
+    "MismatchGate",
+    "Prober",
+    "Receiver",
+    "ReplicaVerdict",
+    "SharedMemory",
+    "Verdict",
+    "WiringReport",
+    "load_pretrained",
+    "save_pretrained",
+    "wiring_test",
+]

@@ -15,6 +15,7 @@ from primerl.weights.scoring import (
     from_first_rank,
     movement,
     rms,
+    rounding_noise,
     sequences_for,
     trainer_logprobs,
 )
@@ -26,6 +27,7 @@ ABOVE_NOISE = 3.0  # the tolerance: so many times the noise of the first check
 PEAK = 8.0  # a single token may differ by so many tolerances
 SURE = 0.2  # the largest standard error of ``moved`` from which anything is concluded
 MOVED = 0.5
+OWN_NOISE = 4.5  # a predicted change is that of weights where it is so many times the rounding
 
 log = logging.getLogger(__name__)
 Probe = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -108,7 +110,8 @@ class Canary:
       so the sequences are longer than its blocks and always the same;
     - and it *moved*: of the change that the trainer predicts since an earlier check, more than half
       was seen. That is a projection over all tokens, so it can be conclusive where the noise of
-      each is larger than the change; where its standard error is above 0.2 nothing is concluded.
+      each is larger than the change; where its standard error is above 0.2, or the prediction is
+      not well above the trainer's own rounding, nothing is concluded.
 
     All ranks make a canary and call ``check``, since the forward pass of a sharded model is a
     collective; rank 0 alone has an engine, and all get its verdict. docs/proof.md says what is
@@ -172,6 +175,7 @@ class Canary:
         self._timeout_s = timeout_s
         self._last: _Reference | None = None
         self._anchor: _Reference | None = None
+        self._own_noise: float | None = None
 
     def check(self, version: int) -> Verdict:
         """Compare every replica with the trainer, whose weights were published as ``version``.
@@ -180,6 +184,8 @@ class Canary:
             RuntimeError: this is the first check, and the difference is too large to be noise; or
                 the engine could not be probed. On every rank.
         """
+        if self._own_noise is None:
+            self._own_noise = rounding_noise(self.model, self.sequences[0])
         rows = from_first_rank(self._probe)
         expected = trainer_logprobs(self.model, [row["token_ids"] for row in rows])
         content = from_first_rank(lambda: self._judge(version, rows, expected))
@@ -189,6 +195,19 @@ class Canary:
         if is_first_rank() and not verdict.passed:
             log.error("%s", verdict.reason)
         return verdict
+
+    def scores(self, sequences: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+        """Each replica's logprobs of all tokens but the first of each sequence, on every rank."""
+        engine = self._engine
+
+        def ask() -> dict[str, list[float]]:
+            assert engine is not None
+            found: dict[str, list[float]] = {}
+            for row in probed(engine, sequences, new_tokens=1, timeout_s=self._timeout_s):
+                found.setdefault(row["replica"], []).extend(row["scores"][1:])
+            return found
+
+        return {name: np.array(values) for name, values in from_first_rank(ask).items()}
 
     def _probe(self) -> list[dict[str, Any]]:
         assert self._engine is not None
@@ -285,8 +304,10 @@ class Canary:
                 continue
             # Its own scores cancel what rounding adds to both; a replica that joined has none.
             before = reference.seen.get(name, reference.expected)
-            moved, error = movement(expected - reference.expected, scores - before)
-            if error < SURE:
+            predicted = expected - reference.expected
+            moved, error = movement(predicted, scores - before)
+            assert self._own_noise is not None
+            if error < SURE and rms(predicted) > OWN_NOISE * self._own_noise:
                 return moved, error
         return None, error
 

@@ -19,21 +19,39 @@ CHUNK = 256  # rows of logits that are normalized at once
 
 
 def trainer_logprobs(
-    model: nn.Module, rows: Sequence[Sequence[int]]
+    model: nn.Module, rows: Sequence[Sequence[int]], *, first_position: int = 0
 ) -> list[Float[np.ndarray, " t"]]:
     """The logprob of each token given those before it, by a plain forward pass in eval mode.
 
     One array of float64 for each row; its first entry is 0. All ranks of a sharded model call this.
     The model's mode, gradients and weights are left as they were.
     """
+    distinct = list(dict.fromkeys(tuple(row) for row in rows))  # replicas often agree
     with torch.no_grad(), evaluating(model):
-        return [_logprobs(model, row) for row in rows]
+        scored = {row: _logprobs(model, row, first_position) for row in distinct}
+    return [scored[tuple(row)] for row in rows]
 
 
-def _logprobs(model: nn.Module, row: Sequence[int]) -> Float[np.ndarray, " t"]:
+def rounding_noise(model: nn.Module, row: Sequence[int]) -> float:
+    """The root mean square, in nats, of what rounding adds to the trainer's own logprobs.
+
+    Measured by a shift of all positions, under which rotary embeddings are the same but for
+    rounding. A model with other positions gives a large number, with which nothing is concluded
+    too early.
+    """
+    here, shifted = (trainer_logprobs(model, [row], first_position=first)[0] for first in (0, 1))
+    return rms(shifted[1:] - here[1:])
+
+
+def _logprobs(
+    model: nn.Module, row: Sequence[int], first_position: int
+) -> Float[np.ndarray, " t"]:
     device = next(model.parameters()).device
     token_ids = torch.tensor([list(row)], dtype=torch.long, device=device)
-    logits: Tensor = model(input_ids=token_ids, use_cache=False).logits[0, :-1]
+    position_ids = torch.arange(len(row), device=device)[None] + first_position
+    logits: Tensor = model(
+        input_ids=token_ids, position_ids=position_ids, use_cache=False
+    ).logits[0, :-1]
     parts = [
         part.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
         for part, chosen in zip(logits.split(CHUNK), token_ids[0, 1:].split(CHUNK), strict=True)

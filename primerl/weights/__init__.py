@@ -1,8 +1,9 @@
 """Weights on the move: from the trainer into running engines, and to and from disk."""
 
-from primerl.weights.canary import Canary, Prober, ReplicaVerdict, Verdict
+from primerl.weights.canary import Canary, ReplicaVerdict, Verdict
 from primerl.weights.mismatch_gate import MismatchGate
 from primerl.weights.pretrained import load_pretrained, save_pretrained
+from primerl.weights.probing import Prober
 from primerl.weights.shared_memory import Receiver, SharedMemory
 from primerl.weights.wiring import GroupWiring, WiringReport, wiring_test
 

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import attrs
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from primerl.weights.gathering import is_first_rank
+from primerl.weights.probing import Prober, probed
 from primerl.weights.scoring import (
     from_first_rank,
     movement,
@@ -30,25 +31,6 @@ MOVED = 0.5
 OWN_NOISE = 4.5  # a predicted change is that of weights where it is so many times the rounding
 
 log = logging.getLogger(__name__)
-Probe = Mapping[str, Sequence[Mapping[str, Any]]]
-
-
-@runtime_checkable
-class Prober(Protocol):
-    """An engine that scores fixed sequences, on each of its replicas."""
-
-    def probe(
-        self,
-        sequences: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int = ...,
-        timeout_s: float = ...,
-    ) -> Probe:
-        """For each replica by name, for each sequence: ``scores[t]``, the logprob of each token
-        given those before it (the first is 0), and the ``token_ids[n]`` with which it goes on, and
-        their ``logprobs[n]``, without temperature.
-        """
-        ...
 
 
 @attrs.frozen(kw_only=True)
@@ -219,7 +201,9 @@ class Canary:
         self, version: int, rows: list[dict[str, Any]], expected: list[np.ndarray]
     ) -> dict[str, Any]:
         """The verdict as builtins, for every rank; rank 0 keeps what it has seen."""
-        prompts = [len(sequence) for sequence in self.sequences] * (len(rows) // len(self.sequences))
+        prompts = [len(sequence) for sequence in self.sequences] * (
+            len(rows) // len(self.sequences)
+        )
         fixed: dict[str, list[np.ndarray]] = {}
         seen: dict[str, list[np.ndarray]] = {}
         ends: dict[str, list[np.ndarray]] = {}
@@ -269,11 +253,16 @@ class Canary:
         moved, error = self._moved(name, scores, expected)
         reasons = []
         if not difference <= self.tolerance:
-            reasons.append(f"scores differ by {difference:.2g} nats (tolerance {self.tolerance:.2g})")
-        if not continuation <= self.tolerance:
-            what = "no token was sampled" if not len(after) else f"differs by {continuation:.2g} nats"
             reasons.append(
-                f"the continuation {what}" + ("" if reasons else ": a prefix cache of other weights")
+                f"scores differ by {difference:.2g} nats (tolerance {self.tolerance:.2g})"
+            )
+        if not continuation <= self.tolerance:
+            what = (
+                "no token was sampled" if not len(after) else f"differs by {continuation:.2g} nats"
+            )
+            reasons.append(
+                f"the continuation {what}"
+                + ("" if reasons else ": a prefix cache of other weights")
             )
         if not largest <= PEAK * self.tolerance and not reasons:
             reasons.append(f"a token differs by {largest:.2g} nats")
@@ -281,7 +270,9 @@ class Canary:
             reasons.append(f"{moved:.0%} of the change since an earlier check arrived: old weights")
         passed = not reasons
         if passed:
-            seen = "too little changed to tell" if moved is None else f"{moved:.0%} of the change seen"
+            seen = (
+                "too little changed to tell" if moved is None else f"{moved:.0%} of the change seen"
+            )
             reasons.append(f"differs by {difference:.2g} nats, {seen}")
         return ReplicaVerdict(
             replica=name,
@@ -320,36 +311,3 @@ class Canary:
         self._last = _Reference(expected, scores)
         if self._anchor is None or all(one.moved is not None for one in found):
             self._anchor = self._last
-
-
-def probed(
-    engine: Prober, sequences: Sequence[Sequence[int]], *, new_tokens: int, timeout_s: float
-) -> list[dict[str, Any]]:
-    """One row for each replica and sequence, as builtins; the tokens are those of both parts.
-
-    Raises:
-        RuntimeError: a replica answered with something else, or none did.
-    """
-    answer = engine.probe(sequences, max_new_tokens=new_tokens, timeout_s=timeout_s)
-    if not answer:
-        raise RuntimeError("the engine has no replica to probe")
-    rows = []
-    for replica, results in answer.items():
-        for sequence, result in zip(sequences, results, strict=True):
-            more = [int(token) for token in result["token_ids"]]
-            logprobs = [float(one) for one in result["logprobs"]]
-            scores = [float(one) for one in result["scores"]]
-            if len(scores) != len(sequence) or len(logprobs) != len(more):
-                raise RuntimeError(
-                    f"{replica} gave {len(scores)} scores for {len(sequence)} tokens and "
-                    f"{len(logprobs)} logprobs for {len(more)} new ones"
-                )
-            rows.append(
-                {
-                    "replica": replica,
-                    "token_ids": [*sequence, *more],
-                    "scores": scores,
-                    "logprobs": logprobs,
-                }
-            )
-    return rows

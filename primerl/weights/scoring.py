@@ -43,15 +43,13 @@ def rounding_noise(model: nn.Module, row: Sequence[int]) -> float:
     return rms(shifted[1:] - here[1:])
 
 
-def _logprobs(
-    model: nn.Module, row: Sequence[int], first_position: int
-) -> Float[np.ndarray, " t"]:
+def _logprobs(model: nn.Module, row: Sequence[int], first_position: int) -> Float[np.ndarray, " t"]:
     device = next(model.parameters()).device
     token_ids = torch.tensor([list(row)], dtype=torch.long, device=device)
     position_ids = torch.arange(len(row), device=device)[None] + first_position
-    logits: Tensor = model(
-        input_ids=token_ids, position_ids=position_ids, use_cache=False
-    ).logits[0, :-1]
+    logits: Tensor = model(input_ids=token_ids, position_ids=position_ids, use_cache=False).logits[
+        0, :-1
+    ]
     parts = [
         part.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
         for part, chosen in zip(logits.split(CHUNK), token_ids[0, 1:].split(CHUNK), strict=True)

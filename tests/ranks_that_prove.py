@@ -49,7 +49,7 @@ def main():
         step(model, 2)
         verdicts.append(watch.check(2))  # nothing was published
         found["passed"] = [verdict.passed for verdict in verdicts]
-        told = [None] * world.size
+        told = [None] * world.world_size
         dist.all_gather_object(told, repr(verdicts))
         found["same on all ranks"] = told[0] == told[1]
         transport.publish(2)

@@ -18,11 +18,14 @@ from primerl.weights.canary import Canary
 from primerl.weights.gathering import is_first_rank
 from primerl.weights.scoring import from_first_rank, movement, rms, trainer_logprobs
 
-VISIBLE = 0.1  # nats that a perturbation must move the logprobs by, at least
-ABOVE_NOISE = 20.0  # and so many times the engine's noise
+VISIBLE = 0.02  # nats by which a perturbation should move the logprobs
+FAINT = 0.001  # and must, where no larger one does
+ABOVE_NOISE = 20.0  # and so many times the noise
 SCALES = tuple(0.05 * 2.0**k for k in range(10))  # of a tensor's root mean square
 ARRIVED = (0.8, 1.2)
-REST = 0.2  # the largest part of the change that may be another than predicted
+REST = 0.02  # the part of the change that may be another than predicted, besides
+REST_NOISE = 5.0  # so many times the noise
+REST_MOST = 0.3
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +92,10 @@ def wiring_test(
     """Perturb each group of tensors, publish, and see that the engines move as the trainer does.
 
     A group is a parameter or saved buffer of all layers: ``model.layers.*.self_attn.q_proj.weight``.
-    Noise is added to it, as small as is visible (at least 0.1 nats, and 20 times the engine's
-    noise, by the trainer's own forward pass), and published as ``version``; a replica that shows
-    between 0.8 and 1.2 of the predicted change, and little else, has received it. At the end, and
+    Noise is added to it, as little as is visible by the trainer's own forward pass (a change of
+    0.02 nats and 20 times the noise; of 0.001 nats where no more can be had), and published as
+    ``version``; a replica that shows between 0.8 and 1.2 of the predicted change, and little else
+    (2% and 5 times the noise, at most 30%), has received it. At the end, and
     after any error, the weights are restored bit for bit and published as ``version``; then the
     canary must pass. It takes as many publications as there are groups, and one more.
 
@@ -183,7 +187,7 @@ def _perturbed(
 ) -> Iterator[tuple[float | None, np.ndarray]]:
     """The group with visible noise for the body: its scale (None if none is) and the change."""
     kept = [_local(tensor).clone() for _, tensor in tensors]
-    visible = max(VISIBLE, ABOVE_NOISE * before.noise)
+    least = ABOVE_NOISE * before.noise
     predicted = np.zeros(0)
     try:
         found = None
@@ -192,8 +196,9 @@ def _perturbed(
                 _add_noise(_local(tensor), original, scale, seed=zlib.crc32(name.encode()) + seed)
             expected = trainer_logprobs(model, sequences)
             predicted = np.concatenate([row[1:] for row in expected]) - before.scores
+            enough = max(FAINT if scale == SCALES[-1] else VISIBLE, least)
             # Rank 0 decides, since ranks may differ in the last bit.
-            if from_first_rank(lambda change=predicted: bool(rms(change) >= visible)):
+            if from_first_rank(lambda change=rms(predicted), wanted=enough: change >= wanted):
                 found = scale
                 break
         yield found, predicted
@@ -232,7 +237,8 @@ def _row(
         moved[replica] = movement(predicted, change)[0]
         rest[replica] = rms(change - predicted) / rms(predicted)
     low, high = ARRIVED
-    arrived = all(low < m < high for m in moved.values()) and all(r < REST for r in rest.values())
+    most = min(REST_MOST, REST + REST_NOISE * before.noise / rms(predicted))
+    arrived = all(low < m < high for m in moved.values()) and all(r < most for r in rest.values())
     return GroupWiring(
         group=group,
         tensors=len(tensors),

@@ -119,7 +119,20 @@ EXPORTS = {
         "SamplingParams",
         "TrainingSample",
     ],
-    "primerl.weights": ["Receiver", "SharedMemory", "load_pretrained", "save_pretrained"],
+    "primerl.weights": [
+        "Canary",
+        "GroupWiring",
+        "MismatchGate",
+        "Prober",
+        "Receiver",
+        "ReplicaVerdict",
+        "SharedMemory",
+        "Verdict",
+        "WiringReport",
+        "load_pretrained",
+        "save_pretrained",
+        "wiring_test",
+    ],
 }
 
 

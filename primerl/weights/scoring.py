@@ -1,0 +1,140 @@
+"""The trainer's own logprobs of fixed sequences, and how far another's have moved."""
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from primerl.weights.gathering import is_first_rank
+
+CHUNK = 256  # rows of logits that are normalized at once
+
+
+def trainer_logprobs(
+    model: nn.Module, rows: Sequence[Sequence[int]], *, first_position: int = 0
+) -> list[Float[np.ndarray, " t"]]:
+    """The logprob of each token given those before it, by a plain forward pass in eval mode.
+
+    One array of float64 for each row; its first entry is 0. All ranks of a sharded model call this.
+    The model's mode, gradients and weights are left as they were.
+    """
+    distinct = list(dict.fromkeys(tuple(row) for row in rows))  # replicas often agree
+    with torch.no_grad(), evaluating(model):
+        scored = {row: _logprobs(model, row, first_position) for row in distinct}
+    return [scored[tuple(row)] for row in rows]
+
+
+def rounding_noise(model: nn.Module, row: Sequence[int]) -> float:
+    """The root mean square, in nats, of what rounding adds to the trainer's own logprobs.
+
+    Measured by a shift of all positions, under which rotary embeddings are the same but for
+    rounding. A model with other positions gives a large number, with which nothing is concluded
+    too early.
+    """
+    here, shifted = (trainer_logprobs(model, [row], first_position=first)[0] for first in (0, 1))
+    return rms(shifted[1:] - here[1:])
+
+
+def _logprobs(model: nn.Module, row: Sequence[int], first_position: int) -> Float[np.ndarray, " t"]:
+    device = next(model.parameters()).device
+    token_ids = torch.tensor([list(row)], dtype=torch.long, device=device)
+    position_ids = torch.arange(len(row), device=device)[None] + first_position
+    logits: Tensor = model(input_ids=token_ids, position_ids=position_ids, use_cache=False).logits[
+        0, :-1
+    ]
+    parts = [
+        part.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+        for part, chosen in zip(logits.split(CHUNK), token_ids[0, 1:].split(CHUNK), strict=True)
+    ]
+    return np.concatenate([[0.0], torch.cat(parts).double().cpu().numpy()])
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for the body; afterwards every module is in its own mode again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        # What a forward pass has gathered would hide a change of the sharded weights.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def movement(
+    predicted: Float[np.ndarray, " t"], observed: Float[np.ndarray, " t"]
+) -> tuple[float, float]:
+    """How much of the ``predicted`` change was ``observed``, and the standard error of that.
+
+    ``m = <e, d> / <d, d>`` with d predicted and e observed: 1 where all of it was, 0 where none.
+    ``sqrt(sum(d^2 (e - m d)^2)) / <d, d>`` is its error, whatever the noise of each token (White,
+    "A Heteroskedasticity-Consistent Covariance Matrix Estimator", 1980). Infinite where nothing was
+    predicted.
+    """
+    power = float(predicted @ predicted)
+    if not power > 0 or not math.isfinite(power):
+        return math.nan, math.inf
+    moved = float(predicted @ observed) / power
+    rest = observed - moved * predicted
+    return moved, float(np.sqrt(np.square(predicted * rest).sum())) / power
+
+
+def rms(values: Float[np.ndarray, " t"]) -> float:
+    """The root of the mean square."""
+    return float(np.sqrt(np.square(values).mean()))
+
+
+def from_first_rank(make: Callable[[], Any]) -> Any:
+    """What ``make`` returns on rank 0, builtins, on every rank; a RuntimeError is raised on all."""
+    if not dist.is_initialized():
+        return make()
+    message: dict[str, Any] = {}
+    if is_first_rank():
+        try:
+            message = {"value": make()}
+        except RuntimeError as error:
+            message = {"error": str(error)}
+    message = json.loads(_broadcast(json.dumps(message).encode()))
+    if "error" in message:
+        raise RuntimeError(message["error"])
+    return message["value"]
+
+
+def _broadcast(content: bytes) -> bytes:
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    length = torch.tensor([len(content)], device=device)
+    dist.broadcast(length, src=0)
+    data = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    if is_first_rank():
+        data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(data, src=0)
+    return bytes(data.cpu().numpy())
+
+
+def sequences_for(model: nn.Module, *, count: int, length: int, seed: int) -> list[list[int]]:
+    """Fixed sequences of random tokens, from the middle of the vocabulary.
+
+    Special tokens and placeholders for images lie at its ends. Random tokens need no tokenizer and
+    move with the weights as much as text does (measured in docs/proof.md).
+    """
+    config: Mapping[str, Any] | Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    if not isinstance(size, int):
+        raise ValueError("the model has no config.vocab_size; pass sequences= of token ids")
+    edge = size // 16
+    draw = np.random.default_rng(seed).integers(edge, size - edge, (count, length))
+    rows: list[list[int]] = draw.tolist()
+    return rows

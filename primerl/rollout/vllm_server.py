@@ -33,7 +33,6 @@ from primerl.rollout.vllm_middleware import KEY_VARIABLE
 from primerl.rollout.vllm_readiness import PortTaken, free_port, log_tail, wait_until_ready
 
 PORT_TRIES = 5
-GUARD_S = 2.0
 _ANY_HOST = ("0.0.0.0", "::")
 STOP_S = vllm_supervisor.GRACE_S + 2 * vllm_supervisor.SWEEP_S + 3.0
 
@@ -212,22 +211,15 @@ class VLLMServer:
         process = self._process
         if process is None:
             return 0
-        if not stop:
-            process.wait()
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
-        deadline = time.monotonic() + GUARD_S
-        # It was killed, or hangs: its guard is about to do this.
-        while (code := process.poll()) is None or code < 0:
+        if stop:
+            process.terminate()
             try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:  # it hangs
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                break
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
         code = process.wait()
+        if code < 0:  # it was killed, so its guard takes the rest along
+            time.sleep(3 * vllm_supervisor.POLL_S)
         return code if code >= 0 else 128 - code
 
     def log_tail(self, lines: int = 40) -> str:

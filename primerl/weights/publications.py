@@ -190,8 +190,8 @@ def retain(folder: Path, manifest: Manifest, *, keep: int | None = None) -> None
         partial.unlink(missing_ok=True)
     for path in folder.glob("[0-9]*"):
         version = int(path.name.split(".")[0])
+        taken_back = version > manifest.version
+        too_old = keep is not None and version < keep
         replaced = version == manifest.version and path.suffix != ".json"
-        if version > manifest.version or (keep is not None and version < keep):
-            path.unlink(missing_ok=True)
-        elif replaced and path.name != manifest.file:
+        if taken_back or too_old or (replaced and path.name != manifest.file):
             path.unlink(missing_ok=True)

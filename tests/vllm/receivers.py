@@ -2,7 +2,7 @@
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from primerl.weights.vllm_receiver import FolderTransfer, WeightReceiver
+from primerl.weights.vllm_receiver import BroadcastTransfer, FolderTransfer, WeightReceiver
 
 
 class FaultyTransfer(FolderTransfer):
@@ -38,10 +38,20 @@ class FaultyTransfer(FolderTransfer):
             super()._repack_experts(model)
 
 
+class StoreTransfer(BroadcastTransfer):
+    """Bytes go through a store of the test's instead of NCCL."""
+
+    def _connect(self, place):
+        from publishing import StoreCommunicator
+
+        return StoreCommunicator(place)
+
+
 class FaultyReceiver(WeightReceiver):
     def set_fault(self, fault):
         self.weight_transfer_engine.fault = fault
 
 
-if "primerl_faulty" not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine("primerl_faulty", FaultyTransfer)
+for name, engine in (("primerl_faulty", FaultyTransfer), ("primerl_store", StoreTransfer)):
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, engine)

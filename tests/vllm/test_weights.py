@@ -1,4 +1,4 @@
-"""New weights in real vLLM servers: right logits after a reload, and faults with who catches them."""
+"""New weights in real vLLM servers: right logits after a reload; faults, and who catches them."""
 
 import contextlib
 import itertools
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from publishing import train
+from publishing import StoreMeeting, train
 
 from primerl import rollout, testing, weights
 from primerl.weights.host_folder import shared_memory
@@ -206,6 +206,31 @@ class Stale:
     def load_weights(self, update, *, version, timeout_s=600.0, send=None):
         answers = self.engine.call("/collective_rpc", {"method": "weight_receipt"})
         return {url: answer["results"] for url, answer in answers.items()}
+
+
+def test_broadcast_weights_arrive(tied_experts, start_server):
+    """All of the NCCL path but NCCL: a store of torch carries the bytes."""
+    with start_server(
+        str(tied_experts),
+        weight_transfer="primerl_store",
+        worker_extension_cls="receivers.FaultyReceiver",
+        max_model_len=128,
+        env={
+            "PYTHONPATH": os.pathsep.join(
+                map(str, (Path(__file__).parent, Path(__file__).parents[1]))
+            )
+        },
+    ) as server:
+        trainer, store = Trainer(tied_experts, server), StoreMeeting()
+        with contextlib.closing(trainer.engine):
+            transport = weights.NCCL(
+                trainer.model, trainer.engine, connect=store.connect, unique_id=store.unique_id
+            )
+            for _ in range(2):
+                receipt = trainer.publish(transport)
+                assert trainer.error() < CLOSE
+                ((worker,),) = receipt.replicas.values()
+                assert worker["digest"] == receipt.digest
 
 
 def test_nothing_is_left_in_shared_memory(trainer, disk):

@@ -4,10 +4,10 @@ import os
 import pytest
 import torch
 from conftest import torchrun
-from publishing import Replicas, same_bits, train
+from publishing import BroadcastReplicas, Replicas, StoreMeeting, same_bits, train
 
 from primerl import testing, weights
-from primerl.weights import folder_transport
+from primerl.weights import broadcast_group, folder_transport
 from primerl.weights.digests import digest_of, digest_of_all
 from primerl.weights.host_folder import shared_memory
 from primerl.weights.receipts import check_receipts
@@ -127,8 +127,8 @@ def test_a_truncated_file(tmp_path):
     model, servers, transport = damaged(tmp_path, truncate)
     transport.publish(1)
     before = held(servers)[0]
+    train(model)
     with pytest.raises(RuntimeError, match=r"00000002.full.safetensors is truncated: 1000 bytes"):
-        train(model)
         transport.publish(2)
     assert same_bits(held(servers)[0], before), "the replica goes on with version 1"
     train(model)
@@ -251,6 +251,95 @@ def test_publishing_to_nobody_is_a_mistake(tmp_path):
         weights.Disk(model, folder=tmp_path)
     with pytest.raises(ValueError, match="folder is None"):
         weights.Disk(model, Replicas(), folder=None)
+
+
+# ---- broadcasts, with a stand-in for NCCL ----
+
+
+@pytest.fixture
+def broadcasts():
+    """A model, two replicas of one and two workers, what connects them, and the transport."""
+    model, engine, store = testing.tiny_model("qwen3_moe"), BroadcastReplicas(1, 2), StoreMeeting()
+    transport = weights.NCCL(
+        model,
+        engine,
+        dtype=torch.bfloat16,
+        connect=store.connect,
+        unique_id=store.unique_id,
+        timeout_s=30.0,
+    )
+    return model, engine, store, transport
+
+
+def test_every_worker_gets_the_broadcast_of_every_version(broadcasts):
+    model, engine, store, transport = broadcasts
+    for version in (1, 2):
+        train(model, seed=version)
+        receipt = transport.publish(version)
+        assert len(engine.tensors) == 3
+        assert all(same_bits(t, sent(model, torch.bfloat16)) for t in engine.tensors.values())
+        whole = sum(t.nbytes for t in sent(model, torch.bfloat16).values())
+        assert (receipt.version, receipt.bytes) == (version, whole)
+    assert store.groups == 1, "one group serves as long as nobody comes or goes"
+
+
+def test_a_replica_that_comes_or_goes_makes_a_new_group(broadcasts):
+    model, engine, store, transport = broadcasts
+    transport.publish(1)
+    engine.counts = {"http://replica1": 2, "http://new": 1}
+    train(model)
+    transport.publish(2)
+    assert store.groups == 2
+    assert same_bits(engine.tensors["http://new", 0], sent(model, torch.bfloat16))
+
+
+def test_what_one_worker_got_wrong_is_named_and_the_group_is_made_anew(broadcasts):
+    model, engine, store, transport = broadcasts
+
+    def tamper(url, name, tensor):
+        return tensor + 1 if url == "http://replica1" and name == "model.norm.weight" else tensor
+
+    honest, engine.tamper = engine.tamper, tamper
+    with pytest.raises(RuntimeError, match="digest: .* on http://replica1 worker 1") as error:
+        transport.publish(1)
+    assert "replica0" not in str(error.value)
+    engine.tamper = honest
+    transport.publish(2)
+    assert store.groups == 2
+
+
+def test_a_group_that_is_complete_refuses_another_member(broadcasts):
+    _, engine, _, transport = broadcasts
+    counts = engine.call("/collective_rpc")
+    engine.call = lambda path, body=None: {"http://replica0": counts["http://replica0"]}
+    with pytest.raises(RuntimeError, match="the group of 2 is complete"):
+        transport.publish(1)
+
+
+def test_several_engines_cannot_share_a_broadcast():
+    with pytest.raises(ValueError, match="got 2 engines"):
+        weights.NCCL(testing.tiny_model("llama"), BroadcastReplicas(1), BroadcastReplicas(1))
+
+
+@pytest.mark.gpu
+def test_nccl_carries_a_tensor_between_two_communicators():
+    """Needs two GPUs and vLLM: rank 0 here, rank 1 in a thread."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU cannot be two NCCL ranks")
+    unique_id = broadcast_group.new_unique_id()
+
+    def member(rank):
+        place = broadcast_group.Place(rank, 2, unique_id)
+        device = torch.device("cuda", rank)
+        tensor = torch.full((1000,), float(1 - rank), dtype=torch.bfloat16, device=device)
+        communicator = broadcast_group.connect_nccl(place, device)
+        with torch.cuda.device(device):
+            communicator.broadcast(tensor, src=0)
+            torch.cuda.synchronize()
+        return tensor.float().cpu()
+
+    other = broadcast_group.Later(lambda: member(1), what="rank 1")
+    assert torch.equal(member(0), other.result(timeout_s=60.0))
 
 
 # ---- a sharded trainer ----

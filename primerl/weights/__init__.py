@@ -4,6 +4,7 @@ from primerl.weights.canary import Canary, ReplicaVerdict, Verdict
 from primerl.weights.checkpoint import checkpoint_tensors
 from primerl.weights.disk import Disk
 from primerl.weights.mismatch_gate import MismatchGate
+from primerl.weights.nccl import NCCL
 from primerl.weights.pretrained import load_pretrained, save_pretrained
 from primerl.weights.probing import Prober
 from primerl.weights.receipts import Fetcher, Receipt
@@ -16,6 +17,7 @@ __all__ = [
     "Fetcher",
     "GroupWiring",
     "MismatchGate",
+    "NCCL",
     "Prober",
     "Receipt",
     "Receiver",

@@ -184,7 +184,9 @@ def test_cancellation_reaches_the_server(server, make):
     engine = make(server)
 
     async def scenario():
-        requests = [asyncio.ensure_future(engine.generate([3], P(max_tokens=100))) for _ in range(8)]
+        requests = [
+            asyncio.ensure_future(engine.generate([3], P(max_tokens=100))) for _ in range(8)
+        ]
         while server.running < 8:
             await asyncio.sleep(0.01)
         for request in requests:
@@ -543,7 +545,7 @@ def test_a_dead_replica_is_routed_around_and_nothing_is_lost(servers, make):
 
 
 def test_one_that_returns_is_seeded_before_it_serves(servers, make):
-    first, second = servers
+    first, _second = servers
     engine = make(*servers, run="abc")
     copy = cloudpickle.loads(cloudpickle.dumps(engine))
     engine.load_weights({"folder": "f"}, version=3)

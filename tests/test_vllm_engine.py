@@ -545,7 +545,7 @@ def test_a_dead_replica_is_routed_around_and_nothing_is_lost(servers, make):
 
 
 def test_one_that_returns_is_seeded_before_it_serves(servers, make):
-    first, second = servers
+    first, _second = servers
     engine = make(*servers, run="abc")
     copy = cloudpickle.loads(cloudpickle.dumps(engine))
     engine.load_weights({"folder": "f"}, version=3)

@@ -127,7 +127,7 @@ class RemoteEngines:
         """This engine is not asked any more: its parent stops serving it, or it is a copy."""
         if isinstance(where, EngineAddress):
             self._known.pop(where.index, None)
-        elif self._channel is not None and hasattr(where, "close"):
+        elif where is not None and self._channel is not None and hasattr(where, "close"):
             where.close()
 
 

@@ -119,7 +119,7 @@ class Replicas:
     @property
     def version(self) -> PolicyVersion:
         """The version of the slowest replica that serves; it never goes back."""
-        served = [one.version for one in self.serving()]
+        served = [one.version for one in self.serving() if one.version is not None]
         self._floor = max([self._floor, min(served)] if served else [self._floor])
         return self._floor
 
@@ -132,9 +132,7 @@ class Replicas:
         """The replicas that are given requests."""
         oldest = max(self._floor, self._published[0] if self._published else self._floor)
         return [
-            one
-            for one in self
-            if one.alive and one.version is not None and one.version >= oldest
+            one for one in self if one.alive and one.version is not None and one.version >= oldest
         ]
 
     def live(self) -> list[Replica]:

@@ -18,7 +18,9 @@ import numpy as np
 
 from primerl.rollout.background_loop import BackgroundLoop
 from primerl.rollout.members import Members, tidy
+from primerl.rollout.vllm_calls import call_route, probe, read_metrics
 from primerl.rollout.vllm_fleet import Fleet
+from primerl.rollout.vllm_requests import Requests
 from primerl.rollout.vllm_updates import ON_UPDATE, Rendezvous, Updates
 from primerl.rollout.vllm_wire import LEAST_TEMPERATURE, Labels
 from primerl.types import Completion, PolicyVersion, SamplingParams
@@ -32,14 +34,43 @@ class _Parts:
 
     loop: BackgroundLoop
     fleet: Fleet
+    requests: Requests
     updates: Updates
 
 
 class VLLMEngine:
-    """Samples from vLLM servers (``rollout.serve_vllm``), one or many, that hold the same policy.
+    """Samples from vLLM servers, one or many, that hold the same policy.
 
-        with rollout.serve_vllm(model) as server:
-            engine = rollout.VLLMEngine(server)
+        with rollout.serve_vllm(model) as server, rollout.VLLMEngine(server) as engine:
+            weights.Disk(policy, engine, folder=folder).publish(0)
+            completion = await engine.generate(prompt_ids, SamplingParams(max_tokens=64))
+
+    A server serves once it holds weights of this run: those that a transport published
+    (``load_weights``), or its own checkpoint by ``adopt``. Requests of a session go to one server,
+    where their cache is, unless it is far busier than another; others go where there is least to
+    do. A server that dies is routed around, and its requests are sent to another. One that returns
+    is given the latest weights by the engine that published them, before it serves.
+
+    The engine is ``portable``: the worker's process holds a copy, which asks the servers itself.
+    Each copy talks to them from a thread of its own, so ``generate`` may be awaited on any loop.
+
+    Args:
+        urls: of the servers (``"http://host:port"``), ``VLLMServer`` objects, one or several; or
+            the path of a file with one url a line, which all copies read again when it changes.
+        api_key: of the servers; those of ``VLLMServer`` objects are known, and else it is
+            ``PRIMERL_API_KEY`` of the environment.
+        on_update: what new weights do to requests in flight: ``"recompute"`` (their cache is
+            computed again, so that each token is exactly its version's), ``"keep"`` (it stays) or
+            ``"drain"`` (they end under the old weights, while new ones wait).
+        version: reported until weights were published.
+        run: names this run's weights on the servers; drawn at random by default.
+        request_timeout_s: how long a request may take, with all its retries.
+        down_timeout_s: how long requests wait while no server serves.
+        retries: how often a request is sent again that a server failed.
+        routes_folder: where expert routes are written that servers return; None drops them.
+
+    Raises:
+        ValueError: an argument is out of range, or a url is none.
     """
 
     portable = True
@@ -59,26 +90,18 @@ class VLLMEngine:
     ) -> None:
         if on_update not in ON_UPDATE:
             raise ValueError(f"on_update={on_update!r}; expected one of {', '.join(ON_UPDATE)}")
-        for name, value, least in (("retries", retries, 0), ("version", version, 0)):
-            if value < least:
-                raise ValueError(f"{name} is {value}, expected at least {least}")
-        for name, seconds in (
-            ("request_timeout_s", request_timeout_s),
-            ("down_timeout_s", down_timeout_s),
-        ):
-            if not seconds > 0:
-                raise ValueError(f"{name} is {seconds}, expected a positive time")
-        servers = [urls] if hasattr(urls, "url") else urls
-        if not isinstance(servers, str | os.PathLike):
-            keys = {one.api_key for one in servers if hasattr(one, "api_key")} - {None}
-            if len(keys) > 1:
-                raise ValueError("the servers have several keys; give them one: serve_vllm(api_key=)")
-            api_key = api_key if api_key is not None else next(iter(keys), None)
-            servers = [one.url if hasattr(one, "url") else one for one in servers]
-        self._members = Members(servers)
-        self._labels = Labels(run or secrets.token_hex(4))
-        self._api_key = api_key if api_key is not None else os.environ.get("PRIMERL_API_KEY")
-        if self._api_key is not None and not (self._api_key.isascii() and self._api_key.isprintable()):
+        numbers = {"retries": retries, "version": version}
+        for name, value in numbers.items():
+            if value < 0:
+                raise ValueError(f"{name} is {value}, expected at least 0")
+        seconds = {"request_timeout_s": request_timeout_s, "down_timeout_s": down_timeout_s}
+        for name, time_s in seconds.items():
+            if not time_s > 0:
+                raise ValueError(f"{name} is {time_s}, expected a positive time")
+        self._members, known_key = _members(urls)
+        self._labels = Labels(secrets.token_hex(4) if run is None else run)
+        self._api_key = api_key or known_key or os.environ.get("PRIMERL_API_KEY")
+        if self._api_key is not None and not self._api_key.isprintable():
             raise ValueError("the api_key has characters that a header can't hold")
         self._on_update = on_update
         self._request_timeout_s = request_timeout_s
@@ -107,7 +130,7 @@ class VLLMEngine:
 
     @property
     def version(self) -> PolicyVersion:
-        """The version of the slowest replica that serves."""
+        """The version of the slowest server in use; known within 0.2 s of a change."""
         return max(self._told, self._running().fleet.version)
 
     def learn(self, version: PolicyVersion) -> None:
@@ -133,7 +156,17 @@ class VLLMEngine:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
     ) -> Completion:
-        """Sample one completion; cancelling the awaiting task ends the request on its server."""
+        """Sample one completion; cancelling the awaiting task ends the request on its server.
+
+        Nothing but ``params.stop_token_ids`` ends a completion early. Each logprob is of the
+        distribution that was sampled, and each version of the weights that sampled its token.
+
+        Raises:
+            ValueError: the prompt is empty or exceeds the context with ``max_tokens``, or vLLM
+                refuses the request.
+            RuntimeError: no server served for ``down_timeout_s``, the retries were used up, or
+                it took longer than ``request_timeout_s``.
+        """
         prompt = [int(token) for token in prompt_ids]
         if self._context_length is None:
             await asyncio.to_thread(lambda: self.context_length)
@@ -144,28 +177,28 @@ class VLLMEngine:
                 "less is asked for; use 0 (greedy), or at least that"
             )
         completion: Completion = await self._request(
-            lambda fleet: fleet.generate(prompt, params, session)
+            lambda parts: parts.requests.generate(prompt, params, session)
         )
         return completion
 
     async def score(self, token_ids: Sequence[int]) -> np.ndarray:
-        """The logprob of each token given those before it, at temperature 1.
+        """The logprob of each token given those before it; raises as ``generate``.
 
         Returns:
-            float32[t]; entry 0 is 0.
+            float32[t], at temperature 1; entry 0 is 0.
         """
         tokens = [int(token) for token in token_ids]
         if self._context_length is None:
             await asyncio.to_thread(lambda: self.context_length)
         self._check(tokens, 1)
-        scores: np.ndarray = await self._request(lambda fleet: fleet.score(tokens))
+        scores: np.ndarray = await self._request(lambda parts: parts.requests.score(tokens))
         return scores
 
-    async def _request(self, coroutine: Callable[[Fleet], Any]) -> Any:
+    async def _request(self, coroutine: Callable[[_Parts], Any]) -> Any:
         parts = self._running()
         try:
             async with asyncio.timeout(self._request_timeout_s):
-                return await asyncio.wrap_future(parts.loop.submit(coroutine(parts.fleet)))
+                return await asyncio.wrap_future(parts.loop.submit(coroutine(parts)))
         except TimeoutError:
             raise RuntimeError(
                 f"a request took longer than {self._request_timeout_s:g} s: "
@@ -193,7 +226,25 @@ class VLLMEngine:
         timeout_s: float = 600.0,
         send: Callable[[], None] | None = None,
     ) -> dict[str, list[dict[str, Any]]]:
-        """Serve new weights in every live replica; returns when all do."""
+        """Serve new weights in every server; returns when all do. Any thread may call it.
+
+        Servers fetch and check ``update`` while they serve; then each pauses, loads and goes on.
+        One that dies meanwhile is left out as long as another is left.
+
+        Args:
+            update: what the transport tells the servers' receiver, such as where the weights are.
+            version: the policy version that they are.
+            timeout_s: for all of it.
+            send: called in this thread while all servers wait to receive (NCCL).
+
+        Returns:
+            The receipt of each worker, by url.
+
+        Raises:
+            ValueError: ``version`` is older than what is served.
+            RuntimeError: a server did not prepare it (then none has changed anything), or did not
+                load it (then that one stays paused and is not used until a later load succeeds).
+        """
         parts = self._running()
         if version < self.version:
             raise ValueError(f"version {version} is older than {self.version}, which is served")
@@ -214,7 +265,15 @@ class VLLMEngine:
         return receipts
 
     def adopt(self, version: PolicyVersion, *, timeout_s: float = 60.0) -> None:
-        """Declare that what the servers hold now is the policy of ``version``."""
+        """Declare that what the servers hold now is the policy of ``version``.
+
+        For a checkpoint that nothing was published to: an evaluation, or step 0 of a run that
+        starts from the folder that the servers loaded.
+
+        Raises:
+            ValueError: ``version`` is older than what is served.
+            RuntimeError: a server did not take it.
+        """
         parts = self._running()
         if version < self.version:
             raise ValueError(f"version {version} is older than {self.version}, which is served")
@@ -223,10 +282,15 @@ class VLLMEngine:
     def call(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = 60.0
     ) -> dict[str, Any]:
-        """POST ``body`` to a route of every live replica: ``{url: answer}``."""
+        """POST ``body`` to a route of every live server: ``{url: answer}``.
+
+        Raises:
+            RuntimeError: one failed.
+            ValueError: one refused it.
+        """
         parts = self._running()
         content = b"" if body is None else msgspec.json.encode(body)
-        coroutine = parts.updates.call(path, content, timeout_s)
+        coroutine = call_route(parts.fleet, path, content, timeout_s)
         answers: dict[str, Any] = parts.loop.submit(coroutine).result()
         return answers
 
@@ -237,42 +301,58 @@ class VLLMEngine:
         max_new_tokens: int = 8,
         timeout_s: float = 60.0,
     ) -> dict[str, list[dict[str, np.ndarray]]]:
-        """What each replica makes of fixed sequences, to be compared with the trainer's."""
+        """What each server makes of fixed sequences, to be compared with the trainer's own.
+
+        Args:
+            sequences: token ids, at least one each.
+            max_new_tokens: that each is continued by, greedily.
+            timeout_s: for all of it.
+
+        Returns:
+            By url, for each sequence: ``scores`` float32[t] (as ``score``), and the continuation:
+            ``token_ids`` int32[n], ``logprobs`` float32[n] (at temperature 1).
+
+        Raises:
+            ValueError: a sequence is empty or exceeds the context.
+            RuntimeError: a server failed.
+        """
         tokens = [[int(token) for token in sequence] for sequence in sequences]
         for one in tokens:
             self._check(one, max_new_tokens)
         parts = self._running()
         answers: dict[str, list[dict[str, np.ndarray]]] = parts.loop.submit(
-            parts.updates.probe(tokens, max_new_tokens=max_new_tokens, timeout_s=timeout_s)
+            probe(parts.fleet, tokens, max_new_tokens=max_new_tokens, timeout_s=timeout_s)
         ).result()
         return answers
 
     # ---- replicas ----
 
     def replicas(self) -> list[dict[str, Any]]:
-        """Each replica: ``url``, ``alive``, ``serving``, ``version``, ``in_flight``, ``error``."""
+        """Each server: ``url``, ``alive``, ``serving``, ``version``, ``in_flight``, ``error``."""
         parts = self._running()
         rows: list[dict[str, Any]] = parts.loop.submit(parts.fleet.report()).result()
         return rows
 
     def metrics(self, *, timeout_s: float = 60.0) -> dict[str, dict[str, float]]:
-        """vLLM's metrics, by replica and name."""
+        """Counters and gauges of vLLM, by server and name.
+
+        Raises:
+            RuntimeError: a server failed.
+        """
         parts = self._running()
-        coroutine = parts.updates.metrics(timeout_s)
+        coroutine = read_metrics(parts.fleet, timeout_s)
         values: dict[str, dict[str, float]] = parts.loop.submit(coroutine).result()
         return values
 
     def join(self, url: Any) -> None:
         """Add a server, for all copies of this engine."""
         with self._lock:
-            new = tidy(url.url if hasattr(url, "url") else url)
-            self._members.write(dict.fromkeys([*self._members.urls, new]))
+            self._members.write(dict.fromkeys([*self._members.urls, _url(url)]))
 
     def leave(self, url: Any) -> None:
         """Give a server no more requests, from any copy of this engine; those it has may end."""
         with self._lock:
-            old = tidy(url.url if hasattr(url, "url") else url)
-            self._members.write(one for one in self._members.urls if one != old)
+            self._members.write(one for one in self._members.urls if one != _url(url))
 
     # ---- life ----
 
@@ -310,21 +390,39 @@ class VLLMEngine:
     def _start(self) -> _Parts:
         loop = BackgroundLoop("primerl-vllm")
 
-        async def build() -> tuple[Fleet, Updates]:
+        async def build() -> _Parts:
             fleet = Fleet(
                 self._members,
                 self._labels,
                 api_key=self._api_key,
-                keeps=self._on_update == "keep",
                 version=self._told,
-                retries=self._retries,
                 down_timeout_s=self._down_timeout_s,
+            )
+            requests = Requests(
+                fleet,
+                keeps=self._on_update == "keep",
+                retries=self._retries,
                 routes_folder=self._routes_folder,
             )
-            return fleet, Updates(fleet, on_update=self._on_update)
+            return _Parts(loop, fleet, requests, Updates(fleet, on_update=self._on_update))
 
-        fleet, updates = loop.submit(build()).result()
-        loop.submit(fleet.run())
+        parts: _Parts = loop.submit(build()).result()
+        loop.submit(parts.fleet.run())
         with contextlib.suppress(NotInTime):
-            loop.submit(fleet.first_look()).result(LOOK_S)
-        return _Parts(loop, fleet, updates)
+            loop.submit(parts.fleet.first_look()).result(LOOK_S)
+        return parts
+
+
+def _members(urls: Any) -> tuple[Members, str | None]:
+    """The urls, and the key that goes with servers that were given in place of urls."""
+    servers = [urls] if hasattr(urls, "url") else urls
+    if isinstance(servers, str | os.PathLike):
+        return Members(servers), None
+    keys = {one.api_key for one in servers if hasattr(one, "api_key")} - {None}
+    if len(keys) > 1:
+        raise ValueError("the servers have several keys; give them one: serve_vllm(..., api_key=)")
+    return Members([_url(one) for one in servers]), next(iter(keys), None)
+
+
+def _url(server: Any) -> str:
+    return tidy(server.url if hasattr(server, "url") else server)

@@ -1,38 +1,24 @@
-"""An engine's side of its servers: watches them, and takes requests to those that serve."""
+"""An engine's side of its servers: who is alive, and what each serves."""
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
-from uuid import uuid4
-
-import numpy as np
 
 from primerl.rollout import vllm_wire as wire
 from primerl.rollout.members import Members
 from primerl.rollout.replicas import Replica, Replicas
 from primerl.rollout.vllm_http import Http, ServerFailed, Unreachable
-from primerl.types import Completion, PolicyVersion, SamplingParams
+from primerl.types import PolicyVersion
 
 POLL_S = 0.15  # how soon a newly served version is known where no request is in flight
 SILENT_S = 30.0  # a server that does not even say that it is healthy for this long is lost
-FIRST_BACKOFF_S = 0.1
-MOST_BACKOFF_S = 5.0
 GENERATE = "/inference/v1/generate"
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-class _Again(Exception):
-    """The request is to be sent again; ``free``: it never began, so this is no attempt."""
-
-    def __init__(self, reason: str, *, free: bool = False, wait: bool = True) -> None:
-        super().__init__(reason)
-        self.free = free
-        self.wait = wait
 
 
 class Fleet:
@@ -44,11 +30,8 @@ class Fleet:
         labels: wire.Labels,
         *,
         api_key: str | None,
-        keeps: bool,
         version: PolicyVersion,
-        retries: int,
         down_timeout_s: float,
-        routes_folder: Path | None,
     ) -> None:
         self.replicas = Replicas(members.urls, version=version)
         self.labels = labels
@@ -58,10 +41,7 @@ class Fleet:
         self.unseeded: Callable[[Replica], None] | None = None
         """Called where a replica is up without weights of this run."""
         self._members = members
-        self._keeps = keeps
-        self._retries = retries
         self._down_timeout_s = down_timeout_s
-        self._routes_folder = routes_folder
         self._changed = asyncio.Event()
         self._scopes: dict[Replica, set[asyncio.Timeout]] = {}
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
@@ -183,7 +163,7 @@ class Fleet:
         Raises:
             RuntimeError: none did for ``down_timeout_s``.
         """
-        await self._wait(lambda: self.context_length, "no server has said its context length")
+        await self.wait(lambda: self.context_length, "no server has said its context length")
         assert self.context_length is not None
         return self.context_length
 
@@ -202,53 +182,20 @@ class Fleet:
             for one in self.replicas
         ]
 
-    # ---- requests ----
-
-    async def generate(
-        self, prompt: list[int], params: SamplingParams, session: str | None
-    ) -> Completion:
-        """One completion, from whichever replica serves."""
-
-        def ask(replica: Replica) -> bytes:
-            # The salt names the weights that the replica had when it was last asked: prefixes
-            # that other weights computed are never used.
-            return wire.generate_body(prompt, params, salt=replica.label or "")
-
-        async def read(answer: wire.Answer, replica: Replica, label: str | None) -> Completion:
-            choice = answer.choices[0]
-            versions = self._versions(choice, replica, label)
-            if choice.finish_reason not in ("stop", "length"):
-                raise _Again(f"{replica.url} ended a request by {choice.finish_reason!r}")
-            return wire.make_completion(choice, versions, await self._store_routes(choice))
-
-        return await self._dispatch(session, ask, read)
-
-    async def score(self, token_ids: list[int]) -> np.ndarray:
-        """The logprobs of a sequence, from whichever replica serves."""
-
-        async def read(answer: wire.Answer, replica: Replica, label: str | None) -> np.ndarray:
-            return wire.prompt_scores(answer, token_ids)
-
-        body = wire.score_body(token_ids)
-        return await self._dispatch(None, lambda replica: body, read)
-
-    async def ask(self, replica: Replica, body: bytes) -> wire.Answer:
-        """The answer of one replica."""
-        content = await self.http.post(replica.url, GENERATE, body)
-        return wire.read_answer(content, replica.url)
-
-    async def serving(self, session: str | None, avoid: set[str]) -> Replica:
-        """The replica for a request, as soon as one serves.
+    async def live(self) -> list[Replica]:
+        """The servers that can be reached, as soon as one can.
 
         Raises:
-            RuntimeError: none did for ``down_timeout_s``.
+            RuntimeError: none could for ``down_timeout_s``.
         """
-        found: Replica = await self._wait(
-            lambda: self.replicas.choose(session, avoid=avoid), "no replica has served"
-        )
-        return found
+        return await self.wait(lambda: self.replicas.live() or None, "no server has answered")
 
-    async def _wait(self, look: Callable[[], T | None], what: str) -> T:
+    async def wait(self, look: Callable[[], T | None], what: str) -> T:
+        """What ``look`` finds, as soon as it finds anything.
+
+        Raises:
+            RuntimeError: it found nothing for ``down_timeout_s``.
+        """
         deadline = time.monotonic() + self._down_timeout_s
         while (found := look()) is None:
             try:
@@ -260,74 +207,22 @@ class Fleet:
                 ) from None
         return found
 
-    async def _dispatch(
-        self, session: str | None, ask: Callable[[Replica], bytes], read: Callable[..., Any]
-    ) -> Any:
-        """Send a request until it is answered, to another replica each time if there is one."""
-        avoid: set[str] = set()
-        failures: list[str] = []
-        while True:
-            replica = await self.serving(session, avoid)
-            label = replica.label
-            try:
-                answer = await self._attempt(replica, ask(replica))
-                return await read(answer, replica, label)
-            except _Again as again:
-                avoid.add(replica.url)
-                if again.free:
-                    continue
-                failures.append(str(again))
-                if len(failures) > self._retries:
-                    raise RuntimeError(
-                        f"a request failed {len(failures)} times: {'; '.join(failures)}"
-                    ) from again
-                if again.wait:
-                    backoff = FIRST_BACKOFF_S * 2 ** (len(failures) - 1)
-                    await asyncio.sleep(min(backoff, MOST_BACKOFF_S))
+    # ---- requests ----
 
-    async def _attempt(self, replica: Replica, body: bytes) -> wire.Answer:
+    async def ask(self, replica: Replica, body: bytes) -> wire.Answer:
+        """The answer of one replica to a request of a completion."""
+        content = await self.http.post(replica.url, GENERATE, body)
+        return wire.read_answer(content, replica.url)
+
+    @contextlib.asynccontextmanager
+    async def holding(self, replica: Replica) -> AsyncIterator[None]:
+        """The replica has a request; raises TimeoutError in the body when that is withdrawn."""
         scopes = self._scopes.setdefault(replica, set())
         replica.in_flight += 1
         try:
             async with asyncio.timeout(None) as scope:
                 scopes.add(scope)
-                return await self.ask(replica, body)
-        except Unreachable as error:
-            self.lost(replica, str(error))
-            raise _Again(str(error), free=not error.sent, wait=False) from error
-        except ServerFailed as error:
-            raise _Again(str(error)) from error
-        except TimeoutError as error:
-            raise _Again(f"{replica.url} was lost with the request", wait=False) from error
+                yield
         finally:
             replica.in_flight -= 1
             scopes.discard(scope)
-
-    def _versions(
-        self, choice: wire.Choice, replica: Replica, label: str | None
-    ) -> Sequence[PolicyVersion]:
-        """The version of each token; raises ``_Again`` where the completion can't be used."""
-        try:
-            known = wire.span_versions(choice, self.labels)
-        except ValueError as error:
-            raise RuntimeError(f"{replica.url} answered wrong weight_versions: {error}") from error
-        versions = [one for one in known if one is not None]
-        if len(versions) < len(known):
-            raise _Again(f"{replica.url} sampled with weights that are not this run's")
-        if versions:
-            if replica.alive:
-                last = versions[-1]
-                self.replicas.serves(replica, self.labels.name(last), last)
-                self.tell()
-            if self._keeps and versions[0] != self.labels.number(label):
-                # Its prompt may have met a prefix in the cache that older weights computed.
-                raise _Again(f"{replica.url} was updated before it began a request", wait=False)
-        return versions
-
-    async def _store_routes(self, choice: wire.Choice) -> str | None:
-        content = wire.routed_experts(choice) if self._routes_folder is not None else None
-        if content is None or self._routes_folder is None:
-            return None
-        path = self._routes_folder / f"{uuid4().hex}.npy"
-        await asyncio.to_thread(path.write_bytes, content)
-        return f"file:{path}"

@@ -174,7 +174,7 @@ def make_completion(choice: Choice, versions: Sequence[int], routes: str | None)
         raise RuntimeError(
             f"the server sent {len(logprobs)} logprobs for {len(choice.token_ids)} tokens"
         )
-    if any(not NO_LOGPROB < one for one in logprobs):
+    if not all(one > NO_LOGPROB for one in logprobs):
         raise RuntimeError(
             "a sampled token has a logprob of -inf or NaN: the served weights are damaged"
         )

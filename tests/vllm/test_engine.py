@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import string
 import time
 
 import numpy as np
@@ -152,7 +153,7 @@ def test_a_key_that_is_wrong(server):
 def tiny(tmp_path_factory):
     """A model that starts in seconds, with a tokenizer, so that vLLM checks what it is asked."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = testing.character_tokenizer()
+    tokenizer = testing.character_tokenizer(string.ascii_letters + string.digits)
     model = testing.tiny_model(
         "qwen3",
         vocab_size=len(tokenizer),
@@ -193,7 +194,9 @@ def test_sessions_stay_where_their_cache_is(pair):
             await asyncio.gather(
                 *(
                     engine.generate(
-                        talk[: 128 * turn + 1], P(max_tokens=1), session=f"{n}" if sessions else None
+                        talk[: 128 * turn + 1],
+                        P(max_tokens=1),
+                        session=f"{n}" if sessions else None,
                     )
                     for n, talk in enumerate(talks)
                 )

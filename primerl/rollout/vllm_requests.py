@@ -1,0 +1,156 @@
+"""Requests of completions: to whichever replica serves, until one has answered."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from primerl.rollout import vllm_wire as wire
+from primerl.rollout.replicas import Replica
+from primerl.rollout.vllm_fleet import Fleet
+from primerl.rollout.vllm_http import ServerFailed, Unreachable
+from primerl.types import Completion, PolicyVersion, SamplingParams
+
+FIRST_BACKOFF_S = 0.1
+MOST_BACKOFF_S = 5.0
+
+
+class _Again(Exception):
+    """The request is to be sent again; ``free``: it never began, so this is no attempt."""
+
+    def __init__(self, reason: str, *, free: bool = False, wait: bool = True) -> None:
+        super().__init__(reason)
+        self.free = free
+        self.wait = wait
+
+
+class Requests:
+    """Sends requests to the servers of a fleet, on its event loop.
+
+    Args:
+        fleet: the servers.
+        keeps: updates leave the prefix cache as it is, so that a prefix may be of older weights.
+        retries: how often a request is sent again.
+        routes_folder: where the experts go that tokens were routed to.
+    """
+
+    def __init__(
+        self, fleet: Fleet, *, keeps: bool, retries: int, routes_folder: Path | None
+    ) -> None:
+        self._fleet = fleet
+        self._keeps = keeps
+        self._retries = retries
+        self._routes_folder = routes_folder
+
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, session: str | None
+    ) -> Completion:
+        """One completion, from whichever replica serves."""
+
+        def ask(replica: Replica) -> bytes:
+            # The salt names the weights that the replica had when it was last asked: prefixes
+            # that other weights computed are never used.
+            return wire.generate_body(prompt, params, salt=replica.label or "")
+
+        async def read(answer: wire.Answer, replica: Replica, label: str | None) -> Completion:
+            choice = answer.choices[0]
+            versions = self._versions(choice, replica, label)
+            if choice.finish_reason not in ("stop", "length"):
+                raise _Again(f"{replica.url} ended a request by {choice.finish_reason!r}")
+            return wire.make_completion(choice, versions, await self._store_routes(choice))
+
+        completion: Completion = await self._dispatch(session, ask, read)
+        return completion
+
+    async def score(self, token_ids: list[int]) -> np.ndarray:
+        """The logprobs of a sequence, from whichever replica serves."""
+        body = wire.score_body(token_ids)
+
+        def ask(_replica: Replica) -> bytes:
+            return body
+
+        async def read(answer: wire.Answer, *_: Any) -> np.ndarray:
+            return wire.prompt_scores(answer, token_ids)
+
+        scores: np.ndarray = await self._dispatch(None, ask, read)
+        return scores
+
+    async def _serving(self, session: str | None, avoid: set[str]) -> Replica:
+        """The replica for a request, as soon as one serves.
+
+        Raises:
+            RuntimeError: none did for ``down_timeout_s``.
+        """
+        found: Replica = await self._fleet.wait(
+            lambda: self._fleet.replicas.choose(session, avoid=avoid), "no replica has served"
+        )
+        return found
+
+    async def _dispatch(
+        self, session: str | None, ask: Callable[[Replica], bytes], read: Callable[..., Any]
+    ) -> Any:
+        """Send a request until it is answered, to another replica each time if there is one."""
+        avoid: set[str] = set()
+        failures: list[str] = []
+        while True:
+            replica = await self._serving(session, avoid)
+            label = replica.label
+            try:
+                answer = await self._attempt(replica, ask(replica))
+                return await read(answer, replica, label)
+            except _Again as again:
+                avoid.add(replica.url)
+                if again.free:
+                    continue
+                failures.append(str(again))
+                if len(failures) > self._retries:
+                    raise RuntimeError(
+                        f"a request failed {len(failures)} times: {'; '.join(failures)}"
+                    ) from again
+                if again.wait:
+                    backoff = FIRST_BACKOFF_S * 2 ** (len(failures) - 1)
+                    await asyncio.sleep(min(backoff, MOST_BACKOFF_S))
+
+    async def _attempt(self, replica: Replica, body: bytes) -> wire.Answer:
+        try:
+            async with self._fleet.holding(replica):
+                return await self._fleet.ask(replica, body)
+        except Unreachable as error:
+            self._fleet.lost(replica, str(error))
+            raise _Again(str(error), free=not error.sent, wait=False) from error
+        except ServerFailed as error:
+            raise _Again(str(error)) from error
+        except TimeoutError as error:
+            raise _Again(f"{replica.url} was lost with the request", wait=False) from error
+
+    def _versions(
+        self, choice: wire.Choice, replica: Replica, label: str | None
+    ) -> Sequence[PolicyVersion]:
+        """The version of each token; raises ``_Again`` where the completion can't be used."""
+        try:
+            known = wire.span_versions(choice, self._fleet.labels)
+        except ValueError as error:
+            raise RuntimeError(f"{replica.url} answered wrong weight_versions: {error}") from error
+        versions = [one for one in known if one is not None]
+        if len(versions) < len(known):
+            raise _Again(f"{replica.url} sampled with weights that are not this run's")
+        if versions:
+            if replica.alive:
+                last = versions[-1]
+                self._fleet.replicas.serves(replica, self._fleet.labels.name(last), last)
+                self._fleet.tell()
+            if self._keeps and versions[0] != self._fleet.labels.number(label):
+                # Its prompt may have met a prefix in the cache that older weights computed.
+                raise _Again(f"{replica.url} was updated before it began a request", wait=False)
+        return versions
+
+    async def _store_routes(self, choice: wire.Choice) -> str | None:
+        content = wire.routed_experts(choice) if self._routes_folder is not None else None
+        if content is None or self._routes_folder is None:
+            return None
+        path = self._routes_folder / f"{uuid4().hex}.npy"
+        await asyncio.to_thread(path.write_bytes, content)
+        return f"file:{path}"

@@ -96,7 +96,9 @@ def test_every_version_of_a_group_counts_also_of_tokens_that_are_not_trained():
 
 def test_masking_what_is_stale_forgets_no_version():
     held = buffer(on_stale="mask_tokens", max_staleness=1)
-    stored(held, mixed(0, 3, 3, 3))
+    old, new = mixed(0).rollouts[0].samples[0], mixed(3).rollouts[0].samples[0]
+    both = attrs.evolve(make_group().rollouts[0], samples=[old, new])
+    stored(held, attrs.evolve(make_group(), rollouts=[both]))  # the first sample will leave
     held.settle(3, proven=True)
     assert held.take(4) is None
     assert held.awaited == {0: 1}

@@ -27,6 +27,8 @@ from primerl.rollout.workers import Evaluation, Worker, worker
 if TYPE_CHECKING:
     from primerl.rollout.transformers_engine import TransformersEngine
     from primerl.rollout.verifiers_adapter import verifiers
+    from primerl.rollout.vllm_engine import VLLMEngine
+    from primerl.rollout.vllm_server import VLLMServer, serve_vllm
 
 __all__ = [
     "Buffer",
@@ -41,6 +43,8 @@ __all__ = [
     "Shuffled",
     "TaskStream",
     "TransformersEngine",
+    "VLLMEngine",
+    "VLLMServer",
     "Worker",
     "check_schedule",
     "isolated",
@@ -50,6 +54,7 @@ __all__ = [
     "route",
     "run_group",
     "save_groups",
+    "serve_vllm",
     "single_turn",
     "token_staleness",
     "verifiers",
@@ -66,4 +71,12 @@ def __getattr__(name: str) -> Any:
         from primerl.rollout.verifiers_adapter import verifiers
 
         return verifiers
+    if name == "VLLMEngine":
+        from primerl.rollout.vllm_engine import VLLMEngine
+
+        return VLLMEngine
+    if name in ("VLLMServer", "serve_vllm"):  # not before: it is a program, too
+        from primerl.rollout import vllm_server
+
+        return getattr(vllm_server, name)
     raise AttributeError(f"module 'primerl.rollout' has no attribute {name!r}")

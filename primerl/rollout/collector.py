@@ -146,8 +146,7 @@ class Collector:
 
     async def take(self, version: PolicyVersion, served: PolicyVersion | None) -> list[Group]:
         """The groups of one step; ``served`` is the engine's version as the trainer sees it."""
-        if served is not None:
-            self._engines.serves(0, served)
+        self._learn(served)
         began = time.monotonic()
         kept, deadline = self._accounts.kept, began + self._plan.timeout_s
         self._expect(version)
@@ -182,9 +181,14 @@ class Collector:
         self._changed.set()
 
     async def evaluate(
-        self, tasks: Iterable[Task], params: SamplingParams, engine: Engine | EngineAddress | None
+        self,
+        tasks: Iterable[Task],
+        params: SamplingParams,
+        engine: Engine | EngineAddress | None,
+        served: PolicyVersion | None,
     ) -> list[Rollout]:
         """Play each task once, in order, with one version of the weights."""
+        self._learn(served)
         evaluated = self._engine if engine is None else self._engines.find(engine)
         version = evaluated.version
         mine = asyncio.current_task()
@@ -247,6 +251,14 @@ class Collector:
         """The trainer's side says which version an engine serves now."""
         self._engines.serves(index, version)
         self._changed.set()
+
+    def _learn(self, served: PolicyVersion | None) -> None:
+        """The trainer saw ``served``: a copy of its engine may not have, yet."""
+        if served is None:
+            return
+        self._engines.serves(0, served)
+        if hasattr(self._engine, "learn"):
+            self._engine.learn(served)
 
     def members(self) -> list[dict[str, Any]]:
         """The processes that the environment started."""

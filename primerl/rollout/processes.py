@@ -209,12 +209,17 @@ def _program(fd: int) -> str:
     )
 
 
-def _environment(threads: int, folder: str) -> dict[str, str]:
-    kept = {
+def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the variables of torchrun, for a child that is no rank."""
+    return {
         name: value
-        for name, value in os.environ.items()
+        for name, value in environment.items()
         if name not in _TORCHRUN and not name.startswith(_TORCHRUN_PREFIXES)
     }
+
+
+def _environment(threads: int, folder: str) -> dict[str, str]:
+    kept = without_torchrun(os.environ)
     budget = {f"{library}_NUM_THREADS": str(threads) for library in _THREADS}
     # Temporary files of whatever the child starts go where they can be found and removed.
     return kept | budget | {"TOKENIZERS_PARALLELISM": "false", "TMPDIR": folder}

@@ -124,9 +124,11 @@ class RemoteEngines:
             self._known[index].version = max(version, self._known[index].version)
 
     def forget(self, where: "EngineAddress | Engine | None") -> None:
-        """The parent does not serve this engine any more."""
+        """This engine is not asked any more: its parent stops serving it, or it is a copy."""
         if isinstance(where, EngineAddress):
             self._known.pop(where.index, None)
+        elif self._channel is not None and hasattr(where, "close"):
+            where.close()
 
 
 def portable(engine: Engine) -> bool:

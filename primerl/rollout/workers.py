@@ -276,7 +276,9 @@ class Worker:
         """
         if engine is None and not portable(self._engine):
             engine = self._engine  # so that what it serves now is known in the worker
-        return Evaluation(self, self._call("evaluate", [dict(t) for t in tasks], params, engine))
+        served = self._engine.version if engine is None else None
+        played = [dict(task) for task in tasks]
+        return Evaluation(self, self._call("evaluate", played, params, engine, served))
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start (of the run, where it went on from a ``state``).

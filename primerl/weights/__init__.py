@@ -1,22 +1,29 @@
 """Weights on the move: from the trainer into running engines, and to and from disk."""
 
 from primerl.weights.canary import Canary, ReplicaVerdict, Verdict
+from primerl.weights.checkpoint import checkpoint_tensors
+from primerl.weights.disk import Disk
 from primerl.weights.mismatch_gate import MismatchGate
 from primerl.weights.pretrained import load_pretrained, save_pretrained
 from primerl.weights.probing import Prober
+from primerl.weights.receipts import Fetcher, Receipt
 from primerl.weights.shared_memory import Receiver, SharedMemory
 from primerl.weights.wiring import GroupWiring, WiringReport, wiring_test
 
 __all__ = [
     "Canary",
+    "Disk",
+    "Fetcher",
     "GroupWiring",
     "MismatchGate",
     "Prober",
+    "Receipt",
     "Receiver",
     "ReplicaVerdict",
     "SharedMemory",
     "Verdict",
     "WiringReport",
+    "checkpoint_tensors",
     "load_pretrained",
     "save_pretrained",
     "wiring_test",

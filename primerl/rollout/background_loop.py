@@ -1,0 +1,42 @@
+"""An event loop in a thread of its own."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+STOP_S = 5.0
+
+
+class BackgroundLoop:
+    """Runs coroutines for any thread and any other event loop, until ``stop``."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        """Begin a coroutine; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def call_soon(self, function: Any, *args: Any) -> None:
+        """Call a function on the loop."""
+        self._loop.call_soon_threadsafe(function, *args)
+
+    def stop(self) -> None:
+        """Cancel what runs, and end the thread."""
+        if self._thread.is_alive():
+            self.submit(_cancel_others()).result(STOP_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(STOP_S)
+        if not self._thread.is_alive() and not self._loop.is_closed():
+            self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

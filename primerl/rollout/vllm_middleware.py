@@ -1,0 +1,69 @@
+"""Authentication of every route of a vLLM server, loaded into it by ``--middleware``.
+
+vLLM's own API key guards the routes of inference alone. Whoever reaches the others may pause the
+engine, replace its weights and call methods of its workers.
+"""
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+KEY_VARIABLE = "PRIMERL_API_KEY"
+OPEN_PATHS = frozenset({"/health", "/ping"})
+_REFUSAL = {
+    "error": {
+        "message": "this server needs the header 'Authorization: Bearer <api_key>' on every route "
+        "but /health and /ping; the key that was sent is missing or wrong",
+        "type": "authentication_error",
+        "code": 401,
+    }
+}
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class RequireKey:
+    """ASGI middleware that answers 401 to requests without the key of ``PRIMERL_API_KEY``.
+
+    Args:
+        app: the application that it guards, HTTP and websockets alike.
+
+    Raises:
+        RuntimeError: the environment holds no key.
+    """
+
+    def __init__(self, app: Application) -> None:
+        key = os.environ.get(KEY_VARIABLE, "")
+        if not key:
+            raise RuntimeError(f"{KEY_VARIABLE} is not set: the server would be open to everyone")
+        self._app = app
+        self._expected = b"Bearer " + key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what is allowed, and refuse the rest."""
+        kind = scope["type"]
+        is_open = kind == "lifespan" or (kind == "http" and scope["path"] in OPEN_PATHS)
+        if is_open or self._knows_key(scope):
+            await self._app(scope, receive, send)
+        elif kind == "websocket":
+            await receive()  # its "connect"; closed before it is accepted, it answers 403
+            await send({"type": "websocket.close", "code": 1008, "reason": "wrong API key"})
+        else:
+            body = json.dumps(_REFUSAL).encode()
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"www-authenticate", b"Bearer"),
+            ]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    def _knows_key(self, scope: Scope) -> bool:
+        sent = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        return len(sent) == 1 and hmac.compare_digest(sent[0], self._expected)

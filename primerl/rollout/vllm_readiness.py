@@ -1,0 +1,139 @@
+"""Waiting for a vLLM server to answer, and saying why it does not."""
+
+import http.client
+import re
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+POLL_S = 0.1
+PROBE_S = 5.0
+TAIL_LINES = 40
+# What the log of a server that ended holds, and what to do about it.
+_CAUSES = {
+    r"torchvision::nms does not exist|libtorchaudio|libtorchcodec": (
+        "other builds than torch's; run: pip uninstall -y torchvision torchaudio torchcodec"
+    ),
+    r"No module named 'primerl": "the server's Python does not find primerl: install it there",
+    r"larger than the available KV cache memory|No available memory for the cache blocks": (
+        "the KV cache is too small: lower max_model_len, or raise gpu_memory_utilization, or, on a "
+        "CPU, VLLM_CPU_KVCACHE_SPACE (GiB) in the environment"
+    ),
+    r"Free memory on device .* is less than desired|CUDA out of memory|OutOfMemoryError": (
+        "the device's memory does not suffice: lower gpu_memory_utilization, or free memory"
+    ),
+}
+_REFUSED = re.compile(r"error: (?:argument|unrecognized|the following|ambiguous|invalid).*")
+_RAISED = re.compile(r"\b(\w+(?:\.\w+)*(?:Error|Exception)): (\S.*)")
+_ADDRESS_IN_USE = "Address already in use"
+_CONSEQUENCES = ("Engine core initialization failed", "See root cause above", "cancelled")
+
+
+class PortTaken(RuntimeError):
+    """Another process listens on the port."""
+
+
+def free_port(host: str, port: int | None = None) -> int:
+    """``port``, or any free one.
+
+    Raises:
+        RuntimeError: another process listens on ``port``.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port or 0))
+        except OSError as error:
+            raise RuntimeError(
+                f"cannot listen on {host}, port {port}: {error.strerror}; choose another port, or "
+                "none for any free one"
+            ) from None
+        return int(probe.getsockname()[1])
+
+
+def status_of(host: str, port: int, path: str, *, api_key: str | None = None) -> int | None:
+    """The status that a GET request is answered with; None without an answer."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    connection = http.client.HTTPConnection(host, port, timeout=PROBE_S)
+    try:
+        connection.request("GET", path, headers=headers)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None  # not listening yet, or not answering
+    finally:
+        connection.close()
+
+
+def wait_until_ready(
+    host: str,
+    port: int,
+    *,
+    api_key: str,
+    exit_code: Callable[[], int | None],
+    log_path: Path | None,
+    timeout_s: float,
+) -> None:
+    """Wait until the server answers.
+
+    Raises:
+        PortTaken: it ended because another process listens on its port.
+        RuntimeError: it ended for another reason, did not answer within ``timeout_s``, or answers
+            those who have no key.
+    """
+    deadline = time.monotonic() + timeout_s
+    while status_of(host, port, "/health") != 200:
+        code = exit_code()
+        if code is not None:
+            raise _failure(f"the vLLM server ended while starting ({in_words(code)})", log_path)
+        if time.monotonic() > deadline:
+            raise _failure(f"the vLLM server did not answer within {timeout_s:.0f} s", log_path)
+        time.sleep(POLL_S)
+    refused, allowed = (
+        status_of(host, port, "/weight_info", api_key=key) for key in (None, api_key)
+    )
+    if refused != 401 or allowed != 200:
+        raise _failure(
+            f"the server on port {port} does not guard its routes: /weight_info answers {refused} "
+            f"without the key (expected 401) and {allowed} with it (expected 200)",
+            log_path,
+        )
+
+
+def in_words(code: int) -> str:
+    """An exit code of the supervisor: above 128 stands for a signal."""
+    return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
+
+
+def _failure(what: str, log_path: Path | None) -> RuntimeError:
+    if log_path is None:
+        return RuntimeError(f"{what}; its output is above")
+    log = log_tail(log_path, lines=400)
+    cause = cause_of(log)
+    tail = "\n".join(log.splitlines()[-TAIL_LINES:])
+    message = what + (f": {cause}" if cause else "") + f"\nThe end of its log, {log_path}:\n{tail}"
+    return PortTaken(message) if _ADDRESS_IN_USE in log else RuntimeError(message)
+
+
+def cause_of(log: str) -> str | None:
+    """Why a server ended, as far as its log shows it."""
+    if _ADDRESS_IN_USE in log:
+        return "another process listens on its port: choose another one, or port=None for any"
+    for pattern, cause in _CAUSES.items():
+        if re.search(pattern, log):
+            return cause
+    if refused := _REFUSED.search(log):
+        return f"vLLM refuses an argument: {refused[0][len('error: ') :]}"
+    raised = [f"{kind}: {text}" for kind, text in _RAISED.findall(log)]
+    roots = [one for one in raised if not any(word in one for word in _CONSEQUENCES)]
+    return roots[-1] if roots else None
+
+
+def log_tail(log_path: Path, *, lines: int = TAIL_LINES) -> str:
+    """The last lines of a log; empty where there is none."""
+    if not log_path.is_file():
+        return ""
+    with log_path.open("rb") as file:
+        file.seek(max(0, log_path.stat().st_size - 400 * lines))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])

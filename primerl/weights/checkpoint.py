@@ -1,0 +1,99 @@
+"""A model's tensors as its Hugging Face checkpoint names and shapes them."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from primerl._optional import require
+
+_LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
+
+
+@attrs.frozen
+class TensorLayout:
+    """Element type and shape of one tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def checkpoint_tensors(
+    model: nn.Module, *, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor that ``save_pretrained`` would write, whole, under the name it would have.
+
+    Tensors come layer by layer, so a rank holds one layer beyond its shard. Gathering a sharded
+    tensor is a collective: every rank iterates to the end. Experts that ``transformers`` fuses
+    are taken apart again; a tensor shared under two names comes once; saved buffers come too.
+
+    Args:
+        model: the trainer's, sharded or not.
+        dtype: that floating-point parameters are cast to; None keeps theirs. Buffers keep
+            theirs always, because a routing bias in 16 bits would send tokens elsewhere.
+    """
+    dtypes = _wire_dtypes(model, dtype)
+    tensors = _distinct(model)  # references, no copies
+    for names in _layers(tensors):
+        layer = {name: _whole(tensors[name], dtypes[name]) for name in names}
+        yield from _converted(model, layer).items()
+
+
+def checkpoint_layout(
+    model: nn.Module, *, dtype: torch.dtype | None = None
+) -> dict[str, TensorLayout]:
+    """Names, element types and shapes of ``checkpoint_tensors``, without moving a tensor.
+
+    The names are converted all at once, not layer by layer, so that comparing the two shows a
+    conversion that needs more than one layer.
+    """
+    dtypes = _wire_dtypes(model, dtype)
+    empty = {
+        name: torch.empty(tensor.shape, dtype=dtypes[name], device="meta")
+        for name, tensor in _distinct(model).items()
+    }
+    converted = _converted(model, empty)
+    return {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in converted.items()}
+
+
+def _distinct(model: nn.Module) -> dict[str, Tensor]:
+    """Saved tensors by name, a shared one once."""
+    distinct = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    state = model.state_dict()
+    return {name: t for name, t in state.items() if name in distinct and name not in ignored}
+
+
+def _layers(names: Iterable[str]) -> list[list[str]]:
+    """Names that are gathered together: those of a layer, or of one module outside the layers."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer = _LAYER.match(name)
+        groups.setdefault(layer[0] if layer else name.rpartition(".")[0], []).append(name)
+    return list(groups.values())
+
+
+def _wire_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    parameters = {name for name, _ in model.named_parameters()}
+    return {
+        name: dtype if dtype and name in parameters and t.is_floating_point() else t.dtype
+        for name, t in _distinct(model).items()
+    }
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    cast = tensor.detach().to(dtype)  # before the gather: fewer bytes travel
+    return cast.full_tensor() if isinstance(cast, DTensor) else cast
+
+
+def _converted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not hasattr(model, "save_pretrained"):
+        return tensors  # a plain module has no other names
+    loading = require("transformers.core_model_loading", extra="transformers")
+    revert: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]
+    revert = loading.revert_weight_conversion
+    return revert(model, tensors)

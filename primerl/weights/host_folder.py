@@ -1,0 +1,110 @@
+"""Folders in a host's shared memory that vanish with their last user."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_POLL_S = 0.01
+_USERS = ".users"
+
+
+def shared_memory() -> Path:
+    """Where files are memory: ``/dev/shm``, or the folder for temporary files without one."""
+    return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+
+
+class HostFolder:
+    """A folder that processes of one user share; the last to close it removes it.
+
+    Each user holds a lock that the kernel takes back when its process ends, however it ends; what
+    killed processes leave is removed when another folder is opened.
+
+    Args:
+        name: of the folder; the same name is the same folder.
+
+    Raises:
+        RuntimeError: the folder belongs to somebody else.
+    """
+
+    def __init__(self, name: str) -> None:
+        prefix = f"primerl-{os.getuid()}-"
+        self.path = shared_memory() / f"{prefix}{name}"
+        for other in shared_memory().glob(f"{prefix}*"):
+            if other != self.path:
+                _remove_if_unused(other)
+        while True:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            found = self.path.lstat()
+            if found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise RuntimeError(f"{self.path} can be changed by others; remove it")
+            try:
+                self._users = os.open(self.path / _USERS, os.O_RDWR | os.O_CREAT, 0o600)
+            except FileNotFoundError:
+                continue  # its last user has just removed it
+            fcntl.flock(self._users, fcntl.LOCK_SH)
+            if _still_there(self._users, self.path / _USERS):
+                return
+            os.close(self._users)
+
+    def close(self) -> None:
+        """Leave the folder; the last one out removes it."""
+        if self._users >= 0:
+            os.close(self._users)
+            self._users = -1
+            _remove_if_unused(self.path)
+
+
+def _still_there(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_if_unused(path: Path) -> None:
+    try:
+        users = os.open(path / _USERS, os.O_RDWR)
+    except OSError:
+        return  # being made or removed
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    except BlockingIOError:
+        pass  # somebody uses it
+    finally:
+        os.close(users)
+
+
+def acquire(path: Path, *, exclusive: bool, timeout_s: float) -> int:
+    """Lock a file among processes; returns the descriptor to close.
+
+    Raises:
+        TimeoutError: others hold it for longer than ``timeout_s``.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise TimeoutError(f"{path} is locked for more than {timeout_s:g} s") from None
+            time.sleep(_POLL_S)
+
+
+@contextmanager
+def locked(path: Path, *, timeout_s: float) -> Iterator[None]:
+    """Hold a file's lock alone."""
+    descriptor = acquire(path, exclusive=True, timeout_s=timeout_s)
+    try:
+        yield
+    finally:
+        os.close(descriptor)

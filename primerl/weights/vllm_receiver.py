@@ -1,0 +1,218 @@
+"""What runs inside vLLM's process: it takes publications from a folder and says what it took.
+
+This file alone depends on vLLM's internals; it was written against vLLM 0.32. ``serve_vllm``
+loads it by ``--worker-extension-cls primerl.weights.vllm_receiver.WeightReceiver`` and
+``--weight-transfer-config '{"backend": "primerl"}'``.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from primerl.weights.digests import TensorDigest, digest_of, digest_of_all
+from primerl.weights.folder_reader import FolderReader
+
+
+@dataclass
+class FolderInit(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class FolderUpdate(WeightTransferUpdateInfo):
+    """Which publication to load."""
+
+    folder: str
+    version: int
+
+
+class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
+    """Loads publications into vLLM's model, layer by layer (backend ``"primerl"``)."""
+
+    init_info_cls = FolderInit
+    update_info_cls = FolderUpdate
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._reader: FolderReader | None = None
+        # Taken before any reload, which parts tied tensors: a shared one counts once.
+        self._needed = {name for name, _ in self.model.named_parameters()}
+        self._half_loaded = False
+        self.receipt: dict[str, Any] = {"version": None, "seconds": {}}
+
+    def init_transfer_engine(self, init_info: FolderInit) -> None:
+        """Nothing to do: the folder comes with each update."""
+
+    def prepare(self, update: FolderUpdate) -> dict[str, Any]:
+        """Fetch and check a publication while the engine goes on generating."""
+        started = time.perf_counter()
+        folder = Path(update.folder)
+        if self._reader is None or self._reader.folder != folder:
+            self.shutdown()
+            self._reader = FolderReader(folder)
+        manifest = self._reader.fetch(update.version)
+        seconds = time.perf_counter() - started
+        return {"version": manifest.version, "kind": manifest.kind, "seconds": seconds}
+
+    def start_weight_update(self) -> None:
+        """Put the parameters of the checkpoint in the place of the packed ones."""
+        self._discard_half_loaded()
+        self._half_loaded = True
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: FolderUpdate) -> None:
+        """Load the prepared publication; refuse one that does not arrive as it was published."""
+        if self._reader is None:
+            raise RuntimeError("prepare_weights was not called before update_weights")
+        started = time.perf_counter()
+        self.receipt = {"version": None, "seconds": {}}
+        manifest, tensors = self._reader.open(update_info.version)
+        try:
+            receipt = self._load(tensors.items(), manifest.tensors)
+        except BaseException:  # held no longer than the load, however it ends
+            self._reader.release(distrust=True)
+            raise
+        seconds = {"load": time.perf_counter() - started}
+        self.receipt = {**receipt, "version": manifest.version, "seconds": seconds}
+
+    def _load(
+        self, tensors: Iterable[tuple[str, Tensor]], expected: dict[str, TensorDigest]
+    ) -> dict[str, Any]:
+        """Hand tensors to the model; the receipt of what was handed over and what it reached."""
+        taken: dict[str, TensorDigest] = {}
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                taken[name] = digest_of(tensor)
+                yield name, tensor
+
+        model: Any = self.model
+        loaded = model.load_weights(noted())
+        receipt = {
+            "digest": digest_of_all(taken),
+            "tensors": len(taken),
+            "missing": sorted(expected.keys() - taken.keys()),
+            "unexpected": sorted(taken.keys() - expected.keys()),
+            "differing": sorted(n for n in taken.keys() & expected if taken[n] != expected[n]),
+            "unreached": self._unreached(loaded),
+        }
+        faults = {k: v for k, v in receipt.items() if isinstance(v, list) and v}
+        if faults:
+            raise RuntimeError(f"the weights did not arrive as they were published: {faults}")
+        return receipt
+
+    def _unreached(self, loaded: set[str] | None) -> list[str]:
+        """Parameters of the model that no tensor reached, as far as the model tells."""
+        unreached = set()
+        if loaded is not None and self.model_config.quantization is None:
+            unreached = self._needed - loaded
+        for name, module in self.model.named_modules():
+            info = get_layerwise_info(module)
+            # A vocabulary is padded, so a part of it is never loaded.
+            incomplete = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
+            if incomplete and not isinstance(module, VocabParallelEmbedding):
+                unreached.add(f"{name} ({info.load_numel} of {info.load_numel_total})")
+        return sorted(unreached)
+
+    def finish_weight_update(self) -> None:
+        """Pack the loaded parameters for inference."""
+        if self.receipt["version"] is None:
+            self._discard_half_loaded()  # started, and never sent: see WeightReceiver
+            return
+        started = time.perf_counter()
+        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        self._repack_tied_head(self.model)
+        self._repack_experts(self.model)
+        self._half_loaded = False
+        self._release()
+        self.receipt["seconds"]["finish"] = time.perf_counter() - started
+
+    def _discard_half_loaded(self) -> None:
+        """Take back an update that was interrupted between start and finish.
+
+        Its buffered tensors would count as loaded in the next update and be used in place of
+        those. Layers that it completed keep its weights, until the next update.
+        """
+        if not self._half_loaded:
+            return
+        for module in self.model.modules():
+            info = get_layerwise_info(module)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = 0
+        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        self._half_loaded = False
+        self._release()
+
+    def _release(self) -> None:
+        if self._reader is not None:
+            self._reader.release()
+
+    def _repack_tied_head(self, model: nn.Module) -> None:
+        """On the CPU a head that is tied to the embedding keeps its old packed copy (vLLM 0.32)."""
+        for module in model.modules():
+            if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+    def _repack_experts(self, model: nn.Module) -> None:
+        """On the CPU reloaded experts are read as if they were packed (vLLM 0.32)."""
+        if self.device.type != "cpu":
+            return
+        for module in model.modules():
+            if isinstance(module, RoutedExperts):
+                kernel = getattr(module.quant_method, "moe_kernel", None)
+                if kernel is not None:
+                    kernel.fused_experts.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        """Let go of the host's copy; the last one to do so removes it."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+class WeightReceiver:
+    """Methods that vLLM's workers get, called through ``/collective_rpc``."""
+
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+
+    def prepare_weights(self, update: dict[str, Any]) -> dict[str, Any]:
+        """Fetch and check an update while the engine goes on; repair an interrupted one.
+
+        Raises:
+            ValueError: the publication is missing, damaged or does not follow from its parent.
+        """
+        transfer = self.weight_transfer_engine
+        if self._weight_update_active:  # its trainer went away between start and finish
+            transfer.receipt = {"version": None, "seconds": {}}
+            self.finish_weight_update()  # type: ignore[attr-defined]
+        prepared: dict[str, Any] = transfer.prepare(transfer.parse_update_info(update))
+        return prepared
+
+    def weight_receipt(self) -> dict[str, Any]:
+        """What the last update handed to this worker's model: version, digest, seconds."""
+        receipt: dict[str, Any] = self.weight_transfer_engine.receipt
+        return receipt
+
+
+if "primerl" not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine("primerl", FolderTransfer)

@@ -1,0 +1,225 @@
+"""A stand-in for a vLLM server: the routes that VLLMEngine uses, with faults on demand."""
+
+import asyncio
+import json
+import random
+import threading
+from urllib.parse import parse_qs, urlsplit
+
+HANG, DROP, GARBAGE = "hang", "drop", "garbage"
+
+
+class ScriptedVLLM:
+    """Serves on a thread of its own; greedy tokens are ``(sum(prompt) + i) % vocabulary``."""
+
+    def __init__(self, *, key=None, label="default", token_s=0.0, vocabulary=64, context=128):
+        self.key, self.token_s = key, token_s
+        self.vocabulary, self.context = vocabulary, context
+        self.first_label = self.label = label
+        self.port = 0
+        self.bodies = []  # of generate
+        self.calls = []  # of the routes of updates
+        self.running = 0
+        self.peak = 0
+        self.cancelled = 0
+        self.faults = {}  # path -> list of HANG, DROP, GARBAGE, (status, message)
+        self.abort_next = 0
+        self.routes = None
+        self.receipt = {"ok": True}
+        self.load_s = 0.0
+        self.up = False
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._do(self._start())
+        return self
+
+    def kill(self):
+        """What kill -9 does: every connection is reset, and nobody listens."""
+        if self.up:
+            self._do(self._kill())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5)
+            self._loop.close()
+            self.up = False
+
+    def restart(self):
+        """At the same address, with the checkpoint's weights."""
+        self.kill()
+        self.label = self.first_label
+        return self.start()
+
+    def __enter__(self):
+        return self.start()
+
+    def __exit__(self, *error):
+        self.kill()
+
+    def _do(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+
+    async def _start(self):
+        self._gate, self._door = asyncio.Event(), asyncio.Event()
+        self._gate.set(), self._door.set()
+        self._writers, self._tasks = set(), set()
+        self.running = 0
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.up = True
+
+    async def _kill(self):
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- HTTP ----
+
+    async def _serve(self, reader, writer):
+        self._writers.add(writer)
+        task = asyncio.current_task()
+        self._tasks.add(task)
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+                method, target, _ = head[0].split(" ")
+                headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+                content = await reader.readexactly(int(headers.get("content-length", 0)))
+                answer = asyncio.create_task(self._answer(method, target, headers, content))
+                gone = asyncio.create_task(reader.read(1))
+                try:
+                    await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+                    if not answer.done():
+                        self.cancelled += 1
+                        return
+                    gone.cancel()
+                    await asyncio.gather(gone, return_exceptions=True)
+                    status, page = answer.result()
+                    if status == DROP:
+                        writer.transport.abort()
+                        return
+                finally:
+                    answer.cancel()
+                    gone.cancel()
+                    await asyncio.gather(answer, gone, return_exceptions=True)
+                page = page if isinstance(page, bytes) else json.dumps(page).encode()
+                writer.write(
+                    f"HTTP/1.1 {status} x\r\ncontent-length: {len(page)}\r\n\r\n".encode() + page
+                )
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _answer(self, method, target, headers, content):
+        parts = urlsplit(target)
+        path, query = parts.path, {k: v[0] for k, v in parse_qs(parts.query).items()}
+        if self.key and path != "/health" and headers.get("authorization") != f"bearer {self.key}":
+            return 401, {"error": "Unauthorized"}
+        body = json.loads(content) if content else {}
+        if self.faults.get(path):
+            fault = self.faults[path].pop(0)
+            if fault == HANG:
+                await asyncio.sleep(1e6)
+            if fault == DROP:
+                return DROP, b""
+            if fault == GARBAGE:
+                return 200, b"<html>"
+            return fault[0], {"error": {"message": fault[1]}}
+        if path == "/inference/v1/generate":
+            return await self._generate(body)
+        if path == "/health":
+            return 200, b""
+        if path == "/weight_info":
+            return 200, {"weight_version": self.label}
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "scripted", "max_model_len": self.context}]}
+        if path == "/metrics":
+            return 200, (
+                "# HELP vllm:num_requests_running x\n"
+                f'vllm:num_requests_running{{engine="0"}} {self.running}.0\n'
+                'vllm:num_requests_running{engine="1"} 1.0\n'
+                'vllm:e2e_bucket{le="1"} 7\n'
+            ).encode()
+        return await self._update(method, path, query, body)
+
+    async def _update(self, method, path, query, body):
+        self.calls.append((path, query or body))
+        if path == "/pause":
+            if query["mode"] == "wait":
+                self._door.clear()
+                while self.running:
+                    await asyncio.sleep(0.001)
+            else:
+                self._gate.clear()
+        elif path == "/resume":
+            self._gate.set(), self._door.set()
+        elif path == "/update_weights":
+            await asyncio.sleep(self.load_s)
+        elif path == "/finish_weight_update":
+            self.label = body["weight_version"]
+        elif path == "/update_weight_version":
+            self.label = body["new_version"]
+        elif path == "/collective_rpc":
+            result = self.receipt if body["method"] == "weight_receipt" else {"prepared": True}
+            return 200, {"results": [result]}
+        elif path != "/start_weight_update":
+            return 404, {"detail": "Not Found"}
+        return 200, {"status": "done"}
+
+    # ---- sampling ----
+
+    async def _generate(self, body):
+        self.bodies.append(body)
+        prompt, params = body["token_ids"], body["sampling_params"]
+        if any(token >= self.vocabulary for token in prompt):
+            return 400, {"error": {"message": "token is out of vocabulary", "code": 400}}
+        await self._door.wait()
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        tokens, labels, reason = [], [], "length"
+        try:
+            while len(tokens) < params["max_tokens"]:
+                await asyncio.sleep(self.token_s)
+                await self._gate.wait()
+                greedy = (sum(prompt) + len(tokens)) % self.vocabulary
+                tokens.append(greedy if not params["temperature"] else random.randrange(64))
+                labels.append(self.label)
+                if self.abort_next:
+                    self.abort_next -= 1
+                    reason = "abort"
+                    break
+                if tokens[-1] in params.get("stop_token_ids", ()):
+                    reason = "stop"
+                    break
+        finally:
+            self.running -= 1
+        spans = []
+        for place, label in enumerate(labels):
+            if not spans or spans[-1]["version"] != label:
+                spans.append({"version": label, "start": place, "end": place})
+            spans[-1]["end"] = place + 1
+        choice = {
+            "index": 0,
+            "finish_reason": reason,
+            "token_ids": tokens,
+            "logprobs": {"content": [{"token_id": t, "logprob": -1.0} for t in tokens]},
+            "routed_experts": self.routes,
+            "weight_versions": spans,
+        }
+        scores = None
+        if "prompt_logprobs" in params:
+            scores = [{str(token): {"logprob": -token / 8}} for token in prompt]
+            scores[0] = None
+        return 200, {"request_id": "x", "prompt_logprobs": scores, "choices": [choice]}

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ from typing import Any
 
 from primerl.rollout import vllm_supervisor
 from primerl.rollout.vllm_arguments import (
+    argument_names,
     check_vllm_version,
     server_command,
     server_environment,
@@ -31,6 +33,7 @@ from primerl.rollout.vllm_middleware import KEY_VARIABLE
 from primerl.rollout.vllm_readiness import PortTaken, free_port, log_tail, wait_until_ready
 
 PORT_TRIES = 5
+GUARD_S = 2.0
 _ANY_HOST = ("0.0.0.0", "::")
 STOP_S = vllm_supervisor.GRACE_S + 2 * vllm_supervisor.SWEEP_S + 3.0
 
@@ -140,7 +143,11 @@ class VLLMServer:
         )
         self._command(port=0)  # raises what is wrong with it
         self._environment = server_environment(
-            model, api_key=self.api_key, on_cpu=on_cpu, engine_args=engine_args, env=env
+            model,
+            api_key=self.api_key,
+            on_cpu=on_cpu,
+            argument_names=argument_names(engine_args, flags),
+            env=env,
         )
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -210,9 +217,16 @@ class VLLMServer:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
-        if process.returncode is None or process.returncode < 0:  # who should have cleaned up
-            with contextlib.suppress(ProcessLookupError):
+        deadline = time.monotonic() + GUARD_S
+        # It was killed, or hangs: its guard is about to do this.
+        while (code := process.poll()) is None or code < 0:
+            try:
                 os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                break
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
         code = process.wait()
         return code if code >= 0 else 128 - code
 

@@ -101,6 +101,8 @@ def chain(folder: Path, version: int, *, have: str | None = None) -> list[Manife
     They begin after the tensors that the receiver has, or with a full publication.
 
     Args:
+        folder: of the publications.
+        version: to reach.
         have: ``Manifest.digest`` of the tensors that the receiver has; None for nothing.
 
     Raises:
@@ -188,18 +190,8 @@ def retain(folder: Path, manifest: Manifest, *, keep: int | None = None) -> None
         partial.unlink(missing_ok=True)
     for path in folder.glob("[0-9]*"):
         version = int(path.name.split(".")[0])
-        if (
-            version > manifest.version
-            or (keep is not None and version < keep)
-            or (
-                version == manifest.version
-                and path.suffix != ".json"
-                and path.name != manifest.file
-            )
-        ):
+        taken_back = version > manifest.version
+        too_old = keep is not None and version < keep
+        replaced = version == manifest.version and path.suffix != ".json"
+        if taken_back or too_old or (replaced and path.name != manifest.file):
             path.unlink(missing_ok=True)
-
-
-def snapshot_before(folder: Path, manifest: Manifest) -> int:
-    """The full publication that a chain to ``manifest`` begins with."""
-    return chain(folder, manifest.version)[0].version

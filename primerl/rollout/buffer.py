@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 
 from primerl.rollout.errors import summary
+from primerl.rollout.proofs import UNPROVEN, Proofs
 from primerl.rollout.recording import decode_group, encode_group
 from primerl.rollout.staleness import may_start, oldest_version
 from primerl.types import Group, PolicyVersion, Rollout, Sample
@@ -45,6 +46,9 @@ class Buffer:
         buffer.put(group)
         groups = buffer.take(version=0)  # None until a whole step is there
 
+    With ``await_proof``, ``take`` gives no group with a token of a version that ``settle`` has not
+    named yet: it stays. A group with one of a rejected version is dropped as ``"unproven"``.
+
     Steps are counted from the first ``take``, so a run that begins at version 1000 starts no more
     groups than one that begins at 0. ``tokens`` has the sampled tokens of trained groups under
     ``"trained"`` and of dropped ones under their reason; ``masked_tokens`` those that were masked.
@@ -57,6 +61,7 @@ class Buffer:
         max_staleness: int,
         keep: Sequence[Callable[[Group], bool]] = (),
         on_stale: str = "drop",
+        await_proof: bool = False,
     ) -> None:
         if on_stale not in ON_STALE:
             raise ValueError(f"on_stale={on_stale!r}; expected one of {', '.join(ON_STALE)}")
@@ -70,13 +75,23 @@ class Buffer:
         self.dropped: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self._keep = tuple(keep)
-        self._finished: list[tuple[int, int, Group]] = []
+        self.proofs = Proofs(required=await_proof)
+        # Each with its oldest version to train, when it came, and all versions that sampled it.
+        self._finished: list[tuple[int, int, Group, frozenset[PolicyVersion]]] = []
         self._arrivals = 0
 
     @property
     def buffered(self) -> int:
         """Finished groups that wait to be trained."""
         return len(self._finished)
+
+    @property
+    def awaited(self) -> dict[PolicyVersion, int]:
+        """Versions that are not settled, with the number of finished groups that wait for each."""
+        found: Counter[PolicyVersion] = Counter()
+        for *_, versions in self._finished:
+            found.update(self.proofs.awaited(versions))
+        return dict(sorted(found.items()))
 
     @property
     def in_flight(self) -> int:
@@ -110,6 +125,9 @@ class Buffer:
         if oldest_version(group) is None:
             self.drop("empty")
             return False
+        if self.proofs.rejected(self.proofs.versions_of(group)):
+            self.drop(UNPROVEN, tokens=len(group.versions))
+            return False
         for keeps in self._keep:
             name = getattr(keeps, "__name__", repr(keeps))
             try:
@@ -128,6 +146,16 @@ class Buffer:
         self.dropped[reason] += 1
         self.tokens[reason] += tokens
 
+    def settle(self, version: PolicyVersion, *, proven: bool) -> None:
+        """Say what was found of a version; what a rejected one has sampled is dropped.
+
+        Raises:
+            ValueError: the buffer awaits no proof.
+        """
+        self.proofs.settle(version, proven=proven)
+        if not proven:
+            self._sift(lambda entry: version not in entry[3], UNPROVEN)
+
     def take(
         self, version: PolicyVersion, *, in_flight: Iterable[PolicyVersion] = ()
     ) -> list[Group] | None:
@@ -142,13 +170,22 @@ class Buffer:
         oldest = version - self.max_staleness
         self._drop_future(version)
         while self._finished and self._finished[0][0] < oldest:
-            group = heapq.heappop(self._finished)[2]
-            self._masked(group, oldest) if self.on_stale == "mask_tokens" else self._stale(group)
-        if len(self._finished) < self.groups_per_step:
+            _, _, group, versions = heapq.heappop(self._finished)
+            if self.on_stale == "mask_tokens":
+                self._masked(group, oldest, versions)
+            else:
+                self._stale(group)
+        ready = [one for one in sorted(self._finished) if not self.proofs.awaited(one[3])]
+        step = ready[: self.groups_per_step]
+        if len(step) < self.groups_per_step:
             return None
-        if self.on_stale == "wait" and self._must_wait(version, in_flight):
+        chosen = {arrival for _, arrival, *_ in step}
+        left = [one for one in self._finished if one[1] not in chosen]
+        if self.on_stale == "wait" and self._must_wait(version, left, in_flight):
             return None
-        taken = [heapq.heappop(self._finished)[2] for _ in range(self.groups_per_step)]
+        self._finished = left
+        heapq.heapify(self._finished)
+        taken = [group for _, _, group, _ in step]
         self.trained += len(taken)
         self.tokens["trained"] += sum(len(group.versions) for group in taken)
         return taken
@@ -163,7 +200,8 @@ class Buffer:
             "masked_tokens": self.masked_tokens,
             "dropped": dict(self.dropped),
             "tokens": dict(self.tokens),
-            "groups": [encode_group(group) for _, _, group in sorted(self._finished)],
+            "groups": [encode_group(group) for _, _, group, _ in sorted(self._finished)],
+            "proofs": self.proofs.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -184,14 +222,22 @@ class Buffer:
         self.dropped = Counter(state["dropped"])
         self.tokens = Counter(state["tokens"])
         self._finished.clear()
+        if "proofs" in state:
+            self.proofs.restore(state["proofs"])
         for content in state["groups"]:
             self._store(decode_group(content))
         self.started = self.trained + self.dropped.total() + self.buffered
 
-    def _must_wait(self, version: PolicyVersion, in_flight: Iterable[PolicyVersion]) -> bool:
+    def _must_wait(
+        self,
+        version: PolicyVersion,
+        left: Iterable[tuple[int, int, Group, frozenset[PolicyVersion]]],
+        in_flight: Iterable[PolicyVersion],
+    ) -> bool:
         """Whether a step now would leave more old groups behind than later steps can train."""
-        left = sorted(v for v, _, _ in self._finished)[self.groups_per_step :]
-        behind = sorted([(v, 0) for v in left] + [(v, 1) for v in in_flight])
+        # What awaits proof may come as late as what is in flight.
+        waiting = [(v, int(bool(self.proofs.awaited(found)))) for v, _, _, found in left]
+        behind = sorted(waiting + [(v, 1) for v in in_flight])
         expected = 0
         for position, (oldest, flies) in enumerate(behind, start=1):
             expected += flies
@@ -200,33 +246,39 @@ class Buffer:
                 return True
         return False
 
-    def _store(self, group: Group) -> None:
+    def _store(self, group: Group, versions: frozenset[PolicyVersion] | None = None) -> None:
         version = oldest_version(group)
         assert version is not None
-        heapq.heappush(self._finished, (version, self._arrivals, group))
+        sampled = self.proofs.versions_of(group) if versions is None else versions
+        heapq.heappush(self._finished, (version, self._arrivals, group, sampled))
         self._arrivals += 1
 
     def _drop_future(self, version: PolicyVersion) -> None:
         """Drop groups of weights that are newer than the trainer's: of a run that was set back."""
-        future = [one for one in self._finished if one[2].versions.max() > version]
-        if future:
-            self._finished = [one for one in self._finished if one not in future]
+        self._sift(lambda entry: entry[2].versions.max() <= version, FUTURE)
+
+    def _sift(self, keeps: Callable[[Any], Any], reason: str) -> None:
+        """Drop the finished groups that are not to be kept."""
+        gone = [one for one in self._finished if not keeps(one)]
+        if gone:
+            arrivals = {arrival for _, arrival, *_ in gone}
+            self._finished = [one for one in self._finished if one[1] not in arrivals]
             heapq.heapify(self._finished)
-            for _, _, group in future:
-                self.dropped[FUTURE] += 1
-                self.tokens[FUTURE] += len(group.versions)
+            for _, _, group, _ in gone:
+                self.dropped[reason] += 1
+                self.tokens[reason] += len(group.versions)
 
     def _stale(self, group: Group) -> None:
         self.dropped[STALE] += 1
         self.tokens[STALE] += len(group.versions)
 
-    def _masked(self, group: Group, oldest: int) -> None:
+    def _masked(self, group: Group, oldest: int, versions: frozenset[PolicyVersion]) -> None:
         """Put a group back without its tokens that are older than ``oldest``."""
         masked = attrs.evolve(group, rollouts=[_fresh(one, oldest) for one in group.rollouts])
         if oldest_version(masked) is None:
             return self._stale(group)
         self.masked_tokens += len(group.versions) - len(masked.versions)
-        self._store(masked)
+        self._store(masked, versions)  # a masked token was sampled all the same
 
     def _require_in_flight(self) -> None:
         if self.in_flight < 1:

@@ -26,6 +26,7 @@ from primerl.rollout.groups import (
     run_group,
 )
 from primerl.rollout.loop_lag import LoopLag
+from primerl.rollout.proofs import UNPROVEN
 from primerl.rollout.recording import require_plain
 from primerl.rollout.remote_engine import EngineAddress, RemoteEngines
 from primerl.rollout.task_streams import TaskStream
@@ -54,6 +55,7 @@ class Plan:
     quarantine_after: int
     group_timeout_s: float
     timeout_s: float
+    await_proof: bool = False
 
 
 class Collector:
@@ -85,6 +87,7 @@ class Collector:
             max_staleness=plan.max_staleness,
             keep=keep,
             on_stale=plan.on_stale,
+            await_proof=plan.await_proof,
         )
         self._again: deque[Task] = deque()
         self._drawn_out = False
@@ -161,6 +164,22 @@ class Collector:
         self._trainer_wait_s += time.monotonic() - began
         return groups
 
+    async def settle(
+        self, version: PolicyVersion, proven: bool, served: PolicyVersion | None
+    ) -> None:
+        """Say whether engines that serve ``version`` were proven to; see ``Worker.settle``."""
+        if served is not None:
+            self._engines.serves(0, served)
+        self._buffer.settle(version, proven=proven)
+        if not proven:
+            now = self._engine.version
+            for group, (_, progress) in self._in_flight.items():
+                if progress.oldest_version(now) <= version:  # it holds such a token, or will
+                    progress.unproven = True
+                    if progress.begun:
+                        group.cancel()
+        self._changed.set()
+
     async def evaluate(
         self,
         tasks: Iterable[Task],
@@ -206,6 +225,7 @@ class Collector:
             "buffered": buffer.buffered,
             "tokens_by": dict(buffer.tokens),
             "masked_tokens": buffer.masked_tokens,
+            "awaiting_proof": buffer.awaited,
             "trainer_wait_s": self._trainer_wait_s,
             "rollout_wait_s": self._rollout_wait_s,
             "loop_lag_p99_s": self._lag.p99_s,
@@ -299,6 +319,8 @@ class Collector:
                 self._rollout_wait_s += time.monotonic() - began
 
     def _admit(self) -> Task | None:
+        if self._buffer.proofs.halted:
+            return None  # nothing that engines sample now could be trained
         if not self._buffer.may_start(served=self._engine.version):
             return None
         return self._again.popleft() if self._again else self._draw()
@@ -323,6 +345,9 @@ class Collector:
         """Run one group and hand it over; a failure is data, counted by name."""
         plan = self._plan
         try:
+            progress.begun = True
+            if progress.unproven:
+                raise asyncio.CancelledError
             group = await run_group(
                 self._environment,
                 task,
@@ -336,7 +361,8 @@ class Collector:
                 progress=progress,
             )
         except asyncio.CancelledError:
-            self._buffer.drop(CANCELLED, tokens=progress.tokens)
+            reason = UNPROVEN if progress.unproven else CANCELLED
+            self._buffer.drop(reason, tokens=progress.tokens)
         except GroupFailed as failure:
             self._buffer.drop(failure.reason, tokens=progress.tokens)
             self._failed(task, failure)
@@ -353,6 +379,9 @@ class Collector:
             self._changed.set()
 
     def _ended(self, task: Task, group: Group) -> None:
+        proofs = self._buffer.proofs
+        if proofs.rejected(proofs.versions_of(group)):  # of no use to the curriculum either
+            return self._buffer.drop(UNPROVEN, tokens=len(group.versions))
         self._accounts.succeeded(group)
         try:
             self._tasks.report(task, group)
@@ -428,6 +457,11 @@ class Collector:
             f"{buffer.in_flight} groups are in flight, {buffer.buffered} buffered, "
             f"{dict(buffer.dropped)} dropped; the engine serves version {self._engine.version}"
         )
+        if buffer.proofs.halted:
+            text += "; the newest version was rejected: publish it again and settle that"
+        if buffer.awaited:
+            counts = ", ".join(f"{n} for version {v}" for v, n in buffer.awaited.items())
+            text += f"; groups that wait for proof: {counts}: call settle(version, proven=...)"
         errors = self._accounts.errors
         return text + (f"; errors: {dict(errors)}" if errors else "")
 

@@ -37,6 +37,10 @@ class Progress:
     retried: int = 0
     errors: Counter[str] = attrs.Factory(Counter)
     """Failed attempts, by the name of the error."""
+    begun: bool = False
+    """Whether its task runs: one that is cancelled before could not account for its end."""
+    unproven: bool = False
+    """Whether it is cancelled because a version that sampled it was rejected."""
 
     def oldest_version(self, served: PolicyVersion) -> PolicyVersion:
         """The oldest version that a token of the group may have; ``served`` before any has."""

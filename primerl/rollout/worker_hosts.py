@@ -45,8 +45,8 @@ class InThread:
 
     async def call(self, name: str, *args: Any) -> Any:
         """The result of a method of the collector."""
-        if name == "take":
-            args = (args[0], None)  # the engine itself says what it serves
+        if name in ("take", "settle"):
+            args = (*args[:-1], None)  # the engine itself says what it serves
         result = getattr(self._collector, name)(*args)
         return await result if asyncio.iscoroutine(result) else result
 

@@ -42,6 +42,7 @@ def worker(
     quarantine_after: int = 3,
     group_timeout_s: float = 1800.0,
     timeout_s: float = 600.0,
+    await_proof: bool = False,
     state: bytes | None = None,
     isolation: str = "process",
     threads: int = 1,
@@ -74,6 +75,8 @@ def worker(
             none has succeeded since.
         group_timeout_s: how long a group may take; its stragglers are then cancelled.
         timeout_s: how long a wait may see no group that is kept before it raises.
+        await_proof: whether a version is provisional until ``Worker.settle`` has named it, the one
+            that is served at the start included.
         state: what ``Worker.state`` returned, to go on from there.
         isolation: ``"process"``: in a process of its own, so that environments never take the
             trainer's interpreter lock; what crosses is pickled, lambdas and local functions
@@ -101,6 +104,7 @@ def worker(
         quarantine_after=quarantine_after,
         group_timeout_s=group_timeout_s,
         timeout_s=timeout_s,
+        await_proof=await_proof,
     )
     _check(plan, engine, tasks, isolation)
     arguments: dict[str, Any] = {
@@ -226,6 +230,19 @@ class Worker:
         groups: list[Group] = self._wait("take", version, self._engine.version)
         return groups
 
+    def settle(self, version: PolicyVersion, *, proven: bool) -> None:
+        """Say whether the engines were proven to serve ``version``'s weights (``await_proof``).
+
+        Until then no ``take`` returns a group with a token that it sampled, trained or not. When it
+        is rejected, such groups are dropped as ``"unproven"``, those in flight are cancelled, and
+        none is started until it, published again and repaired, or a later version is proven. A
+        proven version may be rejected later.
+
+        Raises:
+            ValueError: the worker was made without ``await_proof``.
+        """
+        self._wait("settle", version, proven, self._engine.version)
+
     def evaluate(
         self,
         tasks: Iterable[Task],
@@ -271,8 +288,9 @@ class Worker:
         ``tokens_by`` for trained groups and for each reason of dropped ones. Rollouts: ``retried``
         and, by the error's name, ``errors``. Tasks: ``quarantined``, and how often one was drawn
         and ``skipped``. ``environments``: by name, groups, rollouts, tokens, failed groups and
-        the sum of rewards. ``trainer_wait_s``: time in ``take``. ``rollout_wait_s``: time in which
-        the bound let no group run. ``loop_lag_p99_s``, ``loop_lag_max_s``: how late the worker's
+        the sum of rewards. ``awaiting_proof``: for each version that is not settled, the finished
+        groups that wait for it. ``trainer_wait_s``: time in ``take``. ``rollout_wait_s``: time in
+        which the bound let no group run. ``loop_lag_p99_s``, ``loop_lag_max_s``: how late the worker's
         event loop was, in the last two minutes and ever.
         """
         if self._last_stats is not None:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -11,34 +10,39 @@ from torch import nn
 from primerl.weights.canary import Canary
 from primerl.weights.disk import Disk
 from primerl.weights.gathering import is_first_rank
+from primerl.weights.probing import Prober
 from primerl.weights.receipts import Receipt
+from primerl.weights.scoring import from_first_rank
 from primerl.weights.shared_memory import SharedMemory
+from primerl.weights.wiring import Transport, wiring_test
 
 log = logging.getLogger(__name__)
 
 
-class Transport(Protocol):
-    """What puts the trainer's weights into engines."""
+class Settles(Protocol):
+    """The rollout worker, which holds what versions sampled until they are settled."""
 
-    def publish(self, version: int) -> Receipt | None:
-        """Put the weights of ``version`` into every engine; returns when all serve them."""
+    def settle(self, version: int, *, proven: bool) -> None:
+        """Release what ``version`` sampled, or drop it."""
         ...
 
 
 class Proven:
     """A transport whose versions are provisional until the canary has passed.
 
-        transport = weights.Proven(transport, weights.Canary(model, engine), settle=rollouts.settle)
+        transport = weights.Proven(transport, weights.Canary(model, engine), worker=rollouts)
         transport.publish(version)
 
-    ``settle(version, proven=...)`` tells the rollout worker, which holds what was sampled meanwhile
-    and drops it if the canary fails. The next publication is then the repair; where it fails as
-    well, ``publish`` raises. All ranks of a sharded trainer publish; rank 0 has the worker.
+    The worker (with ``await_proof=True``) holds what was sampled meanwhile and drops it if the
+    canary fails. The next publication is then the repair; if that fails as well, ``publish``
+    raises. All ranks of a sharded trainer publish; rank 0 has the worker.
 
     Args:
         transport: that publishes.
         canary: of the same model and engine.
-        settle: ``Worker.settle`` of a worker with ``await_proof=True``; None on other ranks.
+        worker: that is told, by ``settle``; None on other ranks.
+        wiring: whether the first publication tests that each group of tensors reaches the engines
+            (``wiring_test``): as many publications as there are groups, once.
         most_failures: how many publications in a row may fail the canary.
     """
 
@@ -47,12 +51,14 @@ class Proven:
         transport: Transport,
         canary: Canary,
         *,
-        settle: Callable[..., Any] | None,
+        worker: Settles | None,
+        wiring: bool = True,
         most_failures: int = 1,
     ) -> None:
         self.transport = transport
         self.canary = canary
-        self._settle = settle
+        self._worker = worker
+        self._wiring = wiring
         self._most_failures = most_failures
         self._failures = 0
 
@@ -62,49 +68,62 @@ class Proven:
         Raises:
             RuntimeError: they did not arrive, or the canary failed too often in a row.
         """
-        receipt = self.transport.publish(version)
+        if self._wiring:
+            report = wiring_test(self.canary.model, self.transport, self.canary, version=version)
+            self._wiring = False
+            if self._worker is not None:  # what was sampled meanwhile is of perturbed weights
+                self._worker.settle(version, proven=False)
+            if is_first_rank():
+                log.info("every group of tensors reaches the engines:\n%s", report)
+        receipt: Receipt | None = self.transport.publish(version)
         verdict = self.canary.check(version)
         self._failures = 0 if verdict.passed else self._failures + 1
-        if self._settle is not None:
-            self._settle(version, proven=verdict.passed)
+        if self._worker is not None:
+            self._worker.settle(version, proven=verdict.passed)
         if self._failures > self._most_failures:
             raise RuntimeError(f"{self._failures} publications in a row failed: {verdict.reason}")
         if self._failures and is_first_rank():
-            log.warning("%s; what it sampled is dropped, and the next one repairs", verdict.reason)
+            log.warning("what version %d sampled is dropped; the next one repairs it", version)
         return receipt
 
 
 def publisher(
     model: nn.Module,
-    *engines: Any,
+    engine: Any,
+    *,
+    worker: Settles | None = None,
     folder: str | os.PathLike[str] | None = None,
-    settle: Callable[..., Any] | None = None,
-    prove: bool = True,
     encoding: str = "full",
     dtype: torch.dtype | None = None,
+    wiring: bool = True,
 ) -> Transport:
-    """The usual transport: shared memory or a folder, with a canary where servers can be probed.
+    """The usual transport: shared memory or a folder, and a canary if the engine can be probed.
 
-        transport = weights.publisher(model, engine, settle=rollouts.settle)
+        transport = weights.publisher(model, engine, worker=rollouts)
         transport.publish(0)
+
+    An engine in this process copies from the trainer's own tensors, and nothing is probed; servers
+    (``rollout.VLLMEngine``) get a ``Proven`` transport.
 
     Args:
         model: the trainer's.
-        engines: that serve it, on rank 0.
-        folder: on a filesystem that the engines' hosts share; None for this host's memory.
-        settle: see ``Proven``.
-        prove: whether engines are servers that a canary checks; alike on all ranks.
+        engine: that serves it; None on ranks other than 0.
+        worker: see ``Proven``.
+        folder: on a filesystem that the servers' hosts share; None for this host's memory.
         encoding: ``"full"`` or ``"delta"``.
-        dtype: of parameters for servers; None keeps the trainer's.
+        dtype: that servers compute in; None keeps the trainer's.
+        wiring: see ``Proven``.
 
     Raises:
         ValueError: an argument that no publication could be made with.
     """
+    engines = [] if engine is None else [engine]
     if folder is None:
         transport: Transport = SharedMemory(model, *engines, encoding=encoding, dtype=dtype)
     else:
         transport = Disk(model, *engines, folder=folder, encoding=encoding, dtype=dtype)
-    if not prove:
+    if not from_first_rank(lambda: isinstance(engine, Prober)):
         return transport
-    canary = Canary(model, engines[0] if engines else None, dtype=dtype or torch.float32)
-    return Proven(transport, canary, settle=settle)
+    own = next(model.parameters()).dtype
+    canary = Canary(model, engine, dtype=dtype or own)
+    return Proven(transport, canary, worker=worker, wiring=wiring)

@@ -81,24 +81,25 @@ def main(args: Args) -> None:
         held_out, train = environment.tasks.split(args.eval_tasks)
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
     with contextlib.ExitStack() as stack:
-        engine = rollouts = run = None
+        enter, engine, rollouts, run = stack.enter_context, None, None, None
         if world.is_first:  # all ranks train; the first one samples, scores and keeps records
             if remote:
-                servers = args.engine_urls or rollout.serve_vllm(args.model, **args.vllm_args)
+                servers = args.engine_urls or enter(
+                    rollout.serve_vllm(args.model, **args.vllm_args)
+                )
                 engine = rollout.VLLMEngine(servers, on_update=args.on_update)
             else:
                 engine = rollout.TransformersEngine(model, on_update=args.on_update, seed=args.seed)
-            engine = stack.enter_context(engine)
+            engine = enter(engine)
             plan = {"group_size": args.group_size, "groups_per_step": args.groups_per_step}
             plan |= {"max_staleness": args.max_staleness, "await_proof": remote}
             plan |= {"params": params, "keep": [filters.has_signal]}
-            rollouts = stack.enter_context(rollout.worker(engine, environment, train, **plan))
+            rollouts = enter(rollout.worker(engine, environment, train, **plan))
             sinks: list[track.Sink] = [track.LiveView("async GRPO", steps=args.steps)]
             if args.wandb:
                 sinks.append(track.wandb_sink(project=args.wandb, config=attrs.asdict(args)))
-            run = track.Run(args.run_dir, args=args, decode=tokenizer.decode, sinks=sinks)
-            stack.enter_context(run)
-        stack.enter_context(world)
+            run = enter(track.Run(args.run_dir, args=args, decode=tokenizer.decode, sinks=sinks))
+        enter(world)
 
         def score() -> float:
             played = rollouts.evaluate(held_out, attrs.evolve(params, temperature=0))

@@ -27,7 +27,8 @@ from primerl.rollout.workers import Evaluation, Worker, worker
 if TYPE_CHECKING:
     from primerl.rollout.transformers_engine import TransformersEngine
     from primerl.rollout.verifiers_adapter import verifiers
-    from primerl.rollout.vllm_server import VLLMServer, serve_vllm
+    from primerl.rollout.vllm_child import VLLMServer
+    from primerl.rollout.vllm_server import serve_vllm
 
 __all__ = [
     "Buffer",

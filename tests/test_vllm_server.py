@@ -17,7 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl import rollout
-from primerl.rollout import vllm_arguments, vllm_readiness, vllm_server, vllm_supervisor
+from primerl.rollout import (
+    vllm_arguments,
+    vllm_child,
+    vllm_readiness,
+    vllm_server,
+    vllm_supervisor,
+)
 from primerl.rollout.vllm_middleware import RequireKey
 
 TREE = Path(__file__).parent / "process_tree.py"
@@ -276,7 +282,7 @@ def stand_in(installed, monkeypatch, tmp_path):
         def stand_in_command(model, *, port, **_):
             return [sys.executable, "-c", source, str(port)]
 
-        monkeypatch.setattr(vllm_server, "server_command", stand_in_command)
+        monkeypatch.setattr(vllm_child, "server_command", stand_in_command)
         return rollout.serve_vllm("M", start_timeout_s=20, **settings)
 
     return make
@@ -347,6 +353,41 @@ if tries.read_text().count(chr(10)) < 3:
     with stand_in(taken + SERVER.format(open=False), log_path=tmp_path / "log") as server:
         assert server.alive
     assert len(set(tries.read_text().split())) == 3
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [(signal.SIGTERM, 128 + 15), (signal.SIGINT, 128 + 15), (None, 6)]
+)
+def test_the_command_line_serves_until_it_is_told_to_end(tmp_path, how, code):
+    """The stand-in dies of the SIGTERM that it is sent; or ends by itself, with code 6."""
+    source = SERVER.format(open=False)
+    if how is None:
+        source = "import os, threading; threading.Timer(2, os._exit, [6]).start()\n" + source
+    program = f"""
+import sys
+from primerl.rollout import vllm_child, vllm_server
+vllm_child.check_vllm_version = lambda: True
+vllm_child.server_command = lambda model, *, port, flags_as_given, **_: (
+    print(model, flags_as_given, flush=True)
+    or [sys.executable, "-c", {source!r}, str(port)]
+)
+sys.exit(vllm_server.main(["M", "--max-model-len", "12", "--enforce-eager"]))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PRIMERL_API_KEY": "a-key"},
+    )
+    with process.stdout:
+        lines = [process.stdout.readline().strip() for _ in range(4)]
+    assert lines[0] == lines[1] == "M ('--max-model-len', '12', '--enforce-eager')"
+    assert lines[2] == "a word on start-up"
+    assert lines[3].startswith("http://127.0.0.1:")
+    if how is not None:
+        process.send_signal(how)
+
+    assert process.wait(30) == code
 
 
 @pytest.mark.parametrize(

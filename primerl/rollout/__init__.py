@@ -4,6 +4,7 @@ The only package that is asynchronous. Its one torch-dependent part, ``Transform
 on first use, so a process that only collects rollouts never imports torch.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from primerl.rollout.buffer import Buffer
@@ -27,8 +28,9 @@ from primerl.rollout.workers import Evaluation, Worker, worker
 if TYPE_CHECKING:
     from primerl.rollout.transformers_engine import TransformersEngine
     from primerl.rollout.verifiers_adapter import verifiers
+    from primerl.rollout.vllm_child import VLLMServer
     from primerl.rollout.vllm_engine import VLLMEngine
-    from primerl.rollout.vllm_server import VLLMServer, serve_vllm
+    from primerl.rollout.vllm_server import serve_vllm
 
 __all__ = [
     "Buffer",
@@ -62,21 +64,16 @@ __all__ = [
 ]
 
 
+_LAZY = {
+    "TransformersEngine": "transformers_engine",
+    "VLLMEngine": "vllm_engine",
+    "VLLMServer": "vllm_child",
+    "serve_vllm": "vllm_server",
+    "verifiers": "verifiers_adapter",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "TransformersEngine":
-        from primerl.rollout.transformers_engine import TransformersEngine
-
-        return TransformersEngine
-    if name == "verifiers":
-        from primerl.rollout.verifiers_adapter import verifiers
-
-        return verifiers
-    if name == "VLLMEngine":
-        from primerl.rollout.vllm_engine import VLLMEngine
-
-        return VLLMEngine
-    if name in ("VLLMServer", "serve_vllm"):  # not before: it is a program, too
-        from primerl.rollout import vllm_server
-
-        return getattr(vllm_server, name)
-    raise AttributeError(f"module 'primerl.rollout' has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'primerl.rollout' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"primerl.rollout.{_LAZY[name]}"), name)

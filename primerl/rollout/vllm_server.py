@@ -6,35 +6,15 @@ runs the same server in the foreground, with the key of the environment's ``PRIM
 """
 
 import argparse
-import contextlib
-import functools
 import os
-import secrets
-import shutil
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from primerl.rollout import vllm_supervisor
-from primerl.rollout.vllm_arguments import (
-    argument_names,
-    check_vllm_version,
-    server_command,
-    server_environment,
-)
+from primerl.rollout.vllm_child import VLLMServer
 from primerl.rollout.vllm_middleware import KEY_VARIABLE
-from primerl.rollout.vllm_readiness import PortTaken, free_port, log_tail, wait_until_ready
-
-PORT_TRIES = 5
-_ANY_HOST = ("0.0.0.0", "::")
-STOP_S = vllm_supervisor.GRACE_S + 2 * vllm_supervisor.SWEEP_S + 3.0
 
 
 def serve_vllm(
@@ -48,7 +28,7 @@ def serve_vllm(
     start_timeout_s: float = 600.0,
     env: Mapping[str, str] | None = None,
     **engine_args: Any,
-) -> "VLLMServer":
+) -> VLLMServer:
     """A vLLM server of ``model``, started by ``with`` or ``start()``.
 
         with rollout.serve_vllm("Qwen/Qwen3-0.6B", max_model_len=4096) as server:
@@ -91,187 +71,6 @@ def serve_vllm(
         start_timeout_s=start_timeout_s,
         env=env,
     )
-
-
-class VLLMServer:
-    """A vLLM server in a child process; made by ``serve_vllm``.
-
-    Attributes:
-        model: what it serves.
-        api_key: what its routes need, as ``Authorization: Bearer <api_key>``.
-        log_path: the file of its output, once it was started.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        engine_args: Mapping[str, Any],
-        *,
-        flags: tuple[str, ...] = (),
-        in_foreground: bool = False,
-        host: str = "127.0.0.1",
-        port: int | None = None,
-        api_key: str | None = None,
-        weight_transfer: str | None = "primerl",
-        log_path: Path | None = None,
-        start_timeout_s: float = 600.0,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
-        if not sys.platform.startswith("linux"):
-            raise RuntimeError(f"serve_vllm runs on Linux; this is {sys.platform}")
-        if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
-            raise ValueError(f"model={model!r} is no folder; expected one, or an id on the hub")
-        on_cpu = check_vllm_version()
-        self.model = model
-        self.api_key = secrets.token_urlsafe(32) if api_key is None else api_key
-        if not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip()):
-            raise ValueError("api_key must be printable ASCII, and not empty")
-        self.log_path = log_path
-        self._in_foreground = in_foreground
-        self._host = host
-        self._wanted_port = port
-        self._port = port
-        self._start_timeout_s = start_timeout_s
-        self._command = functools.partial(
-            server_command,
-            model,
-            host=host,
-            weight_transfer=weight_transfer,
-            engine_args=engine_args,
-            flags_as_given=flags,
-        )
-        self._command(port=0)  # raises what is wrong with it
-        self._environment = server_environment(
-            model,
-            api_key=self.api_key,
-            on_cpu=on_cpu,
-            argument_names=argument_names(engine_args, flags),
-            env=env,
-        )
-        self._folder: Path | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        """Where it answers: of the host's name where it listens on every address.
-
-        Raises:
-            RuntimeError: it was never started, and is to take any free port.
-        """
-        if self._port is None:
-            raise RuntimeError("the server has no address before start()")
-        host = socket.gethostname() if self._host in _ANY_HOST else self._host
-        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
-
-    @property
-    def pid(self) -> int | None:
-        """The id of the process that holds the server; the server ends with it."""
-        return self._process.pid if self._process else None
-
-    @property
-    def alive(self) -> bool:
-        """Whether it runs."""
-        return self._process is not None and self._process.poll() is None
-
-    def start(self) -> "VLLMServer":
-        """Start it and wait until it answers; does nothing when it runs.
-
-        Raises:
-            RuntimeError: it ended, or did not answer in time; the message holds the cause where it
-                is known, and the end of the log.
-        """
-        if self.alive:
-            return self
-        for tries_left in reversed(range(PORT_TRIES)):
-            try:
-                self._start()
-                return self
-            except PortTaken:
-                # Someone took the free port before vLLM did.
-                if self._wanted_port is not None or not tries_left:
-                    raise
-                self._port = None
-        return self
-
-    def close(self) -> None:
-        """End it: politely, then by force, and all that it started."""
-        failed = self._process is not None and not self.alive
-        self.wait(stop=True)
-        if self._folder is not None and not failed:  # what happened stays readable
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = self.log_path = None
-
-    def restart(self) -> "VLLMServer":
-        """End it and start it again, at the same address and with the same key."""
-        self.wait(stop=True)
-        return self.start()
-
-    def wait(self, *, stop: bool = False) -> int:
-        """Wait until it has ended, ``stop`` asks it to; returns its exit code (128 + a signal)."""
-        process = self._process
-        if process is None:
-            return 0
-        if stop:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:  # it hangs
-                os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
-        if code < 0:  # it was killed, so its guard takes the rest along
-            time.sleep(3 * vllm_supervisor.POLL_S)
-        return code if code >= 0 else 128 - code
-
-    def log_tail(self, lines: int = 40) -> str:
-        """The last lines of its output."""
-        return log_tail(self.log_path, lines=lines) if self.log_path is not None else ""
-
-    def __enter__(self) -> "VLLMServer":
-        return self.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        where = self.url if self._port is not None else "not started"
-        return f"VLLMServer({self.model!r}, {where}, alive={self.alive})"
-
-    def _start(self) -> None:
-        self._port = free_port(self._host, self._port)
-        if self.log_path is None and not self._in_foreground:
-            self._folder = Path(tempfile.mkdtemp(prefix="primerl-vllm-"))
-            self.log_path = self._folder / "server.log"
-        with contextlib.ExitStack() as stack:
-            log = None
-            if self.log_path is not None:
-                self.log_path.parent.mkdir(parents=True, exist_ok=True)
-                log = stack.enter_context(self.log_path.open("ab"))
-            supervisor = [sys.executable, "-I", "-S", vllm_supervisor.__file__, str(os.getpid())]
-            self._process = subprocess.Popen(
-                supervisor + self._command(port=self._port),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT if log else None,
-                env=self._environment,
-                start_new_session=True,  # a Ctrl-C is for this process, which then ends it
-            )
-        try:
-            wait_until_ready(
-                "127.0.0.1" if self._host in _ANY_HOST else self._host,
-                self._port,
-                api_key=self.api_key,
-                exit_code=self._process.poll,
-                log_path=self.log_path,
-                timeout_s=self._start_timeout_s,
-            )
-        except BaseException:  # a Ctrl-C too must leave nothing behind
-            self.wait(stop=True)
-            raise
 
 
 def main(words: list[str] | None = None) -> int:

@@ -174,7 +174,7 @@ def test_a_flipped_bit_in_a_delta_and_a_truncated_file(trainer, disk, tmp_path, 
         return load(folder, manifest)
 
     monkeypatch.setattr(disk._transport, "_load", damaging)
-    with pytest.raises(RuntimeError, match=r"full.safetensors is truncated: 1000 bytes of"):
+    with pytest.raises(RuntimeError, match=r"full.safetensors in .*is truncated: 1000 bytes"):
         trainer.publish(disk)
     assert damaged == ["delta", "full"], "the delta was sent again whole, and that was cut off"
     monkeypatch.undo()

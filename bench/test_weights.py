@@ -37,10 +37,13 @@ def folder(tmp_path_factory):
 def model_before_and_after(folder):
     """The model, and its weights before and after one step."""
     model, tokenizer = bf16_rounded(folder)
-    states = [{name: tensor.clone() for name, tensor in model.state_dict().items()}]
-    for _ in steps(model, tokenizer, count=1):
-        states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-    return model, states
+
+    def state():
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    before = state()
+    next(steps(model, tokenizer, count=1))
+    return model, (before, state())
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +51,11 @@ def engine(folder):
     pytest.importorskip("vllm")
     environment = {"OMP_NUM_THREADS": "1"}
     settings = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 512}
-    with rollout.serve_vllm(folder, env=environment, **settings) as server:
-        with contextlib.closing(rollout.VLLMEngine(server)) as engine:
-            yield engine
+    with (
+        rollout.serve_vllm(folder, env=environment, **settings) as server,
+        contextlib.closing(rollout.VLLMEngine(server)) as engine,
+    ):
+        yield engine
 
 
 VERSIONS = itertools.count(1)

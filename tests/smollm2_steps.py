@@ -20,7 +20,7 @@ def reward(text):
 
 
 def bf16_rounded(folder):
-    """SmolLM2 in float32 with weights that bfloat16 holds exactly, as after loading a checkpoint."""
+    """SmolLM2 in float32, with weights that bfloat16 holds exactly, as those of a checkpoint."""
     model, tokenizer = weights.load_pretrained(folder)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -119,7 +119,17 @@ EXPORTS = {
         "SamplingParams",
         "TrainingSample",
     ],
-    "primerl.weights": ["Receiver", "SharedMemory", "load_pretrained", "save_pretrained"],
+    "primerl.weights": [
+        "Disk",
+        "Fetcher",
+        "NCCL",
+        "Receipt",
+        "Receiver",
+        "SharedMemory",
+        "checkpoint_tensors",
+        "load_pretrained",
+        "save_pretrained",
+    ],
 }
 
 

@@ -28,13 +28,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from primerl.weights.broadcast_group import (
-    Communicator,
-    Later,
-    Place,
-    connect_nccl,
-    draw_place,
-)
+from primerl.weights.broadcast_group import Communicator, Later, Place, connect_nccl, draw_place
 from primerl.weights.digests import TensorDigest, digest_of, digest_of_all
 from primerl.weights.folder_reader import FolderReader
 
@@ -173,10 +167,9 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         if self.device.type != "cpu":
             return
         for module in model.modules():
-            if isinstance(module, RoutedExperts):
-                kernel = getattr(module.quant_method, "moe_kernel", None)
-                if kernel is not None:
-                    kernel.fused_experts.process_weights_after_loading(module)
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if isinstance(module, RoutedExperts) and kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(module)
 
     def _release(self) -> None:
         """An update is over, well or not."""

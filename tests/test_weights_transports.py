@@ -1,5 +1,6 @@
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -128,7 +129,9 @@ def test_a_truncated_file(tmp_path):
     transport.publish(1)
     before = held(servers)[0]
     train(model)
-    with pytest.raises(RuntimeError, match=r"00000002.full.safetensors is truncated: 1000 bytes"):
+    with pytest.raises(
+        RuntimeError, match=r"00000002.full.safetensors in .* is truncated: 1000 bytes"
+    ):
         transport.publish(2)
     assert same_bits(held(servers)[0], before), "the replica goes on with version 1"
     train(model)
@@ -150,7 +153,7 @@ def test_a_flipped_bit_in_a_delta_is_answered_by_the_full_version(tmp_path):
     train(model)
     receipt = transport.publish(2)
     assert receipt.kind == "full"
-    assert "00000002.delta.safetensors is altered" in receipt.fallback
+    assert re.search(r"00000002.delta.safetensors in .* is altered", receipt.fallback)
     assert servers.calls == 3
     assert same_bits(held(servers)[0], sent(model))
     train(model, seed=1)
@@ -294,7 +297,7 @@ def test_a_replica_that_comes_or_goes_makes_a_new_group(broadcasts):
 
 
 def test_what_one_worker_got_wrong_is_named_and_the_group_is_made_anew(broadcasts):
-    model, engine, store, transport = broadcasts
+    _, engine, store, transport = broadcasts
 
     def tamper(url, name, tensor):
         return tensor + 1 if url == "http://replica1" and name == "model.norm.weight" else tensor

@@ -4,7 +4,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 from primerl._optional import require
 
 
+@runtime_checkable
 class Communicator(Protocol):
     """Connects the ranks of a group."""
 

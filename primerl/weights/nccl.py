@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -26,6 +26,7 @@ from primerl.weights.receipts import Fetcher, Receipt, check_receipts
 _POLL_S = 0.001
 
 
+@runtime_checkable
 class Servers(Fetcher, Protocol):
     """Replicas that can be asked how many workers they have, such as ``VLLMEngine``."""
 

@@ -28,13 +28,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from primerl.weights.broadcast_group import (
-    Communicator,
-    Later,
-    Place,
-    connect_nccl,
-    draw_place,
-)
+from primerl.weights.broadcast_group import Communicator, Later, Place, connect_nccl, draw_place
 from primerl.weights.digests import TensorDigest, digest_of, digest_of_all
 from primerl.weights.folder_reader import FolderReader
 
@@ -77,10 +71,11 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         # Taken before any reload, which parts tied tensors: a shared one counts once.
         self._needed = {name for name, _ in self.model.named_parameters()}
         self._half_loaded = False
+        self._prepare_s = 0.0
         self.receipt: dict[str, Any] = {"version": None, "seconds": {}}
 
     def init_transfer_engine(self, init_info: NothingAgreed) -> None:
-        """Nothing to do: the folder comes with each update."""
+        """Nothing to do: all that is needed comes with each update."""
 
     def start_weight_update(self) -> None:
         """Put the parameters of the checkpoint in the place of the packed ones."""
@@ -172,10 +167,9 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         if self.device.type != "cpu":
             return
         for module in model.modules():
-            if isinstance(module, RoutedExperts):
-                kernel = getattr(module.quant_method, "moe_kernel", None)
-                if kernel is not None:
-                    kernel.fused_experts.process_weights_after_loading(module)
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if isinstance(module, RoutedExperts) and kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(module)
 
     def _release(self) -> None:
         """An update is over, well or not."""
@@ -198,8 +192,8 @@ class FolderTransfer(LayerwiseTransfer):
             self.shutdown()
             self._reader = FolderReader(folder)
         manifest = self._reader.fetch(update.version)
-        seconds = time.perf_counter() - started
-        return {"version": manifest.version, "kind": manifest.kind, "seconds": seconds}
+        self._prepare_s = time.perf_counter() - started
+        return {"version": manifest.version, "kind": manifest.kind, "seconds": self._prepare_s}
 
     def receive_weights(self, update_info: FolderUpdate) -> None:
         """Load the prepared publication; refuse one that does not arrive as it was published."""
@@ -213,7 +207,7 @@ class FolderTransfer(LayerwiseTransfer):
         except BaseException:  # held no longer than the load, however it ends
             self._reader.release(distrust=True)
             raise
-        seconds = {"load": time.perf_counter() - started}
+        seconds = {"prepare": self._prepare_s, "load": time.perf_counter() - started}
         self.receipt = {**receipt, "version": manifest.version, "seconds": seconds}
 
     def _release(self) -> None:
@@ -249,8 +243,8 @@ class BroadcastTransfer(LayerwiseTransfer):
             joining = Later(lambda: self._connect(place), what="connecting to the trainer by NCCL")
             self._communicator = joining.result(timeout_s=_JOIN_S)
             self._group = update.group
-        seconds = time.perf_counter() - started
-        return {"version": update.version, "kind": "full", "seconds": seconds}
+        self._prepare_s = time.perf_counter() - started
+        return {"version": update.version, "kind": "full", "seconds": self._prepare_s}
 
     def receive_weights(self, update_info: BroadcastUpdate) -> None:
         """Load the tensors that the trainer broadcasts, as they come."""
@@ -259,7 +253,7 @@ class BroadcastTransfer(LayerwiseTransfer):
         started = time.perf_counter()
         self.receipt = {"version": None, "seconds": {}}
         receipt = self._load(self._received(self._communicator, update_info), None)
-        seconds = {"load": time.perf_counter() - started}
+        seconds = {"prepare": self._prepare_s, "load": time.perf_counter() - started}
         self.receipt = {**receipt, "version": update_info.version, "seconds": seconds}
 
     def _received(

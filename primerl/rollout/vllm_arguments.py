@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,7 @@ def server_command(
         ValueError: an argument that would show a secret, that this server does not support, or
             whose value no flag can carry.
     """
-    given = [
-        flag[2:].split("=")[0].replace("-", "_") for flag in flags_as_given if flag[:2] == "--"
-    ]
-    for name in (*engine_args, *given):
+    for name in argument_names(engine_args, flags_as_given):
         if name in _SECRETS:
             raise ValueError(f"{name} would stand on vLLM's command line; {_SECRETS[name]}")
         if name in _UNSUPPORTED:
@@ -93,6 +90,12 @@ def server_command(
         # The last one is the outermost: nothing is done for those without the key.
         *(f"--middleware={one}" for one in [*wrapped, MIDDLEWARE]),
     ]
+
+
+def argument_names(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> set[str]:
+    """The names of arguments, given as such or as flags."""
+    words = [word[2:].split("=")[0] for word in flags_as_given if word.startswith("--")]
+    return {name.replace("-", "_").removeprefix("no_") for name in [*engine_args, *words]}
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
@@ -137,19 +140,27 @@ def server_environment(
     *,
     api_key: str,
     on_cpu: bool,
-    engine_args: Mapping[str, Any],
-    env: Mapping[str, str] | None,
+    argument_names: Set[str] = frozenset(),
+    env: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The environment of the server: this process's, without torchrun's part, and ``env``."""
+    """The environment of the server: this process's, without torchrun's part, and ``env``.
+
+    On a CPU, what neither of them sets is chosen for a server that shares the computer with a
+    trainer; ``argument_names`` are those of the arguments that the user set.
+    """
     ours = {"TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
+    user = without_torchrun(os.environ) | dict(env or {})
     if Path(model).is_dir():
         ours |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    if on_cpu:
-        # The trainer and other engines share the cores, so none is bound to some of them.
+    if on_cpu and "VLLM_CPU_OMP_THREADS_BIND" not in user:
+        # Bound to cores, two servers would share the first one, and leave others idle.
         ours["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(engine_args):
-            ours["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB; vLLM would take most of the memory
-    environment = ours | without_torchrun(os.environ) | dict(env or {})
+        if not any(name.endswith("parallel_size") for name in argument_names):
+            # Engine and worker in one process: a third less time to start, 0.7 GB less memory.
+            ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if on_cpu and not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & argument_names:
+        ours["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB; vLLM would take most of the memory
+    environment = ours | user
     package = Path(__file__).parents[2]
     if package.name not in ("site-packages", "dist-packages"):  # run from its source
         paths = environment.get("PYTHONPATH", "").split(os.pathsep)

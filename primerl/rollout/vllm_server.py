@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ from typing import Any
 
 from primerl.rollout import vllm_supervisor
 from primerl.rollout.vllm_arguments import (
+    argument_names,
     check_vllm_version,
     server_command,
     server_environment,
@@ -140,7 +142,11 @@ class VLLMServer:
         )
         self._command(port=0)  # raises what is wrong with it
         self._environment = server_environment(
-            model, api_key=self.api_key, on_cpu=on_cpu, engine_args=engine_args, env=env
+            model,
+            api_key=self.api_key,
+            on_cpu=on_cpu,
+            argument_names=argument_names(engine_args, flags),
+            env=env,
         )
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -205,15 +211,15 @@ class VLLMServer:
         process = self._process
         if process is None:
             return 0
-        if not stop:
-            process.wait()
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
-        if process.returncode is None or process.returncode < 0:  # who should have cleaned up
-            with contextlib.suppress(ProcessLookupError):
+        if stop:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:  # it hangs
                 os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
+        if code < 0:  # it was killed, so its guard takes the rest along
+            time.sleep(3 * vllm_supervisor.POLL_S)
         return code if code >= 0 else 128 - code
 
     def log_tail(self, lines: int = 40) -> str:

@@ -83,14 +83,15 @@ def _ended() -> dict[int, int]:
 
 def _sweep(guard: int) -> None:
     """Kill what the server left, wherever it moved its processes to, and the guard last."""
-    if _gone(guard):
-        return
-    # A resource tracker of multiprocessing removes shared memory once all the others are gone.
-    _kill({pid for pid in _descendants(guard) if not _tracks_resources(pid)})
+    if not _gone(guard):
+        # A resource tracker of multiprocessing removes shared memory once all the others are gone.
+        _kill({pid for pid in _descendants(guard) if not _tracks_resources(pid)})
     if not _gone(guard):
         _kill(_descendants(guard))
         _gone(guard)
     _kill({guard})
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(guard, 0)
 
 
 def _gone(guard: int) -> bool:

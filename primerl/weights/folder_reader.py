@@ -18,6 +18,7 @@ from primerl.weights.publications import (
     Manifest,
     chain,
     check_file,
+    describe,
     read_manifest,
 )
 from primerl.weights.tensor_file import map_tensors, whole_or_nothing
@@ -126,24 +127,24 @@ class HostCopy:
             if form == SAME:
                 continue
             if name not in tensors or name not in sent:
-                raise ValueError(f"{path} does not fit the version before it: {name}")
+                raise ValueError(f"{describe(path)} does not fit the version before it: {name}")
             target, source = raw_bytes(tensors[name]), raw_bytes(sent[name])
             if form == DELTA:
                 try:
                     delta.apply(source, target)
                 except ValueError as error:
-                    raise ValueError(f"{path}: {name}: {error}") from error
+                    raise ValueError(f"{path.name}: {name}: {error}") from error
             elif len(source) == len(target):
                 target[:] = source
             else:
-                raise ValueError(f"{path} does not fit the version before it: {name}")
+                raise ValueError(f"{describe(path)} does not fit the version before it: {name}")
 
     def _verify(self, manifest: Manifest) -> None:
         tensors = map_tensors(self._tensors)
         wrong = [n for n, d in manifest.tensors.items() if digest_of(tensors[n]) != d]
         if wrong or tensors.keys() != manifest.tensors.keys():
             raise ValueError(
-                f"{self._folder}: version {manifest.version} comes out wrong: digest of "
+                f"version {manifest.version} comes out wrong: digest of "
                 f"{', '.join(wrong[:3]) or 'other tensors'} differs"
             )
 

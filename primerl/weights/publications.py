@@ -47,6 +47,11 @@ def manifest_path(folder: Path, version: int) -> Path:
     return folder / f"{version:08d}.json"
 
 
+def describe(path: Path) -> str:
+    """A file in an error: its name by itself, because vLLM blots out paths."""
+    return f"{path.name} in {path.parent}"
+
+
 def read_manifest(folder: Path, version: int) -> Manifest:
     """The manifest of a version.
 
@@ -54,22 +59,23 @@ def read_manifest(folder: Path, version: int) -> Manifest:
         ValueError: it is missing or broken; the message names the file.
     """
     path = manifest_path(folder, version)
+    where = describe(path)
     try:
         read: dict[str, Any] = json.loads(path.read_bytes())
         tensors = {n: TensorDigest(d, tuple(s), x) for n, (d, s, x) in read["tensors"].items()}
         manifest = Manifest(**{**read, "tensors": tensors})
     except FileNotFoundError:
         raise ValueError(
-            f"there is no publication of version {version}: {path} is missing"
+            f"there is no publication of version {version}: {where} is missing"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is broken: {error}") from error
+        raise ValueError(f"{where} is broken: {error}") from error
     if manifest.version != version:
-        raise ValueError(f"{path} describes version {manifest.version}, not {version}")
+        raise ValueError(f"{where} describes version {manifest.version}, not {version}")
     if Path(manifest.file).name != manifest.file:
-        raise ValueError(f"{path} names a file outside its folder: {manifest.file}")
+        raise ValueError(f"{where} names a file outside its folder: {manifest.file}")
     if manifest.digest != digest_of_all(manifest.tensors):
-        raise ValueError(f"{path} is broken: its tensors do not have the digest that it states")
+        raise ValueError(f"{where} is broken: its tensors do not have the digest that it states")
     return manifest
 
 
@@ -80,13 +86,14 @@ def check_file(folder: Path, manifest: Manifest) -> Path:
         ValueError: the file is missing, truncated or altered; the message names it.
     """
     path = folder / manifest.file
+    where = describe(path)
     if not path.is_file():
-        raise ValueError(f"{path} is missing (version {manifest.version})")
+        raise ValueError(f"{where} is missing (version {manifest.version})")
     size = path.stat().st_size
     if size != manifest.file_size:
-        raise ValueError(f"{path} is truncated: {size} bytes of {manifest.file_size}")
+        raise ValueError(f"{where} is truncated: {size} bytes of {manifest.file_size}")
     if digest_of_file(path) != manifest.file_digest:
-        raise ValueError(f"{path} is altered: its digest is not that of the manifest")
+        raise ValueError(f"{where} is altered: its digest is not that of the manifest")
     return path
 
 
@@ -101,6 +108,8 @@ def chain(folder: Path, version: int, *, have: str | None = None) -> list[Manife
     They begin after the tensors that the receiver has, or with a full publication.
 
     Args:
+        folder: of the publications.
+        version: to reach.
         have: ``Manifest.digest`` of the tensors that the receiver has; None for nothing.
 
     Raises:
@@ -115,8 +124,8 @@ def chain(folder: Path, version: int, *, have: str | None = None) -> list[Manife
         parent = read_manifest(folder, manifest.parent or 0)
         if parent.digest != manifest.parent_digest or parent.version >= manifest.version:
             raise ValueError(
-                f"{manifest_path(folder, manifest.version)} has the wrong parent: version "
-                f"{parent.version} has digest {parent.digest}, not {manifest.parent_digest}"
+                f"{describe(manifest_path(folder, manifest.version))} has the wrong parent: "
+                f"version {parent.version} has digest {parent.digest}, not {manifest.parent_digest}"
             )
         manifest = parent
     return steps
@@ -188,18 +197,8 @@ def retain(folder: Path, manifest: Manifest, *, keep: int | None = None) -> None
         partial.unlink(missing_ok=True)
     for path in folder.glob("[0-9]*"):
         version = int(path.name.split(".")[0])
-        if (
-            version > manifest.version
-            or (keep is not None and version < keep)
-            or (
-                version == manifest.version
-                and path.suffix != ".json"
-                and path.name != manifest.file
-            )
-        ):
+        taken_back = version > manifest.version
+        too_old = keep is not None and version < keep
+        replaced = version == manifest.version and path.suffix != ".json"
+        if taken_back or too_old or (replaced and path.name != manifest.file):
             path.unlink(missing_ok=True)
-
-
-def snapshot_before(folder: Path, manifest: Manifest) -> int:
-    """The full publication that a chain to ``manifest`` begins with."""
-    return chain(folder, manifest.version)[0].version

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -27,12 +28,21 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from primerl.weights.broadcast_group import (
+    Communicator,
+    Later,
+    Place,
+    connect_nccl,
+    draw_place,
+)
 from primerl.weights.digests import TensorDigest, digest_of, digest_of_all
 from primerl.weights.folder_reader import FolderReader
 
+_JOIN_S = 300.0
+
 
 @dataclass
-class FolderInit(WeightTransferInitInfo):
+class NothingAgreed(WeightTransferInitInfo):
     """Nothing to agree on beforehand."""
 
 
@@ -44,33 +54,33 @@ class FolderUpdate(WeightTransferUpdateInfo):
     version: int
 
 
-class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
-    """Loads publications into vLLM's model, layer by layer (backend ``"primerl"``)."""
+@dataclass
+class BroadcastUpdate(WeightTransferUpdateInfo):
+    """Which tensors the trainer will broadcast, in order, and where its group meets."""
 
-    init_info_cls = FolderInit
-    update_info_cls = FolderUpdate
+    version: int
+    address: str
+    port: int
+    group: str
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
+    """Loads tensors of a checkpoint into vLLM's model, layer by layer, and notes what it did."""
+
+    init_info_cls = NothingAgreed
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._reader: FolderReader | None = None
         # Taken before any reload, which parts tied tensors: a shared one counts once.
         self._needed = {name for name, _ in self.model.named_parameters()}
         self._half_loaded = False
         self.receipt: dict[str, Any] = {"version": None, "seconds": {}}
 
-    def init_transfer_engine(self, init_info: FolderInit) -> None:
+    def init_transfer_engine(self, init_info: NothingAgreed) -> None:
         """Nothing to do: the folder comes with each update."""
-
-    def prepare(self, update: FolderUpdate) -> dict[str, Any]:
-        """Fetch and check a publication while the engine goes on generating."""
-        started = time.perf_counter()
-        folder = Path(update.folder)
-        if self._reader is None or self._reader.folder != folder:
-            self.shutdown()
-            self._reader = FolderReader(folder)
-        manifest = self._reader.fetch(update.version)
-        seconds = time.perf_counter() - started
-        return {"version": manifest.version, "kind": manifest.kind, "seconds": seconds}
 
     def start_weight_update(self) -> None:
         """Put the parameters of the checkpoint in the place of the packed ones."""
@@ -78,25 +88,13 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
         self._half_loaded = True
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: FolderUpdate) -> None:
-        """Load the prepared publication; refuse one that does not arrive as it was published."""
-        if self._reader is None:
-            raise RuntimeError("prepare_weights was not called before update_weights")
-        started = time.perf_counter()
-        self.receipt = {"version": None, "seconds": {}}
-        manifest, tensors = self._reader.open(update_info.version)
-        try:
-            receipt = self._load(tensors.items(), manifest.tensors)
-        except BaseException:  # held no longer than the load, however it ends
-            self._reader.release(distrust=True)
-            raise
-        seconds = {"load": time.perf_counter() - started}
-        self.receipt = {**receipt, "version": manifest.version, "seconds": seconds}
-
     def _load(
-        self, tensors: Iterable[tuple[str, Tensor]], expected: dict[str, TensorDigest]
+        self, tensors: Iterable[tuple[str, Tensor]], expected: dict[str, TensorDigest] | None
     ) -> dict[str, Any]:
-        """Hand tensors to the model; the receipt of what was handed over and what it reached."""
+        """Hand tensors to the model; the receipt of what was handed over and what it reached.
+
+        Where nothing says what to expect, the trainer compares the receipt with what it sent.
+        """
         taken: dict[str, TensorDigest] = {}
 
         def noted() -> Iterator[tuple[str, Tensor]]:
@@ -106,6 +104,7 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
 
         model: Any = self.model
         loaded = model.load_weights(noted())
+        expected = taken if expected is None else expected
         receipt = {
             "digest": digest_of_all(taken),
             "tensors": len(taken),
@@ -162,10 +161,6 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
         self._half_loaded = False
         self._release()
 
-    def _release(self) -> None:
-        if self._reader is not None:
-            self._reader.release()
-
     def _repack_tied_head(self, model: nn.Module) -> None:
         """On the CPU a head that is tied to the embedding keeps its old packed copy (vLLM 0.32)."""
         for module in model.modules():
@@ -182,11 +177,104 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
                 if kernel is not None:
                     kernel.fused_experts.process_weights_after_loading(module)
 
+    def _release(self) -> None:
+        """An update is over, well or not."""
+
+
+class FolderTransfer(LayerwiseTransfer):
+    """Takes publications from a folder (backend ``"primerl"``)."""
+
+    update_info_cls = FolderUpdate
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._reader: FolderReader | None = None
+
+    def prepare(self, update: FolderUpdate) -> dict[str, Any]:
+        """Fetch and check a publication while the engine goes on generating."""
+        started = time.perf_counter()
+        folder = Path(update.folder)
+        if self._reader is None or self._reader.folder != folder:
+            self.shutdown()
+            self._reader = FolderReader(folder)
+        manifest = self._reader.fetch(update.version)
+        seconds = time.perf_counter() - started
+        return {"version": manifest.version, "kind": manifest.kind, "seconds": seconds}
+
+    def receive_weights(self, update_info: FolderUpdate) -> None:
+        """Load the prepared publication; refuse one that does not arrive as it was published."""
+        if self._reader is None:
+            raise RuntimeError("prepare_weights was not called before update_weights")
+        started = time.perf_counter()
+        self.receipt = {"version": None, "seconds": {}}
+        manifest, tensors = self._reader.open(update_info.version)
+        try:
+            receipt = self._load(tensors.items(), manifest.tensors)
+        except BaseException:  # held no longer than the load, however it ends
+            self._reader.release(distrust=True)
+            raise
+        seconds = {"load": time.perf_counter() - started}
+        self.receipt = {**receipt, "version": manifest.version, "seconds": seconds}
+
+    def _release(self) -> None:
+        if self._reader is not None:
+            self._reader.release()
+
     def shutdown(self) -> None:
         """Let go of the host's copy; the last one to do so removes it."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+
+
+class BroadcastTransfer(LayerwiseTransfer):
+    """Takes tensors that the trainer broadcasts by NCCL (backend ``"primerl_nccl"``)."""
+
+    update_info_cls = BroadcastUpdate
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._group: str | None = None
+        self._communicator: Communicator | None = None
+
+    def _connect(self, place: Place) -> Communicator:
+        return connect_nccl(place, self.device)
+
+    def prepare(self, update: BroadcastUpdate) -> dict[str, Any]:
+        """Join the trainer's group, if it is a new one."""
+        started = time.perf_counter()
+        if self._group != update.group:
+            self.shutdown()
+            place = draw_place(update.address, update.port, timeout_s=_JOIN_S)
+            joining = Later(lambda: self._connect(place), what="connecting to the trainer by NCCL")
+            self._communicator = joining.result(timeout_s=_JOIN_S)
+            self._group = update.group
+        seconds = time.perf_counter() - started
+        return {"version": update.version, "kind": "full", "seconds": seconds}
+
+    def receive_weights(self, update_info: BroadcastUpdate) -> None:
+        """Load the tensors that the trainer broadcasts, as they come."""
+        if self._communicator is None:
+            raise RuntimeError("prepare_weights was not called before update_weights")
+        started = time.perf_counter()
+        self.receipt = {"version": None, "seconds": {}}
+        receipt = self._load(self._received(self._communicator, update_info), None)
+        seconds = {"load": time.perf_counter() - started}
+        self.receipt = {**receipt, "version": update_info.version, "seconds": seconds}
+
+    def _received(
+        self, communicator: Communicator, update: BroadcastUpdate
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, dtype, shape in zip(update.names, update.dtypes, update.shapes, strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            communicator.broadcast(tensor, src=0)
+            yield name, tensor
+
+    def shutdown(self) -> None:
+        """Leave the trainer's group."""
+        if self._communicator is not None:
+            self._communicator.destroy()
+            self._communicator = self._group = None
 
 
 class WeightReceiver:
@@ -214,5 +302,6 @@ class WeightReceiver:
         return receipt
 
 
-if "primerl" not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine("primerl", FolderTransfer)
+for _name, _engine in (("primerl", FolderTransfer), ("primerl_nccl", BroadcastTransfer)):
+    if _name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(_name, _engine)

@@ -1,0 +1,138 @@
+"""The NCCL group of a trainer and the workers of its engines, met at a store of the trainer's."""
+
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from primerl._optional import require
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """Connects the ranks of a group."""
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Fill ``tensor`` with that of rank ``src``; on a GPU in the order of its stream."""
+        ...
+
+    def destroy(self) -> None:
+        """Part from the others."""
+        ...
+
+
+@attrs.frozen
+class Place:
+    """A rank in a group, and what its members need to connect."""
+
+    rank: int
+    world_size: int
+    unique_id: bytes
+
+
+class MeetingPoint:
+    """A store on the trainer's host at which workers draw their ranks.
+
+    Args:
+        address: of the trainer, that workers reach; it listens there alone.
+        world_size: workers and the trainer, which is rank 0.
+        unique_id: of the NCCL group.
+        timeout_s: how long workers may take.
+    """
+
+    def __init__(
+        self, address: str, *, world_size: int, unique_id: bytes, timeout_s: float
+    ) -> None:
+        with socket.socket() as listener:
+            listener.bind((address, 0))
+            listener.listen()
+            self.address, self.port = listener.getsockname()
+            self._store = TCPStore(
+                self.address,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
+                master_listen_fd=listener.detach(),
+            )
+        self._store.set("unique_id", unique_id.hex())
+        self._store.set("world_size", str(world_size))
+        self._store.add("ranks", 1)  # the trainer's
+
+
+def draw_place(address: str, port: int, *, timeout_s: float) -> Place:
+    """Join a group at its meeting point.
+
+    Raises:
+        RuntimeError: the group has as many members as it was made for.
+    """
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    rank = store.add("ranks", 1) - 1
+    world_size = int(store.get("world_size"))
+    if rank >= world_size:
+        raise RuntimeError(f"the group of {world_size} is complete: engines joined or restarted")
+    return Place(rank, world_size, bytes.fromhex(store.get("unique_id").decode()))
+
+
+def new_unique_id() -> bytes:
+    """The name of a new NCCL group, by vLLM's binding of the library."""
+    wrapper = require("vllm.distributed.device_communicators.pynccl_wrapper", extra="vllm")
+    return bytes(wrapper.NCCLLibrary().ncclGetUniqueId().internal)
+
+
+def connect_nccl(place: Place, device: torch.device) -> Communicator:
+    """Connect by vLLM's own NCCL communicator; blocks until all members are there.
+
+    Raises:
+        RuntimeError: the library does not work on this computer.
+    """
+    pynccl = require("vllm.distributed.device_communicators.pynccl", extra="vllm")
+    communicator: Any = pynccl.PyNcclCommunicator.from_unique_id_bytes(
+        place.unique_id, rank=place.rank, world_size=place.world_size, device=device
+    )
+    if communicator.disabled:  # its broadcasts would do nothing, without a word
+        raise RuntimeError("NCCL is not available here; weights.NCCL needs GPUs on both sides")
+    found: Communicator = communicator
+    return found
+
+
+class Later:
+    """A call in a thread of its own, because it may never return.
+
+    Args:
+        call: whose result is wanted.
+        what: it does, for the error.
+    """
+
+    def __init__(self, call: Callable[[], Any], *, what: str) -> None:
+        self._what = what
+        self._done = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self._result = call()
+            except BaseException as error:  # raised by result(), in the caller's thread
+                self._error = error
+            self._done.set()
+
+        threading.Thread(target=run, daemon=True, name="primerl-nccl").start()
+
+    def result(self, *, timeout_s: float) -> Any:
+        """What the call returned.
+
+        Raises:
+            RuntimeError: it did not return in time.
+        """
+        if not self._done.wait(timeout_s):
+            raise RuntimeError(f"{self._what} took longer than {timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
+        return self._result

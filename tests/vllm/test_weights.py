@@ -1,0 +1,239 @@
+"""New weights in real vLLM servers: right logits after a reload; faults, and who catches them."""
+
+import contextlib
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from publishing import StoreMeeting, train
+
+from primerl import rollout, testing, weights
+from primerl.weights.host_folder import shared_memory
+
+CLOSE = 5e-5  # of logprobs in float32
+VISIBLY_WRONG = 0.05
+
+
+def logprobs(model, token_ids):
+    """Of each token given those before it, by Hugging Face; entry 0 is 0."""
+    ids = torch.tensor([token_ids])
+    with torch.no_grad():
+        rows = model(input_ids=ids).logits[0].float().log_softmax(-1)
+    return torch.cat([torch.zeros(1), rows[:-1].gather(-1, ids[0, 1:, None])[:, 0]])
+
+
+@pytest.fixture(scope="module")
+def tied_experts(tmp_path_factory):
+    """The folder of a tiny model with both of vLLM's troubles on the CPU: tied head, experts."""
+    folder = tmp_path_factory.mktemp("models") / "tied_experts"
+    model = testing.tiny_model(
+        "qwen3_moe",
+        vocab_size=512,
+        hidden_size=128,
+        moe_intermediate_size=32,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    model.save_pretrained(folder)
+    testing.character_tokenizer("abc").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def faulty_server(start_server, tied_experts):
+    with start_server(
+        str(tied_experts),
+        weight_transfer="primerl_faulty",
+        worker_extension_cls="receivers.FaultyReceiver",
+        max_model_len=128,
+        env={"PYTHONPATH": str(Path(__file__).parent)},
+    ) as server:
+        yield server
+
+
+class Trainer:
+    """A model that moves, and where it publishes."""
+
+    versions = itertools.count(1)
+
+    def __init__(self, folder, server, **settings):
+        self.model, _ = weights.load_pretrained(folder)
+        self.engine = rollout.VLLMEngine(server)
+        self.tokens = [int(t) for t in torch.randint(3, 500, (40,))]
+        self.settings = settings
+
+    def publish(self, transport):
+        train(self.model, scale=0.05, fraction=1.0, seed=(version := next(self.versions)))
+        return transport.publish(version)
+
+    def error(self):
+        """The largest |difference| between the server's logprobs and the trainer's."""
+        (answer,) = self.engine.probe([self.tokens], max_new_tokens=1).values()
+        return (torch.tensor(answer[0]["scores"]) - logprobs(self.model, self.tokens)).abs().max()
+
+    @contextlib.contextmanager
+    def fault(self, name):
+        def tell(fault):
+            self.engine.call("/collective_rpc", {"method": "set_fault", "args": [fault]})
+
+        tell(name)
+        try:
+            yield
+        finally:
+            tell("")
+
+
+@pytest.fixture(scope="module")
+def trainer(tied_experts, faulty_server):
+    trainer = Trainer(tied_experts, faulty_server)
+    with contextlib.closing(trainer.engine):
+        yield trainer
+
+
+@pytest.fixture
+def disk(trainer, tmp_path):
+    return weights.Disk(trainer.model, trainer.engine, folder=tmp_path / "w", encoding="delta")
+
+
+def test_a_reload_gives_the_logprobs_of_the_new_weights(trainer, tmp_path):
+    for transport in (
+        weights.SharedMemory(trainer.model, trainer.engine),
+        weights.Disk(trainer.model, trainer.engine, folder=tmp_path / "w", encoding="delta"),
+    ):
+        for _ in range(2):
+            receipt = trainer.publish(transport)
+            assert trainer.error() < CLOSE
+            ((worker,),) = receipt.replicas.values()
+            assert worker["digest"] == receipt.digest
+    assert receipt.kind == "delta"
+
+
+def test_smollm2_in_float32(server, smollm2):
+    """Dense, with a tied head, 135M parameters; the change is that of 50 steps at 1e-5."""
+    trainer = Trainer(smollm2, server)
+    with contextlib.closing(trainer.engine):
+        transport = weights.SharedMemory(trainer.model, trainer.engine)
+        before = logprobs(trainer.model, trainer.tokens)
+        train(trainer.model, scale=5e-4, fraction=1.0)
+        transport.publish(1)
+        moved = (logprobs(trainer.model, trainer.tokens) - before).abs().max()
+        assert trainer.error() < CLOSE < 100 * CLOSE < moved
+
+
+@pytest.mark.parametrize("remedy", ["no repacked head", "no repacked experts"])
+def test_without_a_remedy_the_bytes_are_right_and_the_logprobs_are_not(trainer, disk, remedy):
+    """Receipts cannot see this; the canary can."""
+    with trainer.fault(remedy):
+        trainer.publish(disk)
+        assert trainer.error() > VISIBLY_WRONG
+    trainer.publish(disk)
+    assert trainer.error() < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("fault", "caught"),
+    [
+        ("lost", r"'missing': \['model.layers.1.self_attn.k_proj.weight'\]"),
+        ("swapped", r"'differing': \['model.layers.0.*k_proj.weight', 'model.layers.1"),
+        ("unreached", r"'unreached': \['model.layers.0.self_attn.qkv_proj \("),
+        ("half", r"the file is gone"),
+    ],
+)
+def test_what_does_not_arrive_is_refused_and_the_next_version_repairs_it(
+    trainer, disk, fault, caught
+):
+    with trainer.fault(fault), pytest.raises(RuntimeError, match=caught):
+        trainer.publish(disk)
+    trainer.publish(disk)
+    assert trainer.error() < CLOSE
+
+
+def test_a_trainer_that_went_away_between_start_and_finish(trainer, disk):
+    trainer.engine.call("/pause?mode=keep&clear_cache=true")
+    trainer.engine.call("/start_weight_update")
+    trainer.publish(disk)
+    assert trainer.error() < CLOSE
+
+
+def test_a_flipped_bit_in_a_delta_and_a_truncated_file(trainer, disk, tmp_path, monkeypatch):
+    trainer.publish(disk)
+    load = disk._transport._load
+    damaged = []
+
+    def flip(path):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(bytes(data))
+
+    def damaging(folder, manifest):
+        path = folder / manifest.file
+        damaged.append(manifest.kind)
+        flip(path) if manifest.kind == "delta" else os.truncate(path, 1000)
+        return load(folder, manifest)
+
+    monkeypatch.setattr(disk._transport, "_load", damaging)
+    with pytest.raises(RuntimeError, match=r"full.safetensors in .*is truncated: 1000 bytes"):
+        trainer.publish(disk)
+    assert damaged == ["delta", "full"], "the delta was sent again whole, and that was cut off"
+    monkeypatch.undo()
+    trainer.publish(disk)
+    assert trainer.error() < CLOSE
+
+
+def test_one_of_two_engines_on_an_old_version(trainer, tied_experts, start_server, tmp_path):
+    """It reports what it loaded last, whatever the client believes that it told it."""
+    with start_server(str(tied_experts), max_model_len=128) as second:
+        engine = rollout.VLLMEngine(second)
+        with contextlib.closing(engine):
+            both = weights.Disk(trainer.model, trainer.engine, engine, folder=tmp_path / "w")
+            trainer.publish(both)
+            stale = Stale(engine)
+            one = weights.Disk(trainer.model, trainer.engine, stale, folder=tmp_path / "v")
+            with pytest.raises(RuntimeError, match=rf"version: still serves \d+ on {second.url}"):
+                trainer.publish(one)
+            assert trainer.error() < CLOSE
+    trainer.publish(weights.SharedMemory(trainer.model, trainer.engine))
+
+
+class Stale:
+    """An engine whose update got lost on the way."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def load_weights(self, update, *, version, timeout_s=600.0, send=None):
+        answers = self.engine.call("/collective_rpc", {"method": "weight_receipt"})
+        return {url: answer["results"] for url, answer in answers.items()}
+
+
+def test_broadcast_weights_arrive(tied_experts, start_server):
+    """All of the NCCL path but NCCL: a store of torch carries the bytes."""
+    with start_server(
+        str(tied_experts),
+        weight_transfer="primerl_store",
+        worker_extension_cls="receivers.FaultyReceiver",
+        max_model_len=128,
+        env={
+            "PYTHONPATH": os.pathsep.join(
+                map(str, (Path(__file__).parent, Path(__file__).parents[1]))
+            )
+        },
+    ) as server:
+        trainer, store = Trainer(tied_experts, server), StoreMeeting()
+        with contextlib.closing(trainer.engine):
+            transport = weights.NCCL(
+                trainer.model, trainer.engine, connect=store.connect, unique_id=store.unique_id
+            )
+            for _ in range(2):
+                receipt = trainer.publish(transport)
+                assert trainer.error() < CLOSE
+                ((worker,),) = receipt.replicas.values()
+                assert worker["digest"] == receipt.digest
+
+
+def test_nothing_is_left_in_shared_memory(trainer, disk):
+    trainer.publish(disk)
+    left = {path.name.split("-")[2] for path in shared_memory().glob(f"primerl-{os.getuid()}-*")}
+    assert left <= {"copy", "publications"}

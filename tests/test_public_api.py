@@ -84,6 +84,7 @@ EXPORTS = {
         "Shuffled",
         "TaskStream",
         "TransformersEngine",
+        "VLLMEngine",
         "VLLMServer",
         "Worker",
         "check_schedule",

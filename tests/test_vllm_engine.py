@@ -148,6 +148,17 @@ def test_what_fails_is_sent_again(server, make, fault):
     assert answer.token_ids.tolist() == [3, 4]
 
 
+def test_what_one_replica_fails_goes_to_another(servers, make):
+    engine = make(*servers, retries=1)
+    servers[0].faults["/inference/v1/generate"] = [(500, "broken gpu")] * 100
+
+    async def scenario():
+        return await asyncio.gather(*(engine.generate([3], P(max_tokens=2)) for _ in range(8)))
+
+    assert len(run(scenario())) == 8
+    assert servers[0].faults["/inference/v1/generate"] != [(500, "broken gpu")] * 100
+
+
 def test_retries_are_bounded(server, make):
     engine = make(server, retries=1)
     server.faults["/inference/v1/generate"] = [(500, "broken gpu")] * 3
@@ -637,6 +648,18 @@ def test_replicas_join_and_leave_for_all_copies(servers, make):
     copy.close()
 
 
+def test_the_private_file_goes_with_its_owner(server, make):
+    engine = make(server)
+    copy = cloudpickle.loads(cloudpickle.dumps(engine))
+    path = engine._members._path
+    assert path.read_text() == f"{server.url}\n"
+    assert path.stat().st_mode & 0o077 == 0
+    copy.close()
+    assert path.exists()
+    engine.close()
+    assert not path.exists()
+
+
 def test_a_file_of_urls(servers, tmp_path):
     first, second = servers
     file = tmp_path / "replicas.txt"
@@ -712,6 +735,9 @@ def test_a_synchronous_run_publishes_and_takes(servers, make, isolation):
             engine.load_weights({}, version=version + 1)
             played = rollouts.evaluate(tasks[:2], P(max_tokens=2, temperature=0))
             assert {int(v) for one in played for v in one.samples[0].versions[2:]} == {version + 1}
+        other = make(*servers, run=engine._labels.run, adopt=None)
+        played = rollouts.evaluate(tasks[:2], P(max_tokens=2, temperature=0), engine=other)
+        assert {int(v) for one in played for v in one.samples[0].versions[2:]} == {4}
 
 
 # ---- the wire ----

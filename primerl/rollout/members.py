@@ -1,10 +1,11 @@
 """The urls of an engine's replicas, in a file that its copies in other processes follow."""
 
-import contextlib
 import os
 import tempfile
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 MODE = 0o600
 
@@ -21,7 +22,7 @@ class Members:
 
     def __init__(self, urls: Sequence[str] | os.PathLike[str] | str) -> None:
         self._path: Path | None = None
-        self._owned = False
+        self._remove: weakref.finalize[..., Any] | None = None
         self._seen: tuple[int, int, int] | None = None
         if isinstance(urls, str) and "://" in urls:
             urls = [urls]
@@ -50,7 +51,8 @@ class Members:
         if self._path is None:
             handle, name = tempfile.mkstemp(prefix="primerl-replicas-", suffix=".txt")
             os.close(handle)
-            self._path, self._owned = Path(name), True
+            self._path = Path(name)
+            self._remove = weakref.finalize(self, self._path.unlink, missing_ok=True)
         partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
         partial.write_text("".join(f"{url}\n" for url in self.urls))
         partial.chmod(MODE)
@@ -58,14 +60,13 @@ class Members:
 
     def close(self) -> None:
         """Remove the private file; copies keep the urls that they know."""
-        if self._owned and self._path is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self._path.unlink()
+        if self._remove is not None:
+            self._remove()
 
     def __getstate__(self) -> dict[str, object]:
         if self._path is None:
             self.write(self.urls)
-        return {**self.__dict__, "_owned": False, "_seen": None}
+        return {**self.__dict__, "_remove": None, "_seen": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)

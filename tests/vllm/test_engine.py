@@ -191,16 +191,11 @@ def test_sessions_stay_where_their_cache_is(pair):
 
     async def turns(engine, *, sessions):
         for turn in range(1, 4):
-            await asyncio.gather(
-                *(
-                    engine.generate(
-                        talk[: 128 * turn + 1],
-                        P(max_tokens=1),
-                        session=f"{n}" if sessions else None,
-                    )
-                    for n, talk in enumerate(talks)
-                )
-            )
+            requests = []
+            for n in rng.permutation(7):  # the order in which tools answer, say
+                prompt, session = talks[n][: 128 * turn + 1], f"{n}" if sessions else None
+                requests.append(engine.generate(prompt, P(max_tokens=1), session=session))
+            await asyncio.gather(*requests)
 
     shares = {}
     with rollout.VLLMEngine(pair) as engine:

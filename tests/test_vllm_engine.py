@@ -184,7 +184,9 @@ def test_cancellation_reaches_the_server(server, make):
     engine = make(server)
 
     async def scenario():
-        requests = [asyncio.ensure_future(engine.generate([3], P(max_tokens=100))) for _ in range(8)]
+        requests = [
+            asyncio.ensure_future(engine.generate([3], P(max_tokens=100))) for _ in range(8)
+        ]
         while server.running < 8:
             await asyncio.sleep(0.01)
         for request in requests:

@@ -193,7 +193,9 @@ def test_sessions_stay_where_their_cache_is(pair):
             await asyncio.gather(
                 *(
                     engine.generate(
-                        talk[: 128 * turn + 1], P(max_tokens=1), session=f"{n}" if sessions else None
+                        talk[: 128 * turn + 1],
+                        P(max_tokens=1),
+                        session=f"{n}" if sessions else None,
                     )
                     for n, talk in enumerate(talks)
                 )

@@ -31,7 +31,7 @@ class Trainer:
     def __init__(self, folder, servers, *, lr=LR, on_update="recompute", **canary):
         self.model, _ = weights.load_pretrained(folder)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.0)
-        self.engine = rollout.VLLMEngine(servers, on_update=on_update)
+        self.engine = rollout.VLLMEngine(servers, on_update=on_update, run="proof")
         self.transport = weights.SharedMemory(self.model, self.engine)
         self.canary = weights.Canary(self.model, self.engine, **canary)
         self.version = 0
@@ -131,12 +131,11 @@ def test_without_a_remedy_the_canary_fails_where_the_receipt_does_not(
 
 
 def test_one_of_two_replicas_that_stays_old_is_named(faulty_server, tied_experts, start_server):
-    with start_server(tied_experts, max_model_len=128) as second:
-        both = [faulty_server.url, second.url]
-        keys = {"api_key": second.api_key} if faulty_server.api_key == second.api_key else {}
-        servers = both if keys else [faulty_server, second]
+    key = faulty_server.api_key
+    with start_server(tied_experts, max_model_len=128, api_key=key) as second:
+        servers = [faulty_server, second]
         with Trainer(tied_experts, servers, lr=1e-4, **TINY) as trainer:
-            first = rollout.VLLMEngine(faulty_server)
+            first = rollout.VLLMEngine(faulty_server, run="proof")
             with contextlib.closing(first):
                 trainer.transport = weights.SharedMemory(trainer.model, first)
                 verdict = trainer.step()

@@ -290,8 +290,8 @@ class Worker:
         and ``skipped``. ``environments``: by name, groups, rollouts, tokens, failed groups and
         the sum of rewards. ``awaiting_proof``: for each version that is not settled, the finished
         groups that wait for it. ``trainer_wait_s``: time in ``take``. ``rollout_wait_s``: time in
-        which the bound let no group run. ``loop_lag_p99_s``, ``loop_lag_max_s``: how late the worker's
-        event loop was, in the last two minutes and ever.
+        which the bound let no group run. ``loop_lag_p99_s``, ``loop_lag_max_s``: how late the
+        worker's event loop was, in the last two minutes and ever.
         """
         if self._last_stats is not None:
             return self._last_stats

@@ -13,8 +13,8 @@ from torch import nn
 from primerl.weights.gathering import is_first_rank
 from primerl.weights.probing import Prober, probed
 from primerl.weights.scoring import (
-    from_first_rank,
     movement,
+    on_first_rank,
     rms,
     rounding_noise,
     sequences_for,
@@ -168,9 +168,9 @@ class Canary:
         """
         if self._own_noise is None:
             self._own_noise = rounding_noise(self.model, self.sequences[0])
-        rows = from_first_rank(self._probe)
+        rows = on_first_rank(self._probe)
         expected = trainer_logprobs(self.model, [row["token_ids"] for row in rows])
-        content = from_first_rank(lambda: self._judge(version, rows, expected))
+        content = on_first_rank(lambda: self._judge(version, rows, expected))
         replicas = tuple(ReplicaVerdict(**one) for one in content.pop("replicas"))
         verdict = Verdict(**content, replicas=replicas)
         self.tolerance = verdict.tolerance
@@ -189,7 +189,7 @@ class Canary:
                 found.setdefault(row["replica"], []).extend(row["scores"][1:])
             return found
 
-        return {name: np.array(values) for name, values in from_first_rank(ask).items()}
+        return {name: np.array(values) for name, values in on_first_rank(ask).items()}
 
     def _probe(self) -> list[dict[str, Any]]:
         assert self._engine is not None

@@ -9,6 +9,9 @@ import attrs
 
 RECENT = 3  # steps whose median is judged
 MAD_TO_SD = 1.4826  # of a normal distribution
+RISE = 1.25  # halfway to 1.5, nearly, on a logarithmic scale
+SPREADS = 2.7
+CEILING = 1e6  # nats
 
 
 def _floats(values: Sequence[float]) -> tuple[float, ...]:
@@ -27,13 +30,13 @@ class MismatchGate:
 
     The median of the last 3 steps is compared with the median of the ``window`` steps before them,
     on a logarithmic scale, so one wild step in three can neither raise nor hide an alarm. The
-    alarm is on while their quotient exceeds ``max(1.25, exp(2.5 s))``; s is the spread of the
+    alarm is on while their quotient exceeds ``max(1.25, exp(2.7 s))``; s is the spread of the
     baseline, ``1.4826 MAD`` of its logarithms. The baseline stands still while the alarm is on.
 
-    What it promises depends on s (docs/proof.md has the table): up to s = 0.1, a sustained rise by
-    1.5 is flagged within 3 steps and at most 1 of 1,000 clean steps begins an alarm; beyond, only
-    the second holds, and more tokens a step are what helps. A rise slower than 1.5 in 100 steps is
-    drift, as training makes it, and is followed.
+    What it promises depends on s (docs/proof.md has the table): up to s = 0.08, a sustained rise
+    by 1.5 is flagged within 3 steps and at most 1 of 1,000 clean steps begins an alarm. Beyond, it
+    takes a larger rise, and up to 3 of 1,000 where tails are heavy; more tokens a step are what
+    helps. A rise slower than 1.5 in 200 steps is drift, as training makes it, and is followed.
 
     Args:
         window: steps of the baseline.
@@ -66,19 +69,20 @@ class MismatchGate:
     def after(self, value: float | None) -> "MismatchGate":
         """The gate after one more step with this ``mismatch_kl``.
 
-        None, a step without a token of the trainer's own version, changes nothing. NaN counts as
-        infinite: logprobs that are no numbers are a mismatch too.
+        None, a step without a token of the trainer's own version, changes nothing. NaN and infinity
+        count as 1e6 nats: logprobs that are no numbers are a mismatch too.
         """
         if value is None:
             return self
-        number = math.inf if math.isnan(value) else max(float(value), self.floor)
+        number = min(max(float(value), self.floor), CEILING) if value == value else CEILING
         recent, baseline = (*self.recent, number), self.baseline
         if len(recent) > RECENT:
             if not self.alarming:
                 baseline = (*baseline, recent[0])[-self.window :]
             recent = recent[-RECENT:]
-        moved = attrs.evolve(self, baseline=baseline, recent=recent)
-        return attrs.evolve(moved, alarming=moved._exceeds())
+        after = attrs.evolve(self, baseline=baseline, recent=recent)
+        alarming = after._exceeds()
+        return after if alarming == self.alarming else attrs.evolve(after, alarming=alarming)
 
     @property
     def ratio(self) -> float | None:
@@ -95,7 +99,7 @@ class MismatchGate:
         """
         if len(self.baseline) < self.warm_up:
             return None
-        logs = [math.log(value) for value in self.baseline if value < math.inf]
+        logs = [math.log(value) for value in self.baseline]
         middle = median(logs)
         return MAD_TO_SD * median(abs(one - middle) for one in logs)
 
@@ -116,6 +120,7 @@ class MismatchGate:
         return attrs.asdict(self)
 
     def _exceeds(self) -> bool:
-        if self.ratio is None or self.spread is None:
+        ratio = self.ratio
+        if ratio is None or ratio <= RISE:
             return False
-        return self.ratio > max(1.25, math.exp(2.5 * self.spread))
+        return self.spread is not None and ratio > math.exp(SPREADS * self.spread)

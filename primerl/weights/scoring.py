@@ -52,7 +52,9 @@ def _logprobs(model: nn.Module, row: Sequence[int], first_position: int) -> Floa
     ]
     parts = [
         part.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
-        for part, chosen in zip(logits.split(CHUNK), token_ids[0, 1:].split(CHUNK), strict=True)
+        for part, chosen in zip(
+            torch.split(logits, CHUNK), torch.split(token_ids[0, 1:], CHUNK), strict=True
+        )
     ]
     return np.concatenate([[0.0], torch.cat(parts).double().cpu().numpy()])
 
@@ -96,7 +98,7 @@ def rms(values: Float[np.ndarray, " t"]) -> float:
     return float(np.sqrt(np.square(values).mean()))
 
 
-def from_first_rank(make: Callable[[], Any]) -> Any:
+def on_first_rank(make: Callable[[], Any]) -> Any:
     """What ``make`` returns on rank 0, builtins, on every rank; a RuntimeError is raised on all."""
     if not dist.is_initialized():
         return make()

@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from primerl.weights.canary import Canary
 from primerl.weights.gathering import is_first_rank
-from primerl.weights.scoring import from_first_rank, movement, rms, trainer_logprobs
+from primerl.weights.scoring import movement, on_first_rank, rms, trainer_logprobs
 
 VISIBLE = 0.02  # nats by which a perturbation should move the logprobs
 FAINT = 0.001  # and must, where no larger one does
@@ -78,11 +79,11 @@ class WiringReport:
         width = max((len(one.group) for one in self.groups), default=5)
         lines = [f"{'group':{width}}  tensors  predicted      moved       rest  arrived"]
         words = {True: "yes", False: "NO", None: "unseen"}
-        for one in self.groups:
-            lines.append(
-                f"{one.group:{width}}  {one.tensors:7d}  {one.predicted:9.3g}  "
-                f"{_span(one.moved):>9}  {_span(one.rest):>9}  {words[one.arrived]}"
-            )
+        lines += [
+            f"{one.group:{width}}  {one.tensors:7d}  {one.predicted:9.3g}  "
+            f"{_span(one.moved):>9}  {_span(one.rest):>9}  {words[one.arrived]}"
+            for one in self.groups
+        ]
         return "\n".join([*lines, f"{len(self.groups)} groups in {self.seconds:.1f} s"])
 
 
@@ -91,7 +92,7 @@ def wiring_test(
 ) -> WiringReport:
     """Perturb each group of tensors, publish, and see that the engines move as the trainer does.
 
-    A group is a parameter or saved buffer of all layers: ``model.layers.*.self_attn.q_proj.weight``.
+    A group is a parameter or saved buffer of all layers: ``layers.*.self_attn.q_proj.weight``.
     Noise is added to it, as little as is visible by the trainer's own forward pass (a change of
     0.02 nats and 20 times the noise; of 0.001 nats where no more can be had), and published as
     ``version``; a replica that shows between 0.8 and 1.2 of the predicted change, and little else
@@ -198,13 +199,17 @@ def _perturbed(
             predicted = np.concatenate([row[1:] for row in expected]) - before.scores
             enough = max(FAINT if scale == SCALES[-1] else VISIBLE, least)
             # Rank 0 decides, since ranks may differ in the last bit.
-            if from_first_rank(lambda change=rms(predicted), wanted=enough: change >= wanted):
+            if on_first_rank(partial(_at_least, rms(predicted), enough)):
                 found = scale
                 break
         yield found, predicted
     finally:
         for (_, tensor), original in zip(tensors, kept, strict=True):
             _local(tensor).copy_(original)
+
+
+def _at_least(value: float, least: float) -> bool:
+    return value >= least
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,159 @@
+"""The canary and the wiring test on real vLLM: what passes, and what each of them catches."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from primerl import rollout, testing, weights
+from primerl.rollout import vllm_updates
+
+LR = 1e-6
+TINY = {"count": 3, "length": 64, "new_tokens": 6}
+
+
+def step(model, optimizer, seed):
+    """A policy gradient step on text that the model finds likely enough."""
+    generator = torch.Generator().manual_seed(seed)
+    size = model.config.vocab_size
+    rows = torch.randint(size // 16, size - size // 16, (2, 48), generator=generator)
+    logprobs = model(rows).logits[:, :-1].log_softmax(-1).gather(2, rows[:, 1:, None])[..., 0]
+    (logprobs * torch.tensor([[1.0], [-1.0]])).mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Trainer:
+    """A model, its optimizer, and a canary that has been calibrated on the server's weights."""
+
+    def __init__(self, folder, servers, *, lr=LR, on_update="recompute", **canary):
+        self.model, _ = weights.load_pretrained(folder)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.0)
+        self.engine = rollout.VLLMEngine(servers, on_update=on_update, run="proof")
+        self.transport = weights.SharedMemory(self.model, self.engine)
+        self.canary = weights.Canary(self.model, self.engine, **canary)
+        self.version = 0
+
+    def __enter__(self):
+        self.transport.publish(0)
+        verdict = self.canary.check(0)
+        assert verdict.passed, verdict.reason
+        return self
+
+    def __exit__(self, *error):
+        self.engine.close()
+
+    def step(self):
+        self.version += 1
+        step(self.model, self.optimizer, self.version)
+        self.transport.publish(self.version)
+        return self.canary.check(self.version)
+
+
+@pytest.fixture(scope="module")
+def tied_experts(tmp_path_factory):
+    """Both of vLLM's troubles on the CPU: a tied head, and experts."""
+    folder = tmp_path_factory.mktemp("models") / "tied_experts"
+    model = testing.tiny_model(
+        "qwen3_moe",
+        vocab_size=512,
+        hidden_size=128,
+        moe_intermediate_size=32,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    model.save_pretrained(folder)
+    testing.character_tokenizer("abc").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def faulty_server(start_server, tied_experts):
+    with start_server(
+        tied_experts,
+        weight_transfer="primerl_faulty",
+        worker_extension_cls="receivers.FaultyReceiver",
+        max_model_len=128,
+        env={"PYTHONPATH": str(Path(__file__).parent)},
+    ) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def fault(engine, name):
+    engine.call("/collective_rpc", {"method": "set_fault", "args": [name]})
+    try:
+        yield
+    finally:
+        engine.call("/collective_rpc", {"method": "set_fault", "args": [""]})
+
+
+def test_updates_of_smollm2_at_1e_6_pass_and_are_seen(server, smollm2):
+    with Trainer(smollm2, server, count=2) as trainer:
+        for _ in range(3):
+            verdict = trainer.step()
+            print(verdict.reason, verdict.tolerance)
+            assert verdict.passed, verdict.reason
+            (one,) = verdict.replicas
+            assert one.moved == pytest.approx(1, abs=0.1)
+
+
+def test_a_prefix_cache_that_stays_over_an_update_at_1e_6_is_caught(server, smollm2, monkeypatch):
+    """The engine neither clears its cache nor salts it: the continuation tells, scores do not."""
+    plain = vllm_updates.wire.generate_body
+
+    def unsalted(*args, **options):
+        return plain(*args, **options | {"salt": "always the same"})
+
+    monkeypatch.setattr(vllm_updates.wire, "generate_body", unsalted)
+    with Trainer(smollm2, server, count=2, on_update="keep") as trainer:
+        verdict = trainer.step()
+        print(verdict.reason)
+        assert not verdict.passed
+        (one,) = verdict.replicas
+        assert one.difference < verdict.tolerance < one.continuation
+        assert one.moved == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("remedy", ["no repacked head", "no repacked experts"])
+def test_without_a_remedy_the_canary_fails_where_the_receipt_does_not(
+    faulty_server, tied_experts, remedy
+):
+    with Trainer(tied_experts, faulty_server, lr=1e-4, **TINY) as trainer:
+        with fault(trainer.engine, remedy):
+            verdict = trainer.step()
+            print(verdict.reason)
+            assert not verdict.passed
+        verdict = trainer.step()
+        assert verdict.passed, verdict.reason
+
+
+def test_one_of_two_replicas_that_stays_old_is_named(faulty_server, tied_experts, start_server):
+    key = faulty_server.api_key
+    with start_server(tied_experts, max_model_len=128, api_key=key) as second:
+        servers = [faulty_server, second]
+        with Trainer(tied_experts, servers, lr=1e-4, **TINY) as trainer:
+            first = rollout.VLLMEngine(faulty_server, run="proof")
+            with contextlib.closing(first):
+                trainer.transport = weights.SharedMemory(trainer.model, first)
+                verdict = trainer.step()
+        found = {one.replica: one for one in verdict.replicas}
+        print(verdict.reason)
+        assert not verdict.passed
+        assert found[faulty_server.url].passed
+        assert found[second.url].moved == pytest.approx(0, abs=0.1)
+
+
+def test_the_wiring_of_a_tied_mixture_of_experts(faulty_server, tied_experts):
+    with Trainer(tied_experts, faulty_server, **TINY) as trainer:
+        arguments = (trainer.model, trainer.transport, trainer.canary)
+        report = weights.wiring_test(*arguments, version=0)
+        print(report)
+        assert report.missing == report.unseen == ()
+        with fault(trainer.engine, "no repacked experts"):
+            with pytest.raises(RuntimeError):
+                weights.wiring_test(*arguments, version=0)
+        trainer.transport.publish(0)
+        assert trainer.canary.check(0).passed

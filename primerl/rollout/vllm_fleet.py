@@ -56,7 +56,7 @@ class Fleet:
         finally:
             for task in self._watchers.values():
                 task.cancel()
-            self.http.close()
+            await self.http.close()
 
     async def first_look(self) -> None:
         """Ask every server once what it serves."""

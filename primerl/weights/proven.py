@@ -12,7 +12,7 @@ from primerl.weights.disk import Disk
 from primerl.weights.gathering import is_first_rank
 from primerl.weights.probing import Prober
 from primerl.weights.receipts import Receipt
-from primerl.weights.scoring import from_first_rank
+from primerl.weights.scoring import on_first_rank
 from primerl.weights.shared_memory import SharedMemory
 from primerl.weights.wiring import Transport, wiring_test
 
@@ -33,9 +33,9 @@ class Proven:
         transport = weights.Proven(transport, weights.Canary(model, engine), worker=rollouts)
         transport.publish(version)
 
-    The worker (with ``await_proof=True``) holds what was sampled meanwhile and drops it if the
-    canary fails. The next publication is then the repair; if that fails as well, ``publish``
-    raises. All ranks of a sharded trainer publish; rank 0 has the worker.
+    The worker (with ``await_proof=True``) holds what was sampled meanwhile, and drops it if the
+    canary fails. The same version is then published again, as often as ``repairs`` says, before
+    ``publish`` raises. All ranks of a sharded trainer publish; rank 0 has the worker.
 
     Args:
         transport: that publishes.
@@ -43,7 +43,7 @@ class Proven:
         worker: that is told, by ``settle``; None on other ranks.
         wiring: whether the first publication tests that each group of tensors reaches the engines
             (``wiring_test``): as many publications as there are groups, once.
-        most_failures: how many publications in a row may fail the canary.
+        repairs: how often a version that fails is published again.
     """
 
     def __init__(
@@ -53,38 +53,42 @@ class Proven:
         *,
         worker: Settles | None,
         wiring: bool = True,
-        most_failures: int = 1,
+        repairs: int = 1,
     ) -> None:
         self.transport = transport
         self.canary = canary
         self._worker = worker
         self._wiring = wiring
-        self._most_failures = most_failures
-        self._failures = 0
+        self._repairs = repairs
 
     def publish(self, version: int) -> Receipt | None:
-        """Put the weights of ``version`` into every engine and say whether they can be trusted.
+        """Put the weights of ``version`` into every engine; returns when a canary has passed.
 
         Raises:
-            RuntimeError: they did not arrive, or the canary failed too often in a row.
+            RuntimeError: they did not arrive, or no repair made the canary pass.
         """
         if self._wiring:
-            report = wiring_test(self.canary.model, self.transport, self.canary, version=version)
-            self._wiring = False
-            if self._worker is not None:  # what was sampled meanwhile is of perturbed weights
-                self._worker.settle(version, proven=False)
-            if is_first_rank():
-                log.info("every group of tensors reaches the engines:\n%s", report)
-        receipt: Receipt | None = self.transport.publish(version)
-        verdict = self.canary.check(version)
-        self._failures = 0 if verdict.passed else self._failures + 1
+            self._test_wiring(version)
+        for repairs_left in reversed(range(self._repairs + 1)):
+            receipt: Receipt | None = self.transport.publish(version)
+            verdict = self.canary.check(version)
+            self._settle(version, proven=verdict.passed)
+            if verdict.passed:
+                return receipt
+            if repairs_left and is_first_rank():
+                log.warning("what version %d sampled is dropped; it is published again", version)
+        raise RuntimeError(f"the engines do not serve what was published: {verdict.reason}")
+
+    def _test_wiring(self, version: int) -> None:
+        report = wiring_test(self.canary.model, self.transport, self.canary, version=version)
+        self._wiring = False
+        self._settle(version, proven=False)  # what was sampled meanwhile is of perturbed weights
+        if is_first_rank():
+            log.info("every group of tensors reaches the engines:\n%s", report)
+
+    def _settle(self, version: int, *, proven: bool) -> None:
         if self._worker is not None:
-            self._worker.settle(version, proven=verdict.passed)
-        if self._failures > self._most_failures:
-            raise RuntimeError(f"{self._failures} publications in a row failed: {verdict.reason}")
-        if self._failures and is_first_rank():
-            log.warning("what version %d sampled is dropped; the next one repairs it", version)
-        return receipt
+            self._worker.settle(version, proven=proven)
 
 
 def publisher(
@@ -122,7 +126,7 @@ def publisher(
         transport: Transport = SharedMemory(model, *engines, encoding=encoding, dtype=dtype)
     else:
         transport = Disk(model, *engines, folder=folder, encoding=encoding, dtype=dtype)
-    if not from_first_rank(lambda: isinstance(engine, Prober)):
+    if not on_first_rank(lambda: isinstance(engine, Prober)):
         return transport
     own = next(model.parameters()).dtype
     canary = Canary(model, engine, dtype=dtype or own)

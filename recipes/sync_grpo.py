@@ -40,7 +40,7 @@ class Args:
     on_nonfinite: str = "skip"  # or stop: an update whose loss or gradient is not finite
     engine: str = "transformers"  # in this process; or vllm: a server of its own
     engine_urls: tuple[str, ...] = ()  # vLLM's servers that run already
-    vllm_args: dict[str, str] = attrs.field(factory=dict)  # such as gpu_memory_utilization 0.4
+    vllm: dict[str, str] = attrs.field(factory=dict)  # such as gpu_memory_utilization 0.4
     weights_folder: str | None = None  # shared with servers on other hosts
     threads: int = 1  # of torch in each of the trainer and the engine; 0 for its default
     env: str | None = None  # of the verifiers library, such as reasoning-gym:chain_sum
@@ -82,9 +82,7 @@ def main(args: Args) -> None:
         enter, engine, rollouts, run = stack.enter_context, None, None, None
         if world.is_first:  # all ranks train; the first one samples, scores and keeps records
             if remote:
-                servers = args.engine_urls or enter(
-                    rollout.serve_vllm(args.model, **args.vllm_args)
-                )
+                servers = args.engine_urls or enter(rollout.serve_vllm(args.model, **args.vllm))
                 engine = rollout.VLLMEngine(servers)
             else:
                 engine = rollout.TransformersEngine(model, seed=args.seed)

@@ -76,11 +76,11 @@ class Http:
 
 
 def _checked(where: str, status: int, content: bytes) -> bytes:
-    if 200 <= status < 300:  # noqa: PLR2004
+    if 200 <= status < 300:
         return content
     what = f"{where} answered {status}: {refusal(content)}"
     if status in NO_KEY:
         raise RuntimeError(f"{what}; pass the server's key: VLLMEngine(..., api_key=)")
-    if status >= 500 or status == TOO_MANY:  # noqa: PLR2004
+    if status >= 500 or status == TOO_MANY:
         raise ServerFailed(what)
     raise Refused(what)

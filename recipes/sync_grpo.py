@@ -104,7 +104,7 @@ def main(args: Args) -> None:
         parallel.shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
         guard = parallel.UpdateGuard(on_nonfinite=args.on_nonfinite)
-        transport = weights.publisher(model, engine, folder=args.weights_folder, worker=rollouts)
+        transport = weights.transport_to(model, engine, folder=args.weights_folder, worker=rollouts)
         transport.publish(0)
         gate = weights.MismatchGate()
         before = score() if world.is_first else None

@@ -130,6 +130,7 @@ EXPORTS = {
         "MismatchGate",
         "NCCL",
         "Prober",
+        "Proven",
         "Receipt",
         "Receiver",
         "ReplicaVerdict",
@@ -139,6 +140,7 @@ EXPORTS = {
         "checkpoint_tensors",
         "load_pretrained",
         "save_pretrained",
+        "transport_to",
         "wiring_test",
     ],
 }

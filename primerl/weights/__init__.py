@@ -7,7 +7,7 @@ from primerl.weights.mismatch_gate import MismatchGate
 from primerl.weights.nccl import NCCL
 from primerl.weights.pretrained import load_pretrained, save_pretrained
 from primerl.weights.probing import Prober
-from primerl.weights.proven import Proven, publisher
+from primerl.weights.proven import Proven, transport_to
 from primerl.weights.receipts import Fetcher, Receipt
 from primerl.weights.shared_memory import Receiver, SharedMemory
 from primerl.weights.wiring import GroupWiring, WiringReport, wiring_test
@@ -29,7 +29,7 @@ __all__ = [
     "WiringReport",
     "checkpoint_tensors",
     "load_pretrained",
-    "publisher",
     "save_pretrained",
+    "transport_to",
     "wiring_test",
 ]

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from primerl.weights.wiring import Transport, wiring_test
 log = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Settles(Protocol):
     """The rollout worker, which holds what versions sampled until they are settled."""
 
@@ -91,7 +92,7 @@ class Proven:
             self._worker.settle(version, proven=proven)
 
 
-def publisher(
+def transport_to(
     model: nn.Module,
     engine: Any,
     *,
@@ -103,7 +104,7 @@ def publisher(
 ) -> Transport:
     """The usual transport: shared memory or a folder, and a canary if the engine can be probed.
 
-        transport = weights.publisher(model, engine, worker=rollouts)
+        transport = weights.transport_to(model, engine, worker=rollouts)
         transport.publish(0)
 
     An engine in this process copies from the trainer's own tensors, and nothing is probed; servers

@@ -15,6 +15,7 @@ SERVER_ARGS = {
     "max_model_len": 1024,
     "max_num_seqs": 32,
     "enable_prefix_caching": True,
+    "block_size": 32,  # a prefix is cached in blocks: short conversations fill some
 }
 
 

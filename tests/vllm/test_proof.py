@@ -1,6 +1,7 @@
 """The canary and the wiring test on real vLLM: what passes, and what each of them catches."""
 
 import contextlib
+import secrets
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ class Trainer:
     def __init__(self, folder, servers, *, lr=LR, on_update="recompute", **canary):
         self.model, _ = weights.load_pretrained(folder)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.0)
-        self.engine = rollout.VLLMEngine(servers, on_update=on_update, run="proof")
+        self.run = secrets.token_hex(4)
+        self.engine = rollout.VLLMEngine(servers, on_update=on_update, run=self.run)
         self.transport = weights.SharedMemory(self.model, self.engine)
         self.canary = weights.Canary(self.model, self.engine, **canary)
         self.version = 0
@@ -135,7 +137,7 @@ def test_one_of_two_replicas_that_stays_old_is_named(faulty_server, tied_experts
     with start_server(tied_experts, max_model_len=128, api_key=key) as second:
         servers = [faulty_server, second]
         with Trainer(tied_experts, servers, lr=1e-4, **TINY) as trainer:
-            first = rollout.VLLMEngine(faulty_server, run="proof")
+            first = rollout.VLLMEngine(faulty_server, run=trainer.run)
             with contextlib.closing(first):
                 trainer.transport = weights.SharedMemory(trainer.model, first)
                 verdict = trainer.step()

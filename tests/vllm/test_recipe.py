@@ -5,7 +5,6 @@ Issue 5, Shows 5.
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +12,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from primerl.weights.host_folder import shared_memory
 

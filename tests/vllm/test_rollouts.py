@@ -159,10 +159,10 @@ def test_every_token_is_of_the_version_it_names(server, policy, on_update):
                 # With keep, what comes after an update attends to keys of the weights before.
                 kept = on_update == "keep" and version != sample.versions[begin]
                 (later if kept else exact).append(error)
-                wrong += [
-                    abs(row[v][t] - sample.behavior_logprobs[t]) for v in row if v != version
-                ]
-    print(f"{on_update}: {len(exact)} tokens within {max(exact):.2g}", f"others {np.mean(wrong):.2g}")
+                wrong += [abs(row[v][t] - sample.behavior_logprobs[t]) for v in row if v != version]
+    print(
+        f"{on_update}: {len(exact)} tokens within {max(exact):.2g}", f"others {np.mean(wrong):.2g}"
+    )
     assert max(exact) < TOLERANCE
     assert np.mean(wrong) > 100 * TOLERANCE, "another version was to be told apart"
     if on_update == "keep":

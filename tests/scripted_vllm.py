@@ -26,6 +26,7 @@ class ScriptedVLLM:
         self.abort_next = 0
         self.routes = None
         self.receipt = {"ok": True}
+        self.dtype = "bfloat16"
         self.load_s = 0.0
         self.up = False
 
@@ -172,8 +173,8 @@ class ScriptedVLLM:
         elif path == "/update_weight_version":
             self.label = body["new_version"]
         elif path == "/collective_rpc":
-            result = self.receipt if body["method"] == "weight_receipt" else {"prepared": True}
-            return 200, {"results": [result]}
+            results = {"weight_receipt": self.receipt, "served_dtype": self.dtype}
+            return 200, {"results": [results.get(body["method"], {"prepared": True})]}
         elif path != "/start_weight_update":
             return 404, {"detail": "Not Found"}
         return 200, {"status": "done"}

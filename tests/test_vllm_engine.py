@@ -679,6 +679,14 @@ def test_metrics(servers, make):
     assert values == {one.url: {"vllm:num_requests_running": 1.0} for one in servers}
 
 
+def test_the_dtype_of_all_servers(servers, make):
+    engine = make(*servers)
+    assert engine.dtype == "bfloat16"
+    servers[1].dtype = "float32"
+    with pytest.raises(RuntimeError, match="several dtypes: .*bfloat16.*float32"):
+        _ = engine.dtype
+
+
 def test_probe(servers, make):
     engine = make(*servers)
     answers = engine.probe([[8, 16], [24, 32, 40]], max_new_tokens=2)

@@ -151,6 +151,20 @@ class VLLMEngine:
             self._context_length = parts.loop.submit(parts.fleet.context()).result()
         return self._context_length
 
+    @property
+    def dtype(self) -> str:
+        """The dtype that the servers compute in, such as ``"bfloat16"``.
+
+        Raises:
+            RuntimeError: none could be reached, or they differ.
+        """
+        answers = self.call("/collective_rpc", {"method": "served_dtype"})
+        named = {url: name for url, answer in answers.items() for name in answer["results"]}
+        if len(set(named.values())) != 1:
+            raise RuntimeError(f"the servers compute in several dtypes: {named}")
+        dtype: str = next(iter(named.values()))
+        return dtype
+
     # ---- requests ----
 
     async def generate(

@@ -10,7 +10,6 @@ from torch import nn
 from primerl.weights.canary import Canary
 from primerl.weights.disk import Disk
 from primerl.weights.gathering import is_first_rank
-from primerl.weights.probing import Prober
 from primerl.weights.receipts import Receipt
 from primerl.weights.scoring import on_first_rank
 from primerl.weights.shared_memory import SharedMemory
@@ -116,19 +115,20 @@ def transport_to(
         worker: see ``Proven``.
         folder: on a filesystem that the servers' hosts share; None for this host's memory.
         encoding: ``"full"`` or ``"delta"``.
-        dtype: that servers compute in; None keeps the trainer's.
+        dtype: of parameters on the wire; by default what the servers compute in.
         wiring: see ``Proven``.
 
     Raises:
         ValueError: an argument that no publication could be made with.
     """
+    served = on_first_rank(lambda: engine.dtype if hasattr(engine, "probe") else None)
+    dtype = dtype or (None if served is None else getattr(torch, served))
     engines = [] if engine is None else [engine]
     if folder is None:
         transport: Transport = SharedMemory(model, *engines, encoding=encoding, dtype=dtype)
     else:
         transport = Disk(model, *engines, folder=folder, encoding=encoding, dtype=dtype)
-    if not on_first_rank(lambda: isinstance(engine, Prober)):
+    if served is None:
         return transport
-    own = next(model.parameters()).dtype
-    canary = Canary(model, engine, dtype=dtype or own)
+    canary = Canary(model, engine, dtype=getattr(torch, served))
     return Proven(transport, canary, worker=worker, wiring=wiring)

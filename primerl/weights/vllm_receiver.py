@@ -274,6 +274,7 @@ class BroadcastTransfer(LayerwiseTransfer):
 class WeightReceiver:
     """Methods that vLLM's workers get, called through ``/collective_rpc``."""
 
+    model_runner: Any
     weight_transfer_engine: Any
     _weight_update_active: bool
 
@@ -289,6 +290,11 @@ class WeightReceiver:
             self.finish_weight_update()  # type: ignore[attr-defined]
         prepared: dict[str, Any] = transfer.prepare(transfer.parse_update_info(update))
         return prepared
+
+    def served_dtype(self) -> str:
+        """The dtype that the model computes in, such as ``"bfloat16"``."""
+        runner: Any = self.model_runner
+        return str(runner.model_config.dtype).removeprefix("torch.")
 
     def weight_receipt(self) -> dict[str, Any]:
         """What the last update handed to this worker's model: version, digest, seconds."""

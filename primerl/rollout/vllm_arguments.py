@@ -99,9 +99,8 @@ def server_command(
 
 def argument_names(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> set[str]:
     """The names of arguments, given as such or as flags."""
-    words = [word[2:].split("=")[0] for word in flags_as_given if word.startswith("--")]
-    words += [found[0] for word in flags_as_given if (found := re.match("-(O|cc)", word))]
-    words = [word.lstrip("-") for word in words]
+    flag = re.compile(r"--([^=.]+)|-(O|cc)")  # also --name.of.a.part=value, and -O3
+    words = [found[1] or found[2] for word in flags_as_given if (found := flag.match(word))]
     return {name.replace("-", "_").removeprefix("no_") for name in [*engine_args, *words]}
 
 

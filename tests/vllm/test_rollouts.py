@@ -3,6 +3,7 @@
 Each token's logprob is recomputed by a plain forward pass of the weights that it claims.
 """
 
+import itertools
 import time
 
 import numpy as np
@@ -20,9 +21,9 @@ UPDATES = 3
 # long they take. The first four groups are played at once, the others as versions are published.
 UNTIL = [0, 1, 2, 3, 2, 3, 3]
 GROUP = 4
-OPENING = (
-    "This is a diary of a long voyage by ship, kept by its cook, who had much to say about the "
-    "weather, the crew, the bread, and the harbours where they bought fish and lemons.\nMonday:"
+OPENING = (  # longer than a block of the prefix cache
+    "This is a diary of a long voyage, kept by the ship's cook, who had much to say about the "
+    "weather, the crew, the bread, and the harbours where they bought fish.\nMonday:"
 )
 DAYS = ["Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "Monday"]
 
@@ -71,7 +72,7 @@ def play(server, policy, on_update):
         before = counters(engine)
         plan = {"group_size": GROUP, "groups_per_step": 1, "max_staleness": UPDATES}
         plan["on_stale"] = "wait"
-        params = SamplingParams(max_tokens=12)
+        params = SamplingParams(max_tokens=10)
         environment = make_environment(tokenizer)
         groups, busy = [], []
         with rollout.worker(engine, environment, tasks, params=params, **plan) as rollouts:
@@ -142,7 +143,7 @@ def test_every_token_is_of_the_version_it_names(server, policy, on_update):
     pairs = {
         (int(old), int(new))
         for sample, begin, end in spans
-        for old, new in zip(sample.versions[begin:end], sample.versions[begin + 1 : end])
+        for old, new in itertools.pairwise(sample.versions[begin:end])
         if old != new
     }
     met = {(n, n + 1) for n in range(UPDATES)}

@@ -42,7 +42,7 @@ class Args:
     on_nonfinite: str = "skip"  # or stop: an update whose loss or gradient is not finite
     engine: str = "transformers"  # in this process; or vllm: a server of its own
     engine_urls: tuple[str, ...] = ()  # vLLM's servers that run already
-    vllm: dict[str, str] = attrs.field(factory=dict)  # such as gpu_memory_utilization 0.4
+    vllm: dict[str, bool | str] = attrs.field(factory=dict)  # such as gpu_memory_utilization 0.4
     weights_folder: str | None = None  # shared with servers on other hosts
     threads: int = 1  # of torch in each of the trainer and the engine; 0 for its default
     env: str | None = None  # of the verifiers library, such as reasoning-gym:chain_sum

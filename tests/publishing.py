@@ -77,6 +77,15 @@ def train(model, *, scale=1e-3, fraction=0.01, seed=0):
             parameter += scale * some * torch.randn(parameter.shape, generator=generator)
 
 
+def logprobs_of(model, token_ids, *, temperature=1.0):
+    """Of each token given those before it, by a plain forward pass; entry 0 is 0."""
+    ids = torch.tensor([token_ids])
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0].float()
+    rows = (logits / temperature).log_softmax(-1)
+    return torch.cat([torch.zeros(1), rows[:-1].gather(-1, ids[0, 1:, None])[:, 0]])
+
+
 def same_bits(a, b):
     return a.keys() == b.keys() and all(digest_of(a[n]) == digest_of(b[n]) for n in a)
 

@@ -90,7 +90,7 @@ def test_a_value_that_no_flag_can_carry_is_refused_by_name(value):
         vllm_arguments.flags({"dtype": value})
 
 
-def command(weight_transfer="primerl", flags=(), **engine_args):
+def command(weight_transfer="primerl", flags=(), on_cpu=False, **engine_args):
     return vllm_arguments.server_command(
         "M",
         host="127.0.0.1",
@@ -98,7 +98,18 @@ def command(weight_transfer="primerl", flags=(), **engine_args):
         weight_transfer=weight_transfer,
         engine_args=engine_args,
         flags_as_given=flags,
+        on_cpu=on_cpu,
     )
+
+
+def test_on_a_cpu_nothing_is_compiled_unless_it_is_asked_for():
+    assert "--enforce-eager" not in command()
+    assert "--enforce-eager" in command(on_cpu=True)
+    assert "--enforce-eager" in command(on_cpu=True, flags=("--dtype=float32", "-q"))
+    assert "--no-enforce-eager" in command(on_cpu=True, enforce_eager=False)
+    for flags in (["--no-enforce-eager"], ["--compilation-config.mode=3"], ["-O3"], ["-cc", "{}"]):
+        assert "--enforce-eager" not in command(on_cpu=True, flags=tuple(flags))
+    assert "--enforce-eager" not in command(on_cpu=True, optimization_level=2)
 
 
 def test_the_command_sets_what_training_needs():

@@ -21,6 +21,7 @@ _SECRETS = {
     "api_key": "use the argument api_key of serve_vllm, or PRIMERL_API_KEY",
     "hf_token": 'set HF_TOKEN in the environment, or env={"HF_TOKEN": ...}',
 }
+_COMPILATION = {"enforce_eager", "compilation_config", "optimization_level", "O", "cc"}
 _UNSUPPORTED = {"uds", "headless", "grpc", "grpc_port", "ssl_keyfile", "ssl_certfile", "root_path"}
 
 
@@ -60,6 +61,7 @@ def server_command(
     weight_transfer: str | None,
     engine_args: Mapping[str, Any],
     flags_as_given: tuple[str, ...] = (),
+    on_cpu: bool = False,
 ) -> list[str]:
     """The command that starts a server; ``flags_as_given`` are vLLM's own.
 
@@ -67,7 +69,8 @@ def server_command(
         ValueError: an argument that would show a secret, that this server does not support, or
             whose value no flag can carry.
     """
-    for name in argument_names(engine_args, flags_as_given):
+    given = argument_names(engine_args, flags_as_given)
+    for name in given:
         if name in _SECRETS:
             raise ValueError(f"{name} would stand on vLLM's command line; {_SECRETS[name]}")
         if name in _UNSUPPORTED:
@@ -79,6 +82,8 @@ def server_command(
     if weight_transfer is not None:
         arguments["weight_transfer_config"] = {"backend": weight_transfer}
         arguments["worker_extension_cls"] = WORKER_EXTENSION
+    if on_cpu and not given & _COMPILATION:
+        arguments["enforce_eager"] = True  # compiling takes minutes, and gains little there
     arguments |= engine_args
     middleware = arguments.pop("middleware", ())
     wrapped = [middleware] if isinstance(middleware, str) else [*middleware]
@@ -94,7 +99,8 @@ def server_command(
 
 def argument_names(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> set[str]:
     """The names of arguments, given as such or as flags."""
-    words = [word[2:].split("=")[0] for word in flags_as_given if word.startswith("--")]
+    flag = re.compile(r"--([^=.]+)|-(O|cc)")  # also --name.of.a.part=value, and -O3
+    words = [found[1] or found[2] for word in flags_as_given if (found := flag.match(word))]
     return {name.replace("-", "_").removeprefix("no_") for name in [*engine_args, *words]}
 
 

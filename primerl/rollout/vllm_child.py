@@ -76,6 +76,7 @@ class VLLMServer:
             weight_transfer=weight_transfer,
             engine_args=engine_args,
             flags_as_given=flags,
+            on_cpu=on_cpu,
         )
         self._command(port=0)  # raises what is wrong with it
         self._environment = server_environment(

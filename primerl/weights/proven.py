@@ -80,9 +80,10 @@ class Proven:
         raise RuntimeError(f"the engines do not serve what was published: {verdict.reason}")
 
     def _test_wiring(self, version: int) -> None:
+        # Engines serve perturbed weights meanwhile, so the worker is to start nothing.
+        self._settle(version, proven=False)
         report = wiring_test(self.canary.model, self.transport, self.canary, version=version)
         self._wiring = False
-        self._settle(version, proven=False)  # what was sampled meanwhile is of perturbed weights
         if is_first_rank():
             log.info("every group of tensors reaches the engines:\n%s", report)
 

@@ -1,12 +1,15 @@
-"""The canary and the wiring test on real vLLM: what passes, and what each of them catches."""
+"""The canary and the wiring test on real vLLM: what passes, and what each of them catches.
+
+Issue 5, Shows 2 and 3.
+"""
 
 import contextlib
-from pathlib import Path
+import secrets
 
 import pytest
 import torch
 
-from primerl import rollout, testing, weights
+from primerl import rollout, weights
 from primerl.rollout import vllm_updates
 
 LR = 1e-6
@@ -31,7 +34,8 @@ class Trainer:
     def __init__(self, folder, servers, *, lr=LR, on_update="recompute", **canary):
         self.model, _ = weights.load_pretrained(folder)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.0)
-        self.engine = rollout.VLLMEngine(servers, on_update=on_update, run="proof")
+        self.run = secrets.token_hex(4)
+        self.engine = rollout.VLLMEngine(servers, on_update=on_update, run=self.run)
         self.transport = weights.SharedMemory(self.model, self.engine)
         self.canary = weights.Canary(self.model, self.engine, **canary)
         self.version = 0
@@ -50,35 +54,6 @@ class Trainer:
         step(self.model, self.optimizer, self.version)
         self.transport.publish(self.version)
         return self.canary.check(self.version)
-
-
-@pytest.fixture(scope="module")
-def tied_experts(tmp_path_factory):
-    """Both of vLLM's troubles on the CPU: a tied head, and experts."""
-    folder = tmp_path_factory.mktemp("models") / "tied_experts"
-    model = testing.tiny_model(
-        "qwen3_moe",
-        vocab_size=512,
-        hidden_size=128,
-        moe_intermediate_size=32,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-    )
-    model.save_pretrained(folder)
-    testing.character_tokenizer("abc").save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def faulty_server(start_server, tied_experts):
-    with start_server(
-        tied_experts,
-        weight_transfer="primerl_faulty",
-        worker_extension_cls="receivers.FaultyReceiver",
-        max_model_len=128,
-        env={"PYTHONPATH": str(Path(__file__).parent)},
-    ) as server:
-        yield server
 
 
 @contextlib.contextmanager
@@ -130,20 +105,18 @@ def test_without_a_remedy_the_canary_fails_where_the_receipt_does_not(
         assert verdict.passed, verdict.reason
 
 
-def test_one_of_two_replicas_that_stays_old_is_named(faulty_server, tied_experts, start_server):
-    key = faulty_server.api_key
-    with start_server(tied_experts, max_model_len=128, api_key=key) as second:
-        servers = [faulty_server, second]
-        with Trainer(tied_experts, servers, lr=1e-4, **TINY) as trainer:
-            first = rollout.VLLMEngine(faulty_server, run="proof")
-            with contextlib.closing(first):
-                trainer.transport = weights.SharedMemory(trainer.model, first)
-                verdict = trainer.step()
-        found = {one.replica: one for one in verdict.replicas}
-        print(verdict.reason)
-        assert not verdict.passed
-        assert found[faulty_server.url].passed
-        assert found[second.url].moved == pytest.approx(0, abs=0.1)
+def test_one_of_two_replicas_that_stays_old_is_named(pair, tied_experts):
+    first, second = pair
+    with Trainer(tied_experts, pair, lr=1e-4, **TINY) as trainer:
+        one = rollout.VLLMEngine(first, run=trainer.run)
+        with contextlib.closing(one):
+            trainer.transport = weights.SharedMemory(trainer.model, one)
+            verdict = trainer.step()
+    found = {one.replica: one for one in verdict.replicas}
+    print(verdict.reason)
+    assert not verdict.passed
+    assert found[first.url].passed
+    assert found[second.url].moved == pytest.approx(0, abs=0.1)
 
 
 def test_the_wiring_of_a_tied_mixture_of_experts(faulty_server, tied_experts):

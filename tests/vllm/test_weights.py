@@ -1,4 +1,7 @@
-"""New weights in real vLLM servers: right logits after a reload; faults, and who catches them."""
+"""New weights in real vLLM servers: right logits after a reload; faults, and who catches them.
+
+Issue 5, Shows 2 and 3.
+"""
 
 import contextlib
 import itertools
@@ -7,50 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from publishing import StoreMeeting, train
+from publishing import StoreMeeting, logprobs_of, train
 
-from primerl import rollout, testing, weights
+from primerl import rollout, weights
 from primerl.weights.host_folder import shared_memory
 
 CLOSE = 5e-5  # of logprobs in float32
 VISIBLY_WRONG = 0.05
-
-
-def logprobs(model, token_ids):
-    """Of each token given those before it, by Hugging Face; entry 0 is 0."""
-    ids = torch.tensor([token_ids])
-    with torch.no_grad():
-        rows = model(input_ids=ids).logits[0].float().log_softmax(-1)
-    return torch.cat([torch.zeros(1), rows[:-1].gather(-1, ids[0, 1:, None])[:, 0]])
-
-
-@pytest.fixture(scope="module")
-def tied_experts(tmp_path_factory):
-    """The folder of a tiny model with both of vLLM's troubles on the CPU: tied head, experts."""
-    folder = tmp_path_factory.mktemp("models") / "tied_experts"
-    model = testing.tiny_model(
-        "qwen3_moe",
-        vocab_size=512,
-        hidden_size=128,
-        moe_intermediate_size=32,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-    )
-    model.save_pretrained(folder)
-    testing.character_tokenizer("abc").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def faulty_server(start_server, tied_experts):
-    with start_server(
-        str(tied_experts),
-        weight_transfer="primerl_faulty",
-        worker_extension_cls="receivers.FaultyReceiver",
-        max_model_len=128,
-        env={"PYTHONPATH": str(Path(__file__).parent)},
-    ) as server:
-        yield server
 
 
 class Trainer:
@@ -58,11 +24,12 @@ class Trainer:
 
     versions = itertools.count(1)
 
-    def __init__(self, folder, server, **settings):
+    def __init__(self, folder, server):
         self.model, _ = weights.load_pretrained(folder)
         self.engine = rollout.VLLMEngine(server)
-        self.tokens = [int(t) for t in torch.randint(3, 500, (40,))]
-        self.settings = settings
+        self.tokens = torch.randint(
+            3, 500, (40,), generator=torch.Generator().manual_seed(0)
+        ).tolist()
 
     def publish(self, transport):
         train(self.model, scale=0.05, fraction=1.0, seed=(version := next(self.versions)))
@@ -71,7 +38,8 @@ class Trainer:
     def error(self):
         """The largest |difference| between the server's logprobs and the trainer's."""
         (answer,) = self.engine.probe([self.tokens], max_new_tokens=1).values()
-        return (torch.tensor(answer[0]["scores"]) - logprobs(self.model, self.tokens)).abs().max()
+        own = logprobs_of(self.model, self.tokens)
+        return (torch.tensor(answer[0]["scores"]) - own).abs().max()
 
     @contextlib.contextmanager
     def fault(self, name):
@@ -85,7 +53,7 @@ class Trainer:
             tell("")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def trainer(tied_experts, faulty_server):
     trainer = Trainer(tied_experts, faulty_server)
     with contextlib.closing(trainer.engine):
@@ -115,10 +83,10 @@ def test_smollm2_in_float32(server, smollm2):
     trainer = Trainer(smollm2, server)
     with contextlib.closing(trainer.engine):
         transport = weights.SharedMemory(trainer.model, trainer.engine)
-        before = logprobs(trainer.model, trainer.tokens)
+        before = logprobs_of(trainer.model, trainer.tokens)
         train(trainer.model, scale=5e-4, fraction=1.0)
         transport.publish(1)
-        moved = (logprobs(trainer.model, trainer.tokens) - before).abs().max()
+        moved = (logprobs_of(trainer.model, trainer.tokens) - before).abs().max()
         assert trainer.error() < CLOSE < 100 * CLOSE < moved
 
 
@@ -193,19 +161,17 @@ def test_a_flipped_bit_in_a_delta_and_a_truncated_file(trainer, disk, tmp_path, 
     assert trainer.error() < CLOSE
 
 
-def test_one_of_two_engines_on_an_old_version(trainer, tied_experts, start_server, tmp_path):
+def test_one_of_two_engines_on_an_old_version(trainer, pair, tmp_path):
     """It reports what it loaded last, whatever the client believes that it told it."""
-    with start_server(str(tied_experts), max_model_len=128) as second:
-        engine = rollout.VLLMEngine(second)
-        with contextlib.closing(engine):
-            both = weights.Disk(trainer.model, trainer.engine, engine, folder=tmp_path / "w")
-            trainer.publish(both)
-            stale = Stale(engine)
-            one = weights.Disk(trainer.model, trainer.engine, stale, folder=tmp_path / "v")
-            with pytest.raises(RuntimeError, match=rf"version: still serves \d+ on {second.url}"):
-                trainer.publish(one)
-            assert trainer.error() < CLOSE
-    trainer.publish(weights.SharedMemory(trainer.model, trainer.engine))
+    engine = rollout.VLLMEngine(pair[1])
+    with contextlib.closing(engine):
+        both = weights.Disk(trainer.model, trainer.engine, engine, folder=tmp_path / "w")
+        trainer.publish(both)
+        stale = Stale(engine)
+        one = weights.Disk(trainer.model, trainer.engine, stale, folder=tmp_path / "v")
+        with pytest.raises(RuntimeError, match=rf"version: still serves \d+ on {pair[1].url}"):
+            trainer.publish(one)
+        assert trainer.error() < CLOSE
 
 
 class Stale:
@@ -222,7 +188,7 @@ class Stale:
 def test_broadcast_weights_arrive(tied_experts, start_server):
     """All of the NCCL path but NCCL: a store of torch carries the bytes."""
     with start_server(
-        str(tied_experts),
+        tied_experts,
         weight_transfer="primerl_store",
         worker_extension_cls="receivers.FaultyReceiver",
         max_model_len=128,

@@ -1,0 +1,92 @@
+"""Servers that are killed, and return, while rollouts go on. Issue 5, Shows 6.
+
+The last file to run: it leaves the two servers dead.
+"""
+
+import asyncio
+import os
+import signal
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from publishing import logprobs_of
+
+from primerl import rollout, weights
+from primerl.types import SamplingParams
+
+TOLERANCE = 5e-5  # of logprobs in float32
+DOWN_S = 3.0
+
+
+def run(coroutine, timeout_s=120):
+    return asyncio.run(asyncio.wait_for(coroutine, timeout_s))
+
+
+def until(condition, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.05)
+
+
+def kill(server):
+    """Kill the process that holds the server; all others of it follow."""
+    holder = psutil.Process(server.pid)
+    tree = [holder, *holder.children(recursive=True)]
+    os.kill(server.pid, signal.SIGKILL)
+    until(lambda: not server.alive)
+    left = psutil.wait_procs(tree, timeout=20)[1]
+    assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
+
+
+async def under_fire(engine, victim):
+    """Sixteen requests over both servers, of which one dies meanwhile."""
+    params = SamplingParams(max_tokens=400)
+    requests = [asyncio.ensure_future(engine.generate([5, 6], params)) for _ in range(16)]
+    while not all(row["in_flight"] for row in await asyncio.to_thread(engine.replicas)):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    await asyncio.to_thread(kill, victim)
+    return await asyncio.gather(*requests)
+
+
+def test_kill_one_restart_it_and_kill_both(pair, tied_experts, tmp_path):
+    first, second = pair
+    model, _ = weights.load_pretrained(tied_experts)
+    with rollout.VLLMEngine(pair, down_timeout_s=DOWN_S) as engine:
+        transport = weights.Disk(model, engine, folder=tmp_path / "publications")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+        transport.publish(1)
+
+        answers = run(under_fire(engine, first))
+        assert [len(one.token_ids) for one in answers] == [400] * 16
+        assert {int(v) for one in answers for v in one.versions} == {1}
+        assert [row["alive"] for row in engine.replicas()] == [False, True]
+
+        url = first.url
+        first.restart()
+        assert first.url == url
+        until(lambda: engine.replicas()[0]["serving"])
+        assert engine.replicas()[0]["version"] == 1
+
+        async def many():
+            params = SamplingParams(max_tokens=8)
+            return await asyncio.gather(*(engine.generate([7], params) for _ in range(8)))
+
+        for one in run(many()):
+            wanted = logprobs_of(model, [7, *one.token_ids.tolist()])[1:].numpy()
+            np.testing.assert_allclose(one.logprobs, wanted, atol=TOLERANCE)
+        (replies,) = {str(reply) for reply in engine.probe([[5, 6, 7, 8]]).values()}
+        assert replies, "the one that returned answers as the other does"
+
+        kill(first)
+        kill(second)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=f"(?s){first.url} is down.*{second.url} is down"):
+            run(engine.generate([5], SamplingParams(max_tokens=1)))
+        assert time.monotonic() - began < DOWN_S + 2.0

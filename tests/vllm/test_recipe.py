@@ -1,0 +1,126 @@
+"""The asynchronous recipe on real vLLM: with a server of its own, and with one that runs already.
+
+Issue 5, Shows 5.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from primerl.weights.host_folder import shared_memory
+
+SMALL = ["--steps", "2", "--groups-per-step", "2", "--group-size", "4", "--eval-tasks", "4"]
+# Its scorer gives a part of the reward often, so that groups have a signal.
+SMALL += ["--env", "reasoning-gym:letter_counting", "--max-tokens", "24"]
+SMALL += ["--vllm", "dtype", "float32", "max_model_len", "1024"]
+TIMEOUT_S = 300.0
+
+
+class Recipe:
+    """A running recipe, and all processes that it ever had."""
+
+    def __init__(self, root, folder, model, *args, env=None):
+        self.folder = folder / "run"
+        command = [root / "recipes" / "async_grpo.py", *SMALL, "--model", model]
+        command += ["--run-dir", self.folder, *args]
+        self._before = shared()
+        self.output = folder / "output"
+        with self.output.open("w") as output:
+            self._process = psutil.Popen(
+                [sys.executable, *map(str, command)],
+                cwd=folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.tree = {self._process}
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self):
+        while self._process.is_running():
+            try:
+                self.tree.update(self._process.children(recursive=True))
+            except psutil.NoSuchProcess:
+                return
+            time.sleep(0.1)
+
+    def wait_for_step(self):
+        """Until a step was trained."""
+        metrics, deadline = self.folder / "metrics.jsonl", time.monotonic() + TIMEOUT_S
+        while not (metrics.exists() and metrics.read_text()):
+            assert self._process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.05)
+
+    def end(self, how=None):
+        """Its exit code and its output; ``how`` is a signal that it is sent."""
+        if how is not None:
+            self._process.send_signal(how)
+        try:
+            return self._process.wait(TIMEOUT_S), self.output.read_text()
+        except psutil.TimeoutExpired:
+            self._process.kill()
+            raise AssertionError(self.output.read_text()) from None
+
+    def check_nothing_left(self, *, within_s=20.0, shared_too=True):
+        left = psutil.wait_procs(self.tree, timeout=within_s)[1]
+        assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
+        assert len(self.tree) > 1
+        assert not shared_too or shared() - self._before == set()
+
+
+def shared():
+    return {path.name for path in Path(shared_memory()).iterdir() if "primerl" in path.name}
+
+
+def check_run(folder):
+    """Both steps were trained on what the engine sampled by the weights that it names."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1]
+    for line in lines:
+        assert line["tokens"] > 0
+        assert 0 <= line["mismatch_kl"] < 1e-8
+        assert line.get("dropped/unproven", 0) == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert "error" not in summary
+    assert 0 <= summary["eval_after"] <= 1
+    assert (folder / "final" / "model.safetensors").is_file()
+
+
+def test_it_starts_its_own_server_trains_and_leaves_nothing(root, smollm2, tmp_path):
+    recipe = Recipe(root, tmp_path, smollm2, "--engine", "vllm")
+    code, output = recipe.end()
+    assert code == 0, output
+    check_run(recipe.folder)
+    recipe.check_nothing_left()
+
+
+def test_a_server_that_runs_already_is_used_and_stays(root, smollm2, server, tmp_path):
+    args = ["--engine-urls", server.url]
+    recipe = Recipe(root, tmp_path, smollm2, *args, env={"PRIMERL_API_KEY": server.api_key})
+    code, output = recipe.end()
+    assert code == 0, output
+    assert server.api_key not in output
+    check_run(recipe.folder)
+    recipe.check_nothing_left()
+    assert server.alive
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_ended_by_a_signal_it_leaves_no_process(root, smollm2, tmp_path, how):
+    recipe = Recipe(root, tmp_path, smollm2, "--engine", "vllm")
+    recipe.wait_for_step()
+    code, output = recipe.end(how)
+    assert code != 0, output
+    # What is shared by those who were killed is removed by the next one who shares anything.
+    recipe.check_nothing_left(shared_too=how == signal.SIGINT)

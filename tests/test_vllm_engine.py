@@ -383,7 +383,8 @@ def routes_of(server):
     ],
 )
 def test_the_order_of_an_update(server, make, on_update, pause):
-    engine = make(server, on_update=on_update, adopt=None, run="abc")
+    engine = make(server, on_update=on_update, run="abc")
+    server.calls.clear()
     receipts = engine.load_weights({"folder": "f", "version": 2}, version=2)
     assert receipts == {server.url: [{"ok": True}]}
     update = {"folder": "f", "version": 2}
@@ -397,6 +398,19 @@ def test_the_order_of_an_update(server, make, on_update, pause):
         ("/collective_rpc", {"method": "weight_receipt", "kwargs": {}}),
     ]
     assert engine.version == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_version_that_is_sent_again_keeps_no_prefix_of_its_first_weights(server, make, fails):
+    engine = make(server, on_update="keep")
+    engine.load_weights({}, version=1)
+    if fails:
+        server.faults["/resume"] = [(500, "half way")]
+        with pytest.raises(RuntimeError, match="half way"):
+            engine.load_weights({}, version=2)
+    engine.load_weights({}, version=2 if fails else 1)
+    pauses = [query["clear_cache"] for path, query in server.calls if path == "/pause"]
+    assert pauses == (["false", "false", "true"] if fails else ["false", "true"])
 
 
 def test_versions_do_not_go_back(server, make):

@@ -140,8 +140,11 @@ class Updates:
     ) -> list[dict[str, Any]]:
         """Pause, load, resume; a replica in which this fails serves no more until a later load."""
         touched = False
+        newer = replica.version is not None and version > replica.version
         try:
-            await post(self._fleet, replica, f"/pause?{self._pause}")
+            # Prefixes are kept by version, so those of other weights under this number must go.
+            pause = self._pause if newer else self._pause.replace("cache=false", "cache=true")
+            await post(self._fleet, replica, f"/pause?{pause}")
             touched = True
             await post(self._fleet, replica, "/start_weight_update")
             if meeting is not None:

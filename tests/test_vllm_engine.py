@@ -460,6 +460,51 @@ def test_a_replica_in_which_loading_failed_does_not_serve_until_the_next(servers
     copy.close()
 
 
+def test_a_failed_replica_is_not_used_though_it_says_otherwise(servers, make, monkeypatch):
+    monkeypatch.setattr("primerl.rollout.vllm_updates.SEED_AGAIN_S", 0.3)
+    first, second = servers
+    engine = make(*servers)
+    first.faults["/update_weights"] = [(500, "half way")]
+    first.faults["/update_weight_version"] = [(500, "not now")] * 2
+    with pytest.raises(RuntimeError, match="half way"):
+        engine.load_weights({}, version=1)
+    time.sleep(0.4)
+    assert first.label == engine._labels.name(0), "it still says that it serves what it did"
+    assert [row["serving"] for row in engine.replicas()] == [False, True]
+    until(lambda: first.label == "failed")
+    with pytest.raises(RuntimeError, match=f"{first.url} failed to load weights"):
+        engine.adopt(1)
+    assert first.label == "failed"
+    engine.load_weights({}, version=2)
+    assert [row["version"] for row in engine.replicas()] == [2, 2]
+    time.sleep(0.5)
+    assert (first.label, second.label) == (engine._labels.name(2),) * 2
+
+
+def test_a_failed_replica_that_is_started_anew_is_seeded(servers, make, monkeypatch):
+    monkeypatch.setattr("primerl.rollout.vllm_updates.SEED_AGAIN_S", 0.1)
+    first, _second = servers
+    engine = make(*servers)
+    first.faults["/update_weights"] = [(500, "half way")]
+    first.faults["/update_weight_version"] = [(500, "not now")] * 3
+    with pytest.raises(RuntimeError, match="half way"):
+        engine.load_weights({}, version=1)
+    first.restart()
+    until(lambda: [row["version"] for row in engine.replicas()] == [1, 1])
+
+
+def test_an_update_does_not_wait_for_one_that_is_being_seeded(servers, make):
+    first, _second = servers
+    engine = make(*servers)
+    engine.load_weights({}, version=1)
+    first.kill()
+    first.faults["/collective_rpc"] = [HANG]
+    first.restart()
+    until(lambda: not first.faults["/collective_rpc"])
+    engine.load_weights({}, version=2, timeout_s=3)
+    assert [row["version"] for row in engine.replicas()] == [2, 2]
+
+
 def test_what_is_in_flight_where_loading_failed_is_sent_elsewhere(servers, make):
     first, second = servers
     engine = make(*servers)

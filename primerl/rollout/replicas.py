@@ -13,6 +13,7 @@ from primerl.types import PolicyVersion
 
 OVERLOAD = 1.5  # a session leaves its home where that has so much more to do than the least loaded
 SPARE = 4  # and at least so many more requests
+FAILED = "failed"  # the label of weights that failed to load
 
 
 @attrs.define(eq=False)
@@ -30,6 +31,8 @@ class Replica:
     """What the server itself calls its weights."""
     in_flight: int = 0
     error: str = "not reached yet"
+    failed: bool = False
+    """Whether it failed to load weights, so that whatever it says it serves is not to be used."""
 
     def describe(self) -> str:
         """Why it serves, or does not."""
@@ -86,7 +89,9 @@ class Replicas:
         They are where it held weights of this run and now holds something else.
         """
         replica.alive, replica.error = True, ""
-        if version is not None:
+        if version is None and label != FAILED:
+            replica.failed = False  # it was started anew
+        if version is not None and not replica.failed:
             self.serves(replica, label, version)
             return False
         lost = replica.version is not None
@@ -94,10 +99,21 @@ class Replicas:
         return lost
 
     def serves(self, replica: Replica, label: str | None, version: PolicyVersion) -> None:
-        """A replica sampled with, or was given, ``version``; news may overtake each other."""
-        if replica.version is None or version >= replica.version:
+        """A replica sampled with, or says it has, ``version``; news may overtake each other."""
+        if not replica.failed and (replica.version is None or version >= replica.version):
             replica.version, replica.label = version, label
         self.learn_publication(version)
+
+    def took(self, replica: Replica, label: str | None, version: PolicyVersion) -> None:
+        """A replica was given ``version``, whatever it held before."""
+        replica.failed = False
+        self.serves(replica, label, version)
+
+    def failed(self, replica: Replica) -> bool:
+        """A replica failed to load weights; returns whether requests in flight there are lost."""
+        lost = replica.version is not None
+        replica.failed, replica.version, replica.label = True, None, FAILED
+        return lost
 
     def lost(self, replica: Replica, error: str) -> None:
         """A replica can't be reached; what it holds when it returns is to be asked again."""

@@ -272,7 +272,7 @@ class VLLMEngine:
 
         Raises:
             ValueError: ``version`` is older than what is served.
-            RuntimeError: a server did not take it.
+            RuntimeError: a server did not take it, or one failed to load weights before.
         """
         parts = self._running()
         if version < self.version:

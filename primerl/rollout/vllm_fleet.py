@@ -110,6 +110,12 @@ class Fleet:
             self._withdraw(replica)
         self.tell()
 
+    def failed(self, replica: Replica) -> None:
+        """A server failed to load weights: nothing that it says of them counts until it has some."""
+        if self.replicas.failed(replica):
+            self._withdraw(replica)
+        self.tell()
+
     async def _label(self, replica: Replica) -> str | None:
         # Answered between two steps of the engine, so not while weights are loaded: that server
         # is healthy, and serves what it served.

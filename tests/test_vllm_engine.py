@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import errno
 import io
 import math
 import threading
@@ -296,10 +297,12 @@ def test_wrong_arguments(arguments, words):
 
 def test_weights_of_an_unknown_origin_do_not_serve(server, make):
     server.label = "otherrun-57"
-    engine = make(server, adopt=None, down_timeout_s=0.3)
+    engine = make(server, adopt=None, down_timeout_s=0.3, request_timeout_s=2.0)
     assert engine.version == 0
+    began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"up, but its weights \('otherrun-57'\) are not this"):
         run(engine.generate([3], P(max_tokens=1)))
+    assert time.monotonic() - began > 1.5, "the first publication may take long"
     engine.load_weights({}, version=0)
     assert run(engine.generate([3], P(max_tokens=1))).versions.tolist() == [0]
 
@@ -680,6 +683,32 @@ def test_a_server_that_falls_silent_is_lost(servers, make, monkeypatch):
     assert len(run(scenario())) == 8
 
 
+def test_requests_leave_a_host_that_vanished(servers, make, monkeypatch):
+    monkeypatch.setattr("primerl.rollout.vllm_fleet.SILENT_S", 0.5)
+    first, second = servers
+    engine = make(*servers)
+    first.token_s = second.token_s = 0.05
+
+    async def scenario():
+        requests = [asyncio.ensure_future(engine.generate([3], P(max_tokens=60))) for _ in range(6)]
+        while not (first.running and second.running):
+            await asyncio.sleep(0.01)
+        first._loop.call_soon_threadsafe(first._gate.clear)  # no answer, and no new connection
+        first._loop.call_soon_threadsafe(first._server.close)
+        for path in ("/weight_info", "/health"):
+            first.faults[path] = [DROP] * 100
+        return await asyncio.gather(*requests)
+
+    assert [len(one.token_ids) for one in run(scenario())] == [60] * 6
+
+
+def test_ranks_of_a_server_that_differ_for_a_moment_are_not_its_end(server, make):
+    engine = make(server)
+    server.faults["/weight_info"] = [(500, "Engines returned different results")] * 3
+    until(lambda: not server.faults["/weight_info"])
+    assert engine.replicas()[0]["serving"]
+
+
 def test_a_server_that_is_busy_loading_is_not_lost(server, make, monkeypatch):
     monkeypatch.setattr("primerl.rollout.vllm_fleet.SILENT_S", 0.2)
     engine = make(server)
@@ -719,6 +748,22 @@ def test_the_private_file_goes_with_its_owner(server, make):
     assert not path.exists()
 
 
+def test_a_file_of_urls_that_cannot_be_read_changes_nothing(server, tmp_path, monkeypatch):
+    file = tmp_path / "replicas.txt"
+    file.write_text(f"{server.url}\n")
+    with rollout.VLLMEngine(file) as engine:
+        engine.adopt(0)
+
+        def stale(*_, **__):
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine._members._path), "stat", stale)
+            time.sleep(0.4)
+        file.write_text("http://127.0.0.1:9\n")
+        until(lambda: [row["url"] for row in engine.replicas()] == ["http://127.0.0.1:9"])
+
+
 def test_a_file_of_urls(servers, tmp_path):
     first, second = servers
     file = tmp_path / "replicas.txt"
@@ -748,6 +793,13 @@ def test_probe(servers, make):
         assert [one["logprobs"].tolist() for one in replies] == [[-1, -1], [-1, -1]]
     with pytest.raises(ValueError, match="exceed the context"):
         engine.probe([[1] * 127], max_new_tokens=2)
+
+
+def test_a_server_without_the_route_says_so(server, make):
+    engine = make(server)
+    server.faults["/inference/v1/generate"] = [(403, "Restart with --enable-scale-out")]
+    with pytest.raises(RuntimeError, match="403: Restart with --enable-scale-out$"):
+        run(engine.generate([3], P(max_tokens=1)))
 
 
 def test_a_closed_engine_says_so(server, make):

@@ -5,6 +5,7 @@ Plain state, without input or output: whoever talks to the servers says what bec
 
 import bisect
 import hashlib
+import time
 from collections.abc import Collection, Iterable, Iterator
 
 import attrs
@@ -33,6 +34,14 @@ class Replica:
     error: str = "not reached yet"
     failed: bool = False
     """Whether it failed to load weights, so that whatever it says it serves is not to be used."""
+
+    lost_at: float | None = None
+    """Since when it can't be reached, by the monotonic clock."""
+
+    @property
+    def lost_s(self) -> float:
+        """For how long it can't be reached."""
+        return 0.0 if self.lost_at is None else time.monotonic() - self.lost_at
 
     def describe(self) -> str:
         """Why it serves, or does not."""
@@ -88,7 +97,7 @@ class Replicas:
 
         They are where it held weights of this run and now holds something else.
         """
-        replica.alive, replica.error = True, ""
+        replica.alive, replica.error, replica.lost_at = True, "", None
         if version is None and label != FAILED:
             replica.failed = False  # it was started anew
         if version is not None and not replica.failed:
@@ -118,6 +127,7 @@ class Replicas:
     def lost(self, replica: Replica, error: str) -> None:
         """A replica can't be reached; what it holds when it returns is to be asked again."""
         replica.alive, replica.version, replica.label, replica.error = False, None, None, error
+        replica.lost_at = replica.lost_at or time.monotonic()
 
     def learn_publication(self, version: PolicyVersion) -> None:
         """``version`` was published."""
@@ -143,6 +153,11 @@ class Replicas:
     def newest(self) -> PolicyVersion | None:
         """The newest version that was published, as far as is known."""
         return self._published[-1] if self._published else None
+
+    @property
+    def unpublished(self) -> bool:
+        """Whether servers are there, and nothing of this run was published to them so far."""
+        return not self._published and bool(self.live())
 
     def serving(self) -> list[Replica]:
         """The replicas that are given requests."""

@@ -112,7 +112,7 @@ class Fleet:
         self.tell()
 
     def failed(self, replica: Replica) -> None:
-        """A server failed to load weights: nothing that it says of them counts until it has some."""
+        """A server failed to load weights: until it has some, what it says does not count."""
         if self.replicas.failed(replica):
             self._withdraw(replica)
         self.tell()

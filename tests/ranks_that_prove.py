@@ -22,6 +22,10 @@ def step(model, seed):
     model.zero_grad()
 
 
+def too_long(*_, **__):
+    raise ValueError("the sequence exceeds the context")
+
+
 def local_parts(model):
     return [parameter.to_local().clone() for parameter in model.parameters()]
 
@@ -62,6 +66,14 @@ def main():
             lost = str(error).splitlines()[0]
         dist.all_gather_object(told, lost)
         found["lost"] = told
+        if first:
+            engine.probe = too_long
+        try:
+            watch.check(2)
+        except (RuntimeError, ValueError) as error:
+            lost = f"{type(error).__name__}: {error}"
+        found["refused"] = [None] * world.world_size
+        dist.all_gather_object(found["refused"], lost)
         if first:
             Path(sys.argv[1]).write_text(json.dumps(found))
 

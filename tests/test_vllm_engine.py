@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import errno
 import io
 import math
 import threading
@@ -296,10 +297,12 @@ def test_wrong_arguments(arguments, words):
 
 def test_weights_of_an_unknown_origin_do_not_serve(server, make):
     server.label = "otherrun-57"
-    engine = make(server, adopt=None, down_timeout_s=0.3)
+    engine = make(server, adopt=None, down_timeout_s=0.3, request_timeout_s=2.0)
     assert engine.version == 0
+    began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"up, but its weights \('otherrun-57'\) are not this"):
         run(engine.generate([3], P(max_tokens=1)))
+    assert time.monotonic() - began > 1.5, "the first publication may take long"
     engine.load_weights({}, version=0)
     assert run(engine.generate([3], P(max_tokens=1))).versions.tolist() == [0]
 
@@ -383,7 +386,8 @@ def routes_of(server):
     ],
 )
 def test_the_order_of_an_update(server, make, on_update, pause):
-    engine = make(server, on_update=on_update, adopt=None, run="abc")
+    engine = make(server, on_update=on_update, run="abc")
+    server.calls.clear()
     receipts = engine.load_weights({"folder": "f", "version": 2}, version=2)
     assert receipts == {server.url: [{"ok": True}]}
     update = {"folder": "f", "version": 2}
@@ -397,6 +401,19 @@ def test_the_order_of_an_update(server, make, on_update, pause):
         ("/collective_rpc", {"method": "weight_receipt", "kwargs": {}}),
     ]
     assert engine.version == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_version_that_is_sent_again_keeps_no_prefix_of_its_first_weights(server, make, fails):
+    engine = make(server, on_update="keep")
+    engine.load_weights({}, version=1)
+    if fails:
+        server.faults["/resume"] = [(500, "half way")]
+        with pytest.raises(RuntimeError, match="half way"):
+            engine.load_weights({}, version=2)
+    engine.load_weights({}, version=2 if fails else 1)
+    pauses = [query["clear_cache"] for path, query in server.calls if path == "/pause"]
+    assert pauses == (["false", "false", "true"] if fails else ["false", "true"])
 
 
 def test_versions_do_not_go_back(server, make):
@@ -444,6 +461,51 @@ def test_a_replica_in_which_loading_failed_does_not_serve_until_the_next(servers
     engine.load_weights({}, version=2)
     until(lambda: [row["version"] for row in copy.replicas()] == [2, 2])
     copy.close()
+
+
+def test_a_failed_replica_is_not_used_though_it_says_otherwise(servers, make, monkeypatch):
+    monkeypatch.setattr("primerl.rollout.vllm_updates.SEED_AGAIN_S", 0.3)
+    first, second = servers
+    engine = make(*servers)
+    first.faults["/update_weights"] = [(500, "half way")]
+    first.faults["/update_weight_version"] = [(500, "not now")] * 2
+    with pytest.raises(RuntimeError, match="half way"):
+        engine.load_weights({}, version=1)
+    time.sleep(0.4)
+    assert first.label == engine._labels.name(0), "it still says that it serves what it did"
+    assert [row["serving"] for row in engine.replicas()] == [False, True]
+    until(lambda: first.label == "failed")
+    with pytest.raises(RuntimeError, match=f"{first.url} failed to load weights"):
+        engine.adopt(1)
+    assert first.label == "failed"
+    engine.load_weights({}, version=2)
+    assert [row["version"] for row in engine.replicas()] == [2, 2]
+    time.sleep(0.5)
+    assert (first.label, second.label) == (engine._labels.name(2),) * 2
+
+
+def test_a_failed_replica_that_is_started_anew_is_seeded(servers, make, monkeypatch):
+    monkeypatch.setattr("primerl.rollout.vllm_updates.SEED_AGAIN_S", 0.1)
+    first, _second = servers
+    engine = make(*servers)
+    first.faults["/update_weights"] = [(500, "half way")]
+    first.faults["/update_weight_version"] = [(500, "not now")] * 3
+    with pytest.raises(RuntimeError, match="half way"):
+        engine.load_weights({}, version=1)
+    first.restart()
+    until(lambda: [row["version"] for row in engine.replicas()] == [1, 1])
+
+
+def test_an_update_does_not_wait_for_one_that_is_being_seeded(servers, make):
+    first, _second = servers
+    engine = make(*servers)
+    engine.load_weights({}, version=1)
+    first.kill()
+    first.faults["/collective_rpc"] = [HANG]
+    first.restart()
+    until(lambda: not first.faults["/collective_rpc"])
+    engine.load_weights({}, version=2, timeout_s=3)
+    assert [row["version"] for row in engine.replicas()] == [2, 2]
 
 
 def test_what_is_in_flight_where_loading_failed_is_sent_elsewhere(servers, make):
@@ -621,6 +683,32 @@ def test_a_server_that_falls_silent_is_lost(servers, make, monkeypatch):
     assert len(run(scenario())) == 8
 
 
+def test_requests_leave_a_host_that_vanished(servers, make, monkeypatch):
+    monkeypatch.setattr("primerl.rollout.vllm_fleet.SILENT_S", 0.5)
+    first, second = servers
+    engine = make(*servers)
+    first.token_s = second.token_s = 0.05
+
+    async def scenario():
+        requests = [asyncio.ensure_future(engine.generate([3], P(max_tokens=60))) for _ in range(6)]
+        while not (first.running and second.running):
+            await asyncio.sleep(0.01)
+        first._loop.call_soon_threadsafe(first._gate.clear)  # no answer, and no new connection
+        first._loop.call_soon_threadsafe(first._server.close)
+        for path in ("/weight_info", "/health"):
+            first.faults[path] = [DROP] * 100
+        return await asyncio.gather(*requests)
+
+    assert [len(one.token_ids) for one in run(scenario())] == [60] * 6
+
+
+def test_ranks_of_a_server_that_differ_for_a_moment_are_not_its_end(server, make):
+    engine = make(server)
+    server.faults["/weight_info"] = [(500, "Engines returned different results")] * 3
+    until(lambda: not server.faults["/weight_info"])
+    assert engine.replicas()[0]["serving"]
+
+
 def test_a_server_that_is_busy_loading_is_not_lost(server, make, monkeypatch):
     monkeypatch.setattr("primerl.rollout.vllm_fleet.SILENT_S", 0.2)
     engine = make(server)
@@ -660,6 +748,22 @@ def test_the_private_file_goes_with_its_owner(server, make):
     assert not path.exists()
 
 
+def test_a_file_of_urls_that_cannot_be_read_changes_nothing(server, tmp_path, monkeypatch):
+    file = tmp_path / "replicas.txt"
+    file.write_text(f"{server.url}\n")
+    with rollout.VLLMEngine(file) as engine:
+        engine.adopt(0)
+
+        def stale(*_, **__):
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine._members._path), "stat", stale)
+            time.sleep(0.4)
+        file.write_text("http://127.0.0.1:9\n")
+        until(lambda: [row["url"] for row in engine.replicas()] == ["http://127.0.0.1:9"])
+
+
 def test_a_file_of_urls(servers, tmp_path):
     first, second = servers
     file = tmp_path / "replicas.txt"
@@ -697,6 +801,13 @@ def test_probe(servers, make):
         assert [one["logprobs"].tolist() for one in replies] == [[-1, -1], [-1, -1]]
     with pytest.raises(ValueError, match="exceed the context"):
         engine.probe([[1] * 127], max_new_tokens=2)
+
+
+def test_a_server_without_the_route_says_so(server, make):
+    engine = make(server)
+    server.faults["/inference/v1/generate"] = [(403, "Restart with --enable-scale-out")]
+    with pytest.raises(RuntimeError, match="403: Restart with --enable-scale-out$"):
+        run(engine.generate([3], P(max_tokens=1)))
 
 
 def test_a_closed_engine_says_so(server, make):

@@ -68,6 +68,21 @@ def state_file(reader):
     return reader._copy._place.path / "state.json"
 
 
+def test_a_host_folder_that_vanishes_as_it_is_opened(monkeypatch):
+    real, removed = Path.lstat, []
+
+    def lstat(path):
+        if not removed and path.name.endswith("vanishing"):
+            removed.append(path.rmdir())  # by its last user, just now
+        return real(path)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    place = HostFolder("vanishing")
+    assert removed
+    assert place.path.is_dir()
+    place.close()
+
+
 def test_the_files_are_safetensors_and_aligned(tmp_path):
     path = tmp_path / "t.safetensors"
     write_tensors(path, LAYOUT, tensors_of(3).items())

@@ -371,7 +371,7 @@ def test_no_rank_holds_more_than_a_layer(found):
 
 def test_a_failure_on_rank_0_is_raised_on_every_rank_and_nobody_hangs(found):
     assert "is truncated" in found[0]["failure"]
-    assert found[1]["failure"].startswith("publishing failed on rank 0:")
+    assert found[1]["failure"].startswith("rank 0 failed: ")
     assert "is truncated" in found[1]["failure"]
     assert "the disk is full" in found[1]["mid_gather"], "in the middle of a gather"
     assert all(rank["after"] for rank in found), "the next publication works"

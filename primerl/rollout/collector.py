@@ -168,8 +168,7 @@ class Collector:
         self, version: PolicyVersion, proven: bool, served: PolicyVersion | None
     ) -> None:
         """Say whether engines that serve ``version`` were proven to; see ``Worker.settle``."""
-        if served is not None:
-            self._engines.serves(0, served)
+        self._learn(served)
         self._buffer.settle(version, proven=proven)
         if not proven:
             now = self._engine.version

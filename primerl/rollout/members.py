@@ -75,8 +75,8 @@ class Members:
         assert self._path is not None
         try:
             stat = self._path.stat()
-        except FileNotFoundError:
-            return None  # its owner is gone: the urls stay as they are
+        except OSError:
+            return None  # its owner is gone, or its file system: the urls stay as they are
         return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
     def _load(self) -> list[str]:

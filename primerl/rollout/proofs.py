@@ -38,8 +38,9 @@ class Proofs:
     @property
     def halted(self) -> bool:
         """Whether the newest settled version was rejected: engines serve what can't be trained."""
-        settled = self._proven | self._rejected
-        return bool(settled) and max(settled) in self._rejected
+        if not self._rejected:
+            return False
+        return max(self._rejected) > max(self._proven, default=-1)
 
     def rejected(self, versions: Iterable[PolicyVersion]) -> bool:
         """Whether one of the versions was rejected."""

@@ -5,6 +5,7 @@ Plain state, without input or output: whoever talks to the servers says what bec
 
 import bisect
 import hashlib
+import time
 from collections.abc import Collection, Iterable, Iterator
 
 import attrs
@@ -13,6 +14,7 @@ from primerl.types import PolicyVersion
 
 OVERLOAD = 1.5  # a session leaves its home where that has so much more to do than the least loaded
 SPARE = 4  # and at least so many more requests
+FAILED = "failed"  # the label of weights that failed to load
 
 
 @attrs.define(eq=False)
@@ -30,6 +32,16 @@ class Replica:
     """What the server itself calls its weights."""
     in_flight: int = 0
     error: str = "not reached yet"
+    failed: bool = False
+    """Whether it failed to load weights, so that whatever it says it serves is not to be used."""
+
+    lost_at: float | None = None
+    """Since when it can't be reached, by the monotonic clock."""
+
+    @property
+    def lost_s(self) -> float:
+        """For how long it can't be reached."""
+        return 0.0 if self.lost_at is None else time.monotonic() - self.lost_at
 
     def describe(self) -> str:
         """Why it serves, or does not."""
@@ -85,8 +97,10 @@ class Replicas:
 
         They are where it held weights of this run and now holds something else.
         """
-        replica.alive, replica.error = True, ""
-        if version is not None:
+        replica.alive, replica.error, replica.lost_at = True, "", None
+        if version is None and label != FAILED:
+            replica.failed = False  # it was started anew
+        if version is not None and not replica.failed:
             self.serves(replica, label, version)
             return False
         lost = replica.version is not None
@@ -94,14 +108,26 @@ class Replicas:
         return lost
 
     def serves(self, replica: Replica, label: str | None, version: PolicyVersion) -> None:
-        """A replica sampled with, or was given, ``version``; news may overtake each other."""
-        if replica.version is None or version >= replica.version:
+        """A replica sampled with, or says it has, ``version``; news may overtake each other."""
+        if not replica.failed and (replica.version is None or version >= replica.version):
             replica.version, replica.label = version, label
         self.learn_publication(version)
+
+    def took(self, replica: Replica, label: str | None, version: PolicyVersion) -> None:
+        """A replica was given ``version``, whatever it held before."""
+        replica.failed = False
+        self.serves(replica, label, version)
+
+    def failed(self, replica: Replica) -> bool:
+        """A replica failed to load weights; returns whether requests in flight there are lost."""
+        lost = replica.version is not None
+        replica.failed, replica.version, replica.label = True, None, FAILED
+        return lost
 
     def lost(self, replica: Replica, error: str) -> None:
         """A replica can't be reached; what it holds when it returns is to be asked again."""
         replica.alive, replica.version, replica.label, replica.error = False, None, None, error
+        replica.lost_at = replica.lost_at or time.monotonic()
 
     def learn_publication(self, version: PolicyVersion) -> None:
         """``version`` was published."""
@@ -127,6 +153,11 @@ class Replicas:
     def newest(self) -> PolicyVersion | None:
         """The newest version that was published, as far as is known."""
         return self._published[-1] if self._published else None
+
+    @property
+    def unpublished(self) -> bool:
+        """Whether servers are there, and nothing of this run was published to them so far."""
+        return not self._published and bool(self.live())
 
     def serving(self) -> list[Replica]:
         """The replicas that are given requests."""

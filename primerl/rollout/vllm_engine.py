@@ -65,7 +65,8 @@ class VLLMEngine:
         version: reported until weights were published.
         run: names this run's weights on the servers; drawn at random by default.
         request_timeout_s: how long a request may take, with all its retries.
-        down_timeout_s: how long requests wait while no server serves.
+        down_timeout_s: how long requests wait while no server serves. Before the first weights
+            were published they wait longer: as long as a request may take.
         retries: how often a request is sent again that a server failed.
         routes_folder: where expert routes are written that servers return; None drops them.
 
@@ -286,7 +287,7 @@ class VLLMEngine:
 
         Raises:
             ValueError: ``version`` is older than what is served.
-            RuntimeError: a server did not take it.
+            RuntimeError: a server did not take it, or one failed to load weights before.
         """
         parts = self._running()
         if version < self.version:

@@ -97,7 +97,8 @@ class Fleet:
                 await self._read_context(replica)
         except (Unreachable, wire.Refused, ServerFailed, RuntimeError, TimeoutError) as error:
             self.lost(replica, str(error) or f"no answer for {SILENT_S:.0f} s")
-            if isinstance(error, TimeoutError):
+            # The connections of a host that vanished stay open.
+            if isinstance(error, TimeoutError) or replica.lost_s > SILENT_S:
                 self._withdraw(replica)
             return
         self.heard(replica, label)
@@ -110,13 +111,20 @@ class Fleet:
             self._withdraw(replica)
         self.tell()
 
+    def failed(self, replica: Replica) -> None:
+        """A server failed to load weights: until it has some, what it says does not count."""
+        if self.replicas.failed(replica):
+            self._withdraw(replica)
+        self.tell()
+
     async def _label(self, replica: Replica) -> str | None:
-        # Answered between two steps of the engine, so not while weights are loaded: that server
-        # is healthy, and serves what it served.
+        # Answered between two steps of the engine, so not while weights are loaded, and refused
+        # while its data-parallel ranks have two labels: that server is healthy, and serves what it
+        # served.
         try:
             async with asyncio.timeout(SILENT_S):
                 content = await self.http.get(replica.url, "/weight_info")
-        except TimeoutError:
+        except (TimeoutError, ServerFailed):
             async with asyncio.timeout(SILENT_S):
                 await self.http.get(replica.url, "/health")
             return replica.label
@@ -190,14 +198,18 @@ class Fleet:
         """
         return await self.wait(lambda: self.replicas.live() or None, "no server has answered")
 
-    async def wait(self, look: Callable[[], T | None], what: str) -> T:
+    async def wait(
+        self, look: Callable[[], T | None], what: str, *, patient: Callable[[], bool] = bool
+    ) -> T:
         """What ``look`` finds, as soon as it finds anything.
 
         Raises:
-            RuntimeError: it found nothing for ``down_timeout_s``.
+            RuntimeError: it found nothing for ``down_timeout_s``, in which it was not ``patient``.
         """
         deadline = time.monotonic() + self._down_timeout_s
         while (found := look()) is None:
+            if patient():
+                deadline = time.monotonic() + self._down_timeout_s
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._changed.wait()

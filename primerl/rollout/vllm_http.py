@@ -12,7 +12,8 @@ from primerl.rollout.vllm_wire import Refused, refusal
 CONNECT_S = 5.0
 KEEP_ALIVE_S = 2.0  # less than the server's 5 s, which might close a connection as it is used
 TOO_MANY = 429
-NO_KEY = (401, 403)
+FORBIDDEN = 403
+NO_KEY = 401
 
 
 class Unreachable(ConnectionError):
@@ -51,7 +52,7 @@ class Http:
             Unreachable: the server is gone, or never was there.
             Refused: it refuses the request for what it says.
             ServerFailed: it failed, or has too much to do.
-            RuntimeError: it needs another key, or speaks no HTTP.
+            RuntimeError: it needs another key, does not offer the route, or speaks no HTTP.
         """
         return await self._request("POST", url, path, body)
 
@@ -79,8 +80,10 @@ def _checked(where: str, status: int, content: bytes) -> bytes:
     if 200 <= status < 300:
         return content
     what = f"{where} answered {status}: {refusal(content)}"
-    if status in NO_KEY:
+    if status == NO_KEY:
         raise RuntimeError(f"{what}; pass the server's key: VLLMEngine(..., api_key=)")
     if status >= 500 or status == TOO_MANY:
         raise ServerFailed(what)
+    if status == FORBIDDEN:
+        raise RuntimeError(what)  # whatever is asked for, such as a route that is not enabled
     raise Refused(what)

@@ -82,10 +82,12 @@ class Requests:
         """The replica for a request, as soon as one serves.
 
         Raises:
-            RuntimeError: none did for ``down_timeout_s``.
+            RuntimeError: none did for ``down_timeout_s``, though weights were published.
         """
         found: Replica = await self._fleet.wait(
-            lambda: self._fleet.replicas.choose(session, avoid=avoid), "no replica has served"
+            lambda: self._fleet.replicas.choose(session, avoid=avoid),
+            "no replica has served",
+            patient=lambda: self._fleet.replicas.unpublished,
         )
         return found
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import attrs
 
-from primerl.rollout import vllm_wire as wire
-from primerl.rollout.replicas import Replica
+from primerl.rollout.replicas import FAILED, Replica
 from primerl.rollout.vllm_calls import call_all, encode, post, rpc
 from primerl.rollout.vllm_fleet import Fleet
 from primerl.rollout.vllm_http import ServerFailed, Unreachable
@@ -25,6 +24,7 @@ MARK_S = 10.0
 SEED_S = 600.0
 SEED_AGAIN_S = 5.0
 UNSEEDED = "default"  # what vLLM calls the weights of its checkpoint
+_FAILURES = (Unreachable, ServerFailed, RuntimeError, ValueError, TimeoutError)
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,8 @@ class Updates:
     ) -> dict[str, list[dict[str, Any]]]:
         """Put ``update`` into all live replicas; see ``VLLMEngine.load_weights``."""
         deadline = time.monotonic() + timeout_s
+        for seeding in self._tasks.values():
+            seeding.cancel()  # it gets these weights instead, and might take long
         async with self._busy:
             replicas = await self._fleet.live()
             prepared = await call_all(
@@ -140,8 +142,11 @@ class Updates:
     ) -> list[dict[str, Any]]:
         """Pause, load, resume; a replica in which this fails serves no more until a later load."""
         touched = False
+        newer = replica.version is not None and version > replica.version
         try:
-            await post(self._fleet, replica, f"/pause?{self._pause}")
+            # Prefixes are kept by version, so those of other weights under this number must go.
+            pause = self._pause if newer else self._pause.replace("cache=false", "cache=true")
+            await post(self._fleet, replica, f"/pause?{pause}")
             touched = True
             await post(self._fleet, replica, "/start_weight_update")
             if meeting is not None:
@@ -159,19 +164,17 @@ class Updates:
                 meeting.give_up()
             if touched:
                 self._mark_failed(replica)
-            elif not isinstance(error, Unreachable):
+            elif not isinstance(error, Unreachable) or error.sent:
                 self._later(self._resume(replica))
             raise
-        self._fleet.replicas.serves(replica, label, version)
+        self._fleet.replicas.took(replica, label, version)
         self._fleet.tell()
         return await rpc(self._fleet, replica, "weight_receipt", {})
 
     def _mark_failed(self, replica: Replica) -> None:
         """Nobody uses the replica: neither this copy of the engine nor, by its label, others."""
-        if not replica.alive:
-            return
-        self._fleet.heard(replica, wire.Labels.FAILED)
-        self._later(self._set_label(replica, wire.Labels.FAILED))
+        self._fleet.failed(replica)
+        self._later(self._label_failed(replica))
 
     def _later(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)
@@ -182,30 +185,37 @@ class Updates:
         try:
             async with asyncio.timeout(MARK_S):
                 await post(self._fleet, replica, "/resume")
-        except (Unreachable, ServerFailed, RuntimeError, ValueError, TimeoutError) as error:
+        except _FAILURES as error:
             log.error("%s could not be resumed: %s", replica.url, error)
 
-    async def _set_label(self, replica: Replica, label: str) -> None:
-        try:
-            async with asyncio.timeout(MARK_S):
-                await post(
-                    self._fleet, replica, "/update_weight_version", encode({"new_version": label})
-                )
-        except (Unreachable, ServerFailed, RuntimeError, ValueError, TimeoutError) as error:
-            log.error("%s could not be told that it is %r: %s", replica.url, label, error)
+    async def _label_failed(self, replica: Replica) -> None:
+        """Have a server say that it failed to load, as soon as it can, while that is so."""
+        body = encode({"new_version": FAILED})
+        while replica.failed and self._fleet.replicas.get(replica.url) is replica:
+            async with self._busy:  # not between the steps of a later load
+                if replica.failed and replica.alive:  # one that was lost may be started anew
+                    try:
+                        async with asyncio.timeout(MARK_S):
+                            await post(self._fleet, replica, "/update_weight_version", body)
+                            return
+                    except _FAILURES as error:
+                        log.error("%s could not be told that it failed: %s", replica.url, error)
+            await asyncio.sleep(SEED_AGAIN_S)
 
     async def _name(self, replica: Replica, version: PolicyVersion) -> None:
         label = self._fleet.labels.name(version)
+        if replica.failed or replica.label == FAILED:
+            raise RuntimeError(f"{replica.url} failed to load weights: publish to it")
         await post(self._fleet, replica, "/update_weight_version", encode({"new_version": label}))
-        self._fleet.replicas.serves(replica, label, version)
+        self._fleet.replicas.took(replica, label, version)
         self._fleet.tell()
 
     # ---- replicas that return ----
 
     def _seed_soon(self, replica: Replica) -> None:
         """Give a replica that is up without weights the latest, unless that is under way."""
-        failed = replica.label == wire.Labels.FAILED
-        if self._latest is None or self._busy.locked() or failed or replica in self._tasks:
+        busy = self._busy.locked() or replica in self._tasks
+        if self._latest is None or busy or replica.failed or replica.label == FAILED:
             return
         task = self._tasks[replica] = asyncio.create_task(self._seed(replica))
         task.add_done_callback(lambda _: self._tasks.pop(replica, None))
@@ -223,7 +233,7 @@ class Updates:
                         update = {"update": dict(latest.update)}
                         await rpc(self._fleet, replica, "prepare_weights", update)
                         await self._swap(replica, latest.update, latest.version, None)
-            except (Unreachable, ServerFailed, RuntimeError, ValueError, TimeoutError) as error:
+            except _FAILURES as error:
                 log.error("%s could not be seeded: %s", replica.url, error or "it took too long")
             else:
                 log.info("%s was seeded with version %d", replica.url, latest.version)

@@ -86,8 +86,6 @@ class Labels:
     that this run's ``number`` is None for: what they are is unknown.
     """
 
-    FAILED = "failed"
-
     def __init__(self, run: str) -> None:
         if not run or not run.isalnum():
             raise ValueError(f"run is {run!r}, expected letters and digits")

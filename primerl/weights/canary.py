@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from primerl.weights.gathering import is_first_rank
+from primerl.weights.outcomes import on_first_rank
 from primerl.weights.probing import Prober, probed
 from primerl.weights.scoring import (
     movement,
-    on_first_rank,
     rms,
     rounding_noise,
     sequences_for,
@@ -164,7 +164,8 @@ class Canary:
 
         Raises:
             RuntimeError: this is the first check, and the difference is too large to be noise; or
-                the engine could not be probed. On every rank.
+                the engine could not be probed.
+            ValueError: the engine refuses the sequences, on rank 0; the others raise RuntimeError.
         """
         if self._own_noise is None:
             self._own_noise = rounding_noise(self.model, self.sequences[0])

@@ -39,10 +39,10 @@ class HostFolder:
                 _remove_if_unused(other)
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)
-            found = self.path.lstat()
-            if found.st_uid != os.getuid() or found.st_mode & 0o077:
-                raise RuntimeError(f"{self.path} can be changed by others; remove it")
             try:
+                found = self.path.lstat()
+                if found.st_uid != os.getuid() or found.st_mode & 0o077:
+                    raise RuntimeError(f"{self.path} can be changed by others; remove it")
                 self._users = os.open(self.path / _USERS, os.O_RDWR | os.O_CREAT, 0o600)
             except FileNotFoundError:
                 continue  # its last user has just removed it

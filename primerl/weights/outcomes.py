@@ -1,7 +1,8 @@
-"""What rank 0 tells the other ranks of a sharded trainer about a publication."""
+"""What rank 0 of a sharded trainer found, told to the other ranks."""
 
+import json
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,13 +12,24 @@ from primerl.weights.gathering import is_first_rank
 T = TypeVar("T")
 
 
-def from_first_rank(flags: list[bool]) -> list[bool]:
-    """Rank 0's answers, on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return flags
-    told = torch.tensor(flags, dtype=torch.uint8, device=_device())
-    dist.broadcast(told, src=0)
-    return [bool(flag) for flag in told.tolist()]
+def on_first_rank(make: Callable[[], Any]) -> Any:
+    """What ``make`` returns on rank 0, builtins, on every rank.
+
+    Raises:
+        RuntimeError: it failed on rank 0, on every other rank; rank 0 raises the error itself.
+    """
+    failure, message = None, {}
+    if is_first_rank():
+        try:
+            message = {"value": make()}
+        except Exception as error:  # any: the other ranks wait for this one's answer
+            failure, message = error, {"error": f"{type(error).__name__}: {error}"}
+    told = _from_first_rank(message)
+    if failure is not None:
+        raise failure
+    if "error" in told:
+        raise RuntimeError(f"rank 0 failed: {told['error']}")
+    return told["value"]
 
 
 def together(work: Callable[[], T], gathered: Iterator[object]) -> T | None:
@@ -29,34 +41,35 @@ def together(work: Callable[[], T], gathered: Iterator[object]) -> T | None:
     Raises:
         RuntimeError: it failed on rank 0, on every other rank; rank 0 raises the error itself.
     """
-    result, failure = None, None
+    results: list[T] = []
+
+    def ended() -> None:
+        if failure is not None:
+            raise failure
+
+    failure = None
     if is_first_rank():
         try:
-            result = work()
-        except Exception as error:  # any: the other ranks wait for this one's answer
+            results.append(work())
+        except Exception as error:  # any: the other ranks help to gather, and wait for the end
             failure = error
     for _ in gathered:
         pass
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        message = _told(str(failure) if failure else "")
-        if message and failure is None:
-            raise RuntimeError(f"publishing failed on rank 0: {message}")
-    if failure is not None:
-        raise failure
-    return result
+    on_first_rank(ended)
+    return results[0] if results else None
 
 
-def _told(message: str) -> str:
+def _from_first_rank(message: dict[str, Any]) -> dict[str, Any]:
     """Rank 0's message, on every rank."""
-    data = torch.tensor(list(message.encode()), dtype=torch.uint8, device=_device())
-    size = torch.tensor([len(data)], device=_device())
-    dist.broadcast(size, src=0)
-    if not is_first_rank():
-        data = torch.empty(int(size), dtype=torch.uint8, device=_device())
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return message
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    content = json.dumps(message).encode() if is_first_rank() else b""
+    length = torch.tensor([len(content)], device=device)
+    dist.broadcast(length, src=0)
+    data = torch.zeros(int(length), dtype=torch.uint8, device=device)
+    if is_first_rank():
+        data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     dist.broadcast(data, src=0)
-    return bytes(data.tolist()).decode()
-
-
-def _device() -> torch.device:
-    """Where the process group's tensors live."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    told: dict[str, Any] = json.loads(bytes(data.cpu().numpy()))
+    return told

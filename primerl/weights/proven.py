@@ -10,8 +10,8 @@ from torch import nn
 from primerl.weights.canary import Canary
 from primerl.weights.disk import Disk
 from primerl.weights.gathering import is_first_rank
+from primerl.weights.outcomes import on_first_rank
 from primerl.weights.receipts import Receipt
-from primerl.weights.scoring import on_first_rank
 from primerl.weights.shared_memory import SharedMemory
 from primerl.weights.wiring import Transport, wiring_test
 

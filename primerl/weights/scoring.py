@@ -1,19 +1,15 @@
 """The trainer's own logprobs of fixed sequences, and how far another's have moved."""
 
 import contextlib
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-
-from primerl.weights.gathering import is_first_rank
 
 CHUNK = 256  # rows of logits that are normalized at once
 
@@ -96,33 +92,6 @@ def movement(
 def rms(values: Float[np.ndarray, " t"]) -> float:
     """The root of the mean square."""
     return float(np.sqrt(np.square(values).mean()))
-
-
-def on_first_rank(make: Callable[[], Any]) -> Any:
-    """What ``make`` returns on rank 0, builtins, on every rank; a RuntimeError is raised on all."""
-    if not dist.is_initialized():
-        return make()
-    message: dict[str, Any] = {}
-    if is_first_rank():
-        try:
-            message = {"value": make()}
-        except RuntimeError as error:
-            message = {"error": str(error)}
-    message = json.loads(_broadcast(json.dumps(message).encode()))
-    if "error" in message:
-        raise RuntimeError(message["error"])
-    return message["value"]
-
-
-def _broadcast(content: bytes) -> bytes:
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    length = torch.tensor([len(content)], device=device)
-    dist.broadcast(length, src=0)
-    data = torch.zeros(int(length), dtype=torch.uint8, device=device)
-    if is_first_rank():
-        data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    dist.broadcast(data, src=0)
-    return bytes(data.cpu().numpy())
 
 
 def sequences_for(model: nn.Module, *, count: int, length: int, seed: int) -> list[list[int]]:

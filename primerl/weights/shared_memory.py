@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from primerl.weights.folder_transport import FolderTransport, check_engines
 from primerl.weights.gathering import is_first_rank, whole_tensors
 from primerl.weights.host_folder import HostFolder
-from primerl.weights.outcomes import from_first_rank, together
+from primerl.weights.outcomes import on_first_rank, together
 from primerl.weights.publisher import Publisher
 from primerl.weights.receipts import Fetcher, Receipt
 
@@ -85,7 +85,7 @@ class SharedMemory:
             RuntimeError: an engine did not take them in time, or not as they were sent; the
                 message says what was caught, and where.
         """
-        here, served = from_first_rank([bool(self._receivers), self._has_servers])
+        here, served = on_first_rank(lambda: [bool(self._receivers), self._has_servers])
         receipt = self._servers.publish(version) if served else None
         if not here:
             return receipt

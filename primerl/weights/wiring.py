@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from primerl.weights.canary import Canary
 from primerl.weights.gathering import is_first_rank
-from primerl.weights.scoring import movement, on_first_rank, rms, trainer_logprobs
+from primerl.weights.outcomes import on_first_rank
+from primerl.weights.scoring import movement, rms, trainer_logprobs
 
 LENGTH = 96  # tokens that show a large change
 VISIBLE = 0.02  # nats by which a perturbation should move the logprobs

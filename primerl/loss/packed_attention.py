@@ -15,10 +15,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from primerl._optional import require
+from primerl.loss.ratio import upcast
 
 PACKED_ATTENTION = "primerl_packed"
 # These build a square mask over the whole pack; the per-document attention replaces them.
 MASKED_ATTENTION = ("eager", "sdpa")
+# On a CPU, attention in half precision takes twice as long as in float32 up to this length.
+WIDENED_LENGTH = 256
 
 
 def document_bounds(position_ids: Tensor) -> tuple[int, ...]:
@@ -107,13 +110,11 @@ def _packed_attention(
     }
     outputs, start = [], 0
     for count, length in shapes:
-        attended = F.scaled_dot_product_attention(
-            _documents(q, start, count, length),
-            _documents(k, start, count, length),
-            _documents(v, start, count, length),
-            **options,
-        )
-        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        documents = [_documents(x, start, count, length) for x in (q, k, v)]
+        if length <= WIDENED_LENGTH and query.device.type == "cpu":
+            documents = [upcast(x) for x in documents]
+        attended = F.scaled_dot_product_attention(*documents, **options)
+        outputs.append(attended.transpose(1, 2).flatten(0, 1).to(query.dtype))
         start += count * length
     return torch.cat(outputs).index_select(0, back).unsqueeze(0), None
 

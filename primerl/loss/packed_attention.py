@@ -113,7 +113,9 @@ def _packed_attention(
         documents = [_documents(x, start, count, length) for x in (q, k, v)]
         if length <= WIDENED_LENGTH and query.device.type == "cpu":
             documents = [upcast(x) for x in documents]
-        attended = F.scaled_dot_product_attention(*documents, **options)
+        attended = F.scaled_dot_product_attention(
+            documents[0], documents[1], documents[2], **options
+        )
         outputs.append(attended.transpose(1, 2).flatten(0, 1).to(query.dtype))
         start += count * length
     return torch.cat(outputs).index_select(0, back).unsqueeze(0), None

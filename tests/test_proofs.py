@@ -252,7 +252,7 @@ def test_versions_that_are_proven_are_trained_and_a_rejected_one_is_not(isolatio
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_a_take_that_waits_for_proof_says_so_at_its_deadline(isolation):
-    with make_worker(testing.ScriptedEngine(), isolation=isolation, timeout_s=1.0) as rollouts:
+    with make_worker(testing.ScriptedEngine(), isolation=isolation, timeout_s=8.0) as rollouts:
         with pytest.raises(RuntimeError, match=r"wait for proof: 6 for version 0: call settle"):
             rollouts.take(version=0)
         assert rollouts.stats()["awaiting_proof"] == {0: 6}

@@ -314,7 +314,7 @@ class VLLMEngine:
         sequences: Sequence[Sequence[int]],
         *,
         max_new_tokens: int = 8,
-        timeout_s: float = 60.0,
+        timeout_s: float = 600.0,
     ) -> dict[str, list[dict[str, np.ndarray]]]:
         """What each server makes of fixed sequences, to be compared with the trainer's own.
 

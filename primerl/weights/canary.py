@@ -111,7 +111,7 @@ class Canary:
             difference of at most 1e-4 nats in float32 and 0.3 in bfloat16 and float16: more is
             not noise.
         tolerance: in nats, instead of the calibrated one.
-        timeout_s: of one probe.
+        timeout_s: of one probe, which may queue behind rollouts.
         seed: of the default sequences.
 
     Raises:
@@ -130,7 +130,7 @@ class Canary:
         new_tokens: int = 8,
         dtype: torch.dtype = torch.float32,
         tolerance: float | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = 600.0,
         seed: int = 0,
     ) -> None:
         if is_first_rank() != (engine is not None):

@@ -21,7 +21,7 @@ SMALL = ["--steps", "2", "--groups-per-step", "2", "--group-size", "4", "--eval-
 # Its scorer gives a part of the reward often, so that groups have a signal.
 SMALL += ["--env", "reasoning-gym:letter_counting", "--max-tokens", "24"]
 SMALL += ["--vllm", "dtype", "float32", "max_model_len", "1024"]
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0
 
 
 class Recipe:

@@ -67,8 +67,10 @@ class Recipe:
         try:
             return self._process.wait(TIMEOUT_S), self.output.read_text()
         except psutil.TimeoutExpired:
-            self._process.kill()
             raise AssertionError(self.output.read_text()) from None
+        finally:
+            if self._process.is_running():
+                self._process.kill()  # the rest ends with it
 
     def check_nothing_left(self, *, within_s=20.0, shared_too=True):
         left = psutil.wait_procs(self.tree, timeout=within_s)[1]

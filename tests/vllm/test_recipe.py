@@ -21,7 +21,7 @@ SMALL = ["--steps", "2", "--groups-per-step", "2", "--group-size", "4", "--eval-
 # Its scorer gives a part of the reward often, so that groups have a signal.
 SMALL += ["--env", "reasoning-gym:letter_counting", "--max-tokens", "24"]
 SMALL += ["--vllm", "dtype", "float32", "max_model_len", "1024"]
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0
 
 
 class Recipe:
@@ -67,8 +67,10 @@ class Recipe:
         try:
             return self._process.wait(TIMEOUT_S), self.output.read_text()
         except psutil.TimeoutExpired:
-            self._process.kill()
             raise AssertionError(self.output.read_text()) from None
+        finally:
+            if self._process.is_running():
+                self._process.kill()  # the rest ends with it
 
     def check_nothing_left(self, *, within_s=20.0, shared_too=True):
         left = psutil.wait_procs(self.tree, timeout=within_s)[1]

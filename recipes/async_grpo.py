@@ -133,7 +133,8 @@ def main(args: Args) -> None:
             transport.publish(step + 1)
             totals = parallel.all_sum(sums)  # over ranks
             if world.is_first:
-                metrics = loss.summarize(totals) | {"skipped_updates": guard.skipped}
+                metrics = transport.figures | loss.summarize(totals)
+                metrics["skipped_updates"] = guard.skipped
                 gate = gate.after(metrics.get("mismatch_kl"))
                 if gate.alarm:
                     print(gate.alarm)

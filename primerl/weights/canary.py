@@ -14,6 +14,7 @@ from primerl.weights.gathering import is_first_rank
 from primerl.weights.outcomes import on_first_rank
 from primerl.weights.probing import Prober, probed
 from primerl.weights.scoring import (
+    mismatch_kl,
     movement,
     rms,
     rounding_noise,
@@ -62,6 +63,8 @@ class Verdict:
     reason: str
     tolerance: float
     """The largest root mean square difference that passes, in nats."""
+    mismatch_kl: float
+    """Mean of ``r - 1 - log r`` over the sequences, r trainer over engine, of the worst replica."""
     replicas: tuple[ReplicaVerdict, ...]
 
 
@@ -228,6 +231,7 @@ class Canary:
             passed=not bad,
             reason=f"version {version} {'failed' if bad else 'passed'} the canary: {told}",
             tolerance=self.tolerance,
+            mismatch_kl=max(mismatch_kl(own_scores - one) for one in scores.values()),
             replicas=tuple(found),
         )
         content: dict[str, Any] = attrs.asdict(verdict)

@@ -48,6 +48,7 @@ class Disk:
         snapshot_every: int = 16,
         timeout_s: float = 600.0,
     ) -> None:
+        self.figures: dict[str, float] = {}  # those of ``Proven`` are the canary's
         check_engines(engines)
         publisher = None
         if is_first_rank():

@@ -60,6 +60,8 @@ class Proven:
         self._worker = worker
         self._wiring = wiring
         self._repairs = repairs
+        self.figures: dict[str, float] = {}
+        """The canary's of the last publication: ``mismatch_kl``, for steps without fresh tokens."""
 
     def publish(self, version: int) -> Receipt | None:
         """Put the weights of ``version`` into every engine; returns when a canary has passed.
@@ -73,6 +75,7 @@ class Proven:
             receipt: Receipt | None = self.transport.publish(version)
             verdict = self.canary.check(version)
             self._settle(version, proven=verdict.passed)
+            self.figures = {"mismatch_kl": verdict.mismatch_kl}
             if verdict.passed:
                 return receipt
             if repairs_left and is_first_rank():
@@ -101,7 +104,7 @@ def transport_to(
     encoding: str = "full",
     dtype: torch.dtype | None = None,
     wiring: bool = True,
-) -> Transport:
+) -> "SharedMemory | Disk | Proven":
     """The usual transport: shared memory or a folder, and a canary if the engine can be probed.
 
         transport = weights.transport_to(model, engine, worker=rollouts)
@@ -126,7 +129,9 @@ def transport_to(
     dtype = dtype or (None if served is None else getattr(torch, served))
     engines = [] if engine is None else [engine]
     if folder is None:
-        transport: Transport = SharedMemory(model, *engines, encoding=encoding, dtype=dtype)
+        transport: SharedMemory | Disk = SharedMemory(
+            model, *engines, encoding=encoding, dtype=dtype
+        )
     else:
         transport = Disk(model, *engines, folder=folder, encoding=encoding, dtype=dtype)
     if served is None:

@@ -109,3 +109,8 @@ def sequences_for(model: nn.Module, *, count: int, length: int, seed: int) -> li
     draw = np.random.default_rng(seed).integers(edge, size - edge, (count, length))
     rows: list[list[int]] = draw.tolist()
     return rows
+
+
+def mismatch_kl(log_ratios: Float[np.ndarray, " t"]) -> float:
+    """The mean of ``r - 1 - log r``: what ``loss.mismatch_kl`` is to trained tokens."""
+    return float(np.mean(np.expm1(log_ratios) - log_ratios))

@@ -63,6 +63,7 @@ class SharedMemory:
         dtype: torch.dtype | None = None,
         timeout_s: float = 600.0,
     ) -> None:
+        self.figures: dict[str, float] = {}  # those of ``Proven`` are the canary's
         check_engines(engines)
         self._model = model
         self._receivers = [one for one in engines if isinstance(one, Receiver)]

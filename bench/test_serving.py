@@ -5,8 +5,8 @@
 
 Needs vLLM. The path: ``Worker.evaluate``, the worker's process, an environment of one turn,
 ``VLLMEngine``, HTTP, vLLM's server, and rollouts back to this side. Both sides sample 64 tokens for
-each of 64 prompts, with the logprob of each token and no text. Each has a process of its own with an
-engine on all cores; they take turns, and the one that waits sleeps. Ratios are of neighbours.
+each of 64 prompts, with the logprob of each token and no text. Each has a process of its own with
+an engine on all cores; they take turns, and the one that waits sleeps. Ratios are of neighbours.
 
 SERVING_ROUNDS, SERVING_PROMPTS, SERVING_TOKENS, SERVING_DTYPE: other sizes.
 """

@@ -3,10 +3,10 @@
     PRIMERL_SMOLLM2=folder python -m pytest bench/test_step.py -m "" --benchmark-only -s \
         -o addopts=--import-mode=importlib
 
-Needs vLLM, trl and 12 GB. The work is the same on both sides: the same 8 prompts in 8 rollouts each,
-all of exactly 64 tokens, one optimizer step on all of them. Each side has a process of its own; they
-take turns, and the one that waits sleeps. Seconds of CPU are summed over a side's processes, server
-included, and disturbed least by other work; wall seconds are what a user sees.
+Needs vLLM, trl and 12 GB of memory. The work is the same on both sides: the same 8 prompts in 8
+rollouts each, all of exactly 64 tokens, one optimizer step on all of them. Each side has a process
+of its own; they take turns, and the one that waits sleeps. Seconds of CPU are summed over a side's
+processes, server included, and disturbed least by other work; wall seconds are what a user sees.
 
 Both compute in bfloat16, on all cores. ``trl`` is given a model in bfloat16, the fastest of its
 options here (float32 took 2.4 times the CPU seconds), and updates bfloat16 parameters. Ours updates

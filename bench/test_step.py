@@ -8,8 +8,8 @@ rollouts each, all of exactly 64 tokens, one optimizer step on all of them. Each
 of its own; they take turns, and the one that waits sleeps. Seconds of CPU are summed over a side's
 processes, server included, and disturbed least by other work; wall seconds are what a user sees.
 
-Both compute in bfloat16, on all cores, with the same environment (``ENVIRONMENT``). ``trl`` is given
-a model in bfloat16, the fastest of its options here (in another run, under load, float32 took 2.4
+Both compute in bfloat16, on all cores, in the same environment (``ENVIRONMENT``). ``trl`` has a
+model in bfloat16, the fastest of its options here (in another run, under load, float32 took 2.4
 times the CPU seconds), and updates bfloat16 parameters. Ours updates float32 master weights.
 
 STEP_ROUNDS, STEP_PROMPTS: other sizes than 3 rounds of 8 prompts. STEP_DTYPE=float32: both sides

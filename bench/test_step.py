@@ -3,17 +3,17 @@
     PRIMERL_SMOLLM2=folder python -m pytest bench/test_step.py -m "" --benchmark-only -s \
         -o addopts=--import-mode=importlib
 
-Needs vLLM and trl. The work is the same on both sides: the same 8 prompts in 8 rollouts each, all of
-exactly 64 tokens, one optimizer step on all of them. Each side has a process of its own; they take
-turns, and the one that waits sleeps. Seconds of CPU are summed over a side's processes, server
-included, and disturbed least by other work; wall seconds are what a user sees.
+Needs vLLM, trl and 12 GB of memory. The work is the same on both sides: the same 8 prompts in 8
+rollouts each, all of exactly 64 tokens, one optimizer step on all of them. Each side has a process
+of its own; they take turns, and the one that waits sleeps. Seconds of CPU are summed over a side's
+processes, server included, and disturbed least by other work; wall seconds are what a user sees.
 
-Both compute in bfloat16, on all cores. ``trl`` is given a model in bfloat16, the fastest of its
-options here (float32 took 2.4 times the CPU seconds), and updates bfloat16 parameters. Ours updates
-float32 master weights.
+Both compute in bfloat16, on all cores, in the same environment (``ENVIRONMENT``). ``trl`` has a
+model in bfloat16, the fastest of its options here (in another run, under load, float32 took 2.4
+times the CPU seconds), and updates bfloat16 parameters. Ours updates float32 master weights.
 
 STEP_ROUNDS, STEP_PROMPTS: other sizes than 3 rounds of 8 prompts. STEP_DTYPE=float32: both sides
-in it.
+in it. STEP_TRL_BATCH: the rollouts in a micro-batch of trl. STEP_WARM=0: no round before.
 """
 
 import asyncio
@@ -31,6 +31,8 @@ import pytest
 ROUNDS = int(os.environ.get("STEP_ROUNDS", 3))
 PROMPTS = int(os.environ.get("STEP_PROMPTS", 8))
 DTYPE = os.environ.get("STEP_DTYPE", "bfloat16")
+WARM = os.environ.get("STEP_WARM", "1") == "1"
+TRL_BATCH = int(os.environ.get("STEP_TRL_BATCH", 16))
 GROUP, TOKENS, LEARNING_RATE = 8, 64, 1e-6
 # Two pools of threads that take turns on the same cores: one that waits is not to spin. And memory
 # that was freed is kept, instead of being returned to the system and cleared again at each use.
@@ -39,6 +41,7 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
     "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 
 
@@ -116,11 +119,13 @@ def our_step(clock, model, optimizer, engine, tokenizer):
     from primerl import advantage, loss, packing, rollout
     from primerl.types import Group, SamplingParams
 
-    environment = rollout.single_turn(tokenizer, reward=lambda task, reply: reward(reply))
+    environment = rollout.single_turn(tokenizer, reward=lambda _, reply: reward(reply))
     params = SamplingParams(max_tokens=TOKENS)
 
     async def play():
-        calls = [environment({"prompt": p}, engine, params) for p in prompts() for _ in range(GROUP)]
+        calls = [
+            environment({"prompt": p}, engine, params) for p in prompts() for _ in range(GROUP)
+        ]
         return await asyncio.gather(*calls)
 
     with clock.phase("generate"):
@@ -207,15 +212,13 @@ def theirs(folder, turns):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, DTYPE))
     settings = trl.GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=int(os.environ.get("STEP_TRL_BATCH", PROMPTS * GROUP)),
-        gradient_accumulation_steps=PROMPTS * GROUP
-        // int(os.environ.get("STEP_TRL_BATCH", PROMPTS * GROUP)),
+        per_device_train_batch_size=min(TRL_BATCH, PROMPTS * GROUP),
+        gradient_accumulation_steps=max(1, PROMPTS * GROUP // TRL_BATCH),
         num_generations=GROUP,
         max_completion_length=TOKENS,
         generation_kwargs={"min_new_tokens": TOKENS},
         learning_rate=LEARNING_RATE,
-        max_steps=ROUNDS + 1,
-        num_train_epochs=ROUNDS + 1,
+        max_steps=ROUNDS + WARM,
         use_cpu=True,
         bf16=DTYPE == "bfloat16",
         beta=0.0,
@@ -274,7 +277,9 @@ class Side:
         assert self.process.stdout.readline() == "ready\n", f"see {self.log.name}"
         self.process.stdin.write("step\n")
         self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        answer = self.process.stdout.readline()
+        assert answer, f"exit {self.process.wait(60)}, see {self.log.name}"
+        return json.loads(answer)
 
     def close(self):
         self.process.stdin.close()
@@ -308,7 +313,7 @@ def test_a_step_against_trl(benchmark, tmp_path):
             steps[name].append(sides[name].step())
             print(f"\n{name}", steps[name][-1], flush=True)
 
-        for name in sides:  # warm
+        for name in sides if WARM else ():
             turn(name)
         steps = {name: [] for name in sides}
         benchmark.pedantic(

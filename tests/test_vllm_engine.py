@@ -211,6 +211,17 @@ def test_cancellation_reaches_the_server(server, make):
     assert server.cancelled == 8
 
 
+def test_cancellation_before_any_server_was_reached_leaves_nothing_behind(server, make):
+    engine = make(server, adopt=None, down_timeout_s=60.0)
+    server.kill()
+    began = time.monotonic()
+
+    with pytest.raises(TimeoutError):  # asyncio.run waits for the threads of its loop, too
+        asyncio.run(asyncio.wait_for(engine.generate([3], P(max_tokens=1)), 0.5))
+
+    assert time.monotonic() - began < 30
+
+
 def test_routes_go_to_files(server, make, tmp_path):
     routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
     file = io.BytesIO()

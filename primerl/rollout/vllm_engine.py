@@ -183,8 +183,7 @@ class VLLMEngine:
                 it took longer than ``request_timeout_s``.
         """
         prompt = [int(token) for token in prompt_ids]
-        if self._context_length is None:
-            await asyncio.to_thread(lambda: self.context_length)
+        await self._learn_context()
         self._check(prompt, params.max_tokens)
         if 0 < params.temperature < LEAST_TEMPERATURE:
             raise ValueError(
@@ -203,8 +202,7 @@ class VLLMEngine:
             float32[t], at temperature 1; entry 0 is 0.
         """
         tokens = [int(token) for token in token_ids]
-        if self._context_length is None:
-            await asyncio.to_thread(lambda: self.context_length)
+        await self._learn_context()
         self._check(tokens, 1)
         scores: np.ndarray = await self._request(lambda parts: parts.requests.score(tokens))
         return scores
@@ -219,6 +217,13 @@ class VLLMEngine:
                 f"a request took longer than {self._request_timeout_s:g} s: "
                 f"{parts.fleet.replicas.describe()}"
             ) from None
+
+    async def _learn_context(self) -> None:
+        # In no thread of the loop's: one that waits for a server would outlive a cancelled task.
+        if self._context_length is None:
+            parts = await asyncio.to_thread(self._running)
+            future = parts.loop.submit(parts.fleet.context())
+            self._context_length = await asyncio.wrap_future(future)
 
     def _check(self, tokens: list[int], most: int) -> None:
         if not tokens:

@@ -337,6 +337,15 @@ def test_a_server_that_ends_while_starting_says_why(stand_in):
     server.log_path.parent.rmdir()
 
 
+def test_what_an_earlier_start_said_is_not_blamed(stand_in, tmp_path):
+    log_path = tmp_path / "log"
+    log_path.write_text("OSError: [Errno 98] Address already in use\n")
+    server = stand_in("raise ValueError('no such dtype')", log_path=log_path)
+    with pytest.raises(RuntimeError, match=r"\(exit code 1\): ValueError: no such dtype") as caught:
+        server.start()
+    assert "Address already in use" not in str(caught.value)
+
+
 def test_a_server_that_is_open_is_ended(stand_in, tmp_path):
     server = stand_in(SERVER.format(open=True), log_path=tmp_path / "log")
     with pytest.raises(RuntimeError, match="does not guard its routes: /weight_info answers 200"):

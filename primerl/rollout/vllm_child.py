@@ -185,10 +185,11 @@ class VLLMServer:
             self._folder = Path(tempfile.mkdtemp(prefix="primerl-vllm-"))
             self.log_path = self._folder / "server.log"
         with contextlib.ExitStack() as stack:
-            log = None
+            log, log_start = None, 0
             if self.log_path is not None:
                 self.log_path.parent.mkdir(parents=True, exist_ok=True)
                 log = stack.enter_context(self.log_path.open("ab"))
+                log_start = self.log_path.stat().st_size  # what an earlier start said is past
             supervisor = [sys.executable, "-I", "-S", vllm_supervisor.__file__, str(os.getpid())]
             self._process = subprocess.Popen(
                 supervisor + self._command(port=self._port),
@@ -205,6 +206,7 @@ class VLLMServer:
                 api_key=self.api_key,
                 exit_code=self._process.poll,
                 log_path=self.log_path,
+                log_start=log_start,
                 timeout_s=self._start_timeout_s,
             )
         except BaseException:  # a Ctrl-C too must leave nothing behind

@@ -73,9 +73,10 @@ def wait_until_ready(
     api_key: str,
     exit_code: Callable[[], int | None],
     log_path: Path | None,
+    log_start: int,
     timeout_s: float,
 ) -> None:
-    """Wait until the server answers.
+    """Wait until the server answers; its part of the log begins at byte ``log_start``.
 
     Raises:
         PortTaken: it ended because another process listens on its port.
@@ -86,9 +87,11 @@ def wait_until_ready(
     while status_of(host, port, "/health") != 200:
         code = exit_code()
         if code is not None:
-            raise _failure(f"the vLLM server ended while starting ({in_words(code)})", log_path)
+            what = f"the vLLM server ended while starting ({in_words(code)})"
+            raise _failure(what, log_path, log_start)
         if time.monotonic() > deadline:
-            raise _failure(f"the vLLM server did not answer within {timeout_s:.0f} s", log_path)
+            what = f"the vLLM server did not answer within {timeout_s:.0f} s"
+            raise _failure(what, log_path, log_start)
         time.sleep(POLL_S)
     refused, allowed = (
         status_of(host, port, "/weight_info", api_key=key) for key in (None, api_key)
@@ -98,6 +101,7 @@ def wait_until_ready(
             f"the server on port {port} does not guard its routes: /weight_info answers {refused} "
             f"without the key (expected 401) and {allowed} with it (expected 200)",
             log_path,
+            log_start,
         )
 
 
@@ -106,10 +110,10 @@ def in_words(code: int) -> str:
     return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
 
 
-def _failure(what: str, log_path: Path | None) -> RuntimeError:
+def _failure(what: str, log_path: Path | None, log_start: int) -> RuntimeError:
     if log_path is None:
         return RuntimeError(f"{what}; its output is above")
-    log = log_tail(log_path, lines=400)
+    log = log_tail(log_path, lines=400, start=log_start)
     cause = cause_of(log)
     tail = "\n".join(log.splitlines()[-TAIL_LINES:])
     message = what + (f": {cause}" if cause else "") + f"\nThe end of its log, {log_path}:\n{tail}"
@@ -130,10 +134,10 @@ def cause_of(log: str) -> str | None:
     return roots[-1] if roots else None
 
 
-def log_tail(log_path: Path, *, lines: int = TAIL_LINES) -> str:
-    """The last lines of a log; empty where there is none."""
+def log_tail(log_path: Path, *, lines: int = TAIL_LINES, start: int = 0) -> str:
+    """The last lines of a log, from byte ``start`` on; empty where there is none."""
     if not log_path.is_file():
         return ""
     with log_path.open("rb") as file:
-        file.seek(max(0, log_path.stat().st_size - 400 * lines))
+        file.seek(max(start, log_path.stat().st_size - 400 * lines))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])

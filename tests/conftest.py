@@ -17,6 +17,7 @@ import attrs
 import numpy as np
 import pytest
 from beartype import BeartypeConf, beartype
+from character_codes import CharacterCodes
 from jaxtyping import jaxtyped
 
 from primerl import types
@@ -83,19 +84,6 @@ class FakeEngine:
             versions=versions,
             finish_reason="length",
         )
-
-
-class CharacterCodes:
-    """A tokenizer of code points: real enough for an environment, with nothing to install."""
-
-    eos_token_id = 1
-    chat_template = None
-
-    def encode(self, text, add_special_tokens=False):
-        return [ord(character) for character in text]
-
-    def decode(self, token_ids, skip_special_tokens=False):
-        return "".join(map(chr, token_ids))
 
 
 @pytest.fixture

@@ -223,7 +223,7 @@ class Fleet:
 
     async def ask(self, replica: Replica, body: bytes) -> wire.Answer:
         """The answer of one replica to a request of a completion."""
-        content = await self.http.post(replica.url, GENERATE, body)
+        content = await self.http.post(replica.url, GENERATE, body, keep=True)
         return wire.read_answer(content, replica.url)
 
     @contextlib.asynccontextmanager

@@ -35,18 +35,21 @@ class Http:
         headers = {"Content-Type": "application/json"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
-        self._session = aiohttp.ClientSession(
-            headers=headers,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-        )
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        # After a 500 the server closes a connection that it has promised to keep. Whoever used it
+        # next would take the server for dead, so calls that may fail have one of their own.
+        single = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._kept = aiohttp.ClientSession(headers=headers, connector=kept, timeout=timeout)
+        self._single = aiohttp.ClientSession(headers=headers, connector=single, timeout=timeout)
 
     async def get(self, url: str, path: str) -> bytes:
         """The content of a page; raises as ``post`` does."""
-        return await self._request("GET", url, path, None)
+        return await self._request(self._kept, "GET", url, path, None)
 
-    async def post(self, url: str, path: str, body: bytes = b"") -> bytes:
-        """The content of an answer. A request that is cancelled closes its connection.
+    async def post(self, url: str, path: str, body: bytes = b"", *, keep: bool = False) -> bytes:
+        """The content of an answer; ``keep`` its connection for the next. A request that is
+        cancelled closes it.
 
         Raises:
             Unreachable: the server is gone, or never was there.
@@ -54,15 +57,19 @@ class Http:
             ServerFailed: it failed, or has too much to do.
             RuntimeError: it needs another key, does not offer the route, or speaks no HTTP.
         """
-        return await self._request("POST", url, path, body)
+        session = self._kept if keep else self._single
+        return await self._request(session, "POST", url, path, body)
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._session.close()
+        await self._kept.close()
+        await self._single.close()
 
-    async def _request(self, method: str, url: str, path: str, body: bytes | None) -> bytes:
+    async def _request(
+        self, session: aiohttp.ClientSession, method: str, url: str, path: str, body: bytes | None
+    ) -> bytes:
         try:
-            async with self._session.request(
+            async with session.request(
                 method, url + path, data=body, allow_redirects=False
             ) as response:
                 content = await response.read()

@@ -88,9 +88,13 @@ class ScriptedVLLM:
         self._writers.add(writer)
         task = asyncio.current_task()
         self._tasks.add(task)
+        broken = False
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+                if broken:
+                    writer.transport.abort()
+                    return
                 method, target, _ = head[0].split(" ")
                 headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
                 content = await reader.readexactly(int(headers.get("content-length", 0)))
@@ -116,6 +120,8 @@ class ScriptedVLLM:
                     f"HTTP/1.1 {status} x\r\ncontent-length: {len(page)}\r\n\r\n".encode() + page
                 )
                 await writer.drain()
+                # As uvicorn does after an error of the application, whatever it has promised.
+                broken = status == 500 and target != "/inference/v1/generate"
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:

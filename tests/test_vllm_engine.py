@@ -15,6 +15,7 @@ from scripted_vllm import DROP, GARBAGE, HANG, ScriptedVLLM
 
 from primerl import rollout, testing
 from primerl.rollout import vllm_wire as wire
+from primerl.rollout.vllm_http import Http, ServerFailed
 from primerl.types import Rollout, Sample, SamplingParams
 
 P = SamplingParams
@@ -800,6 +801,20 @@ def test_the_dtype_of_all_servers(servers, make):
     servers[1].dtype = "float32"
     with pytest.raises(RuntimeError, match="several dtypes: .*bfloat16.*float32"):
         _ = engine.dtype
+
+
+def test_a_call_after_one_that_failed_does_not_find_the_server_dead(server):
+    async def calls():
+        http = Http(None)
+        try:
+            with pytest.raises(ServerFailed, match="the method failed"):
+                await http.post(server.url, "/collective_rpc", b"{}")
+            return await http.post(server.url, "/resume")
+        finally:
+            await http.close()
+
+    server.faults["/collective_rpc"] = [(500, "the method failed")]
+    assert run(calls()) == b'{"status": "done"}'
 
 
 def test_probe(servers, make):

@@ -141,11 +141,12 @@ class HostCopy:
 
     def _verify(self, manifest: Manifest) -> None:
         tensors = map_tensors(self._tensors)
-        wrong = [n for n, d in manifest.tensors.items() if digest_of(tensors[n]) != d]
-        if wrong or tensors.keys() != manifest.tensors.keys():
+        wrong = sorted(tensors.keys() ^ manifest.tensors.keys())
+        wrong += [n for n, t in tensors.items() if digest_of(t) != manifest.tensors.get(n)]
+        if wrong:
             raise ValueError(
-                f"version {manifest.version} comes out wrong: digest of "
-                f"{', '.join(wrong[:3]) or 'other tensors'} differs"
+                f"version {manifest.version} comes out wrong: {', '.join(wrong[:3])} "
+                "is not as it was published"
             )
 
     def open(self, manifest: Manifest) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ loads it by ``--worker-extension-cls primerl.weights.vllm_receiver.WeightReceive
 ``--weight-transfer-config '{"backend": "primerl"}'``.
 """
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -303,5 +304,5 @@ class WeightReceiver:
 
 
 for _name, _engine in (("primerl", FolderTransfer), ("primerl_nccl", BroadcastTransfer)):
-    if _name not in WeightTransferEngineFactory._registry:
+    with contextlib.suppress(ValueError):  # a subclass's module was loaded first, and this again
         WeightTransferEngineFactory.register_engine(_name, _engine)

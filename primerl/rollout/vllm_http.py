@@ -1,6 +1,7 @@
 """Requests to vLLM servers, and what their failures mean.
 
-aiohttp: httpx takes ten times the CPU for a request, on cores that trainer and server may need.
+aiohttp, because httpx took 1.7 ms of CPU and more for a request where it takes 0.15 to 0.4 (64 at
+once), on cores that trainer and server may need.
 """
 
 import asyncio

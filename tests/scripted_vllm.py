@@ -69,18 +69,21 @@ class ScriptedVLLM:
         self._gate, self._door = asyncio.Event(), asyncio.Event()
         self._gate.set(), self._door.set()
         self._writers, self._tasks = set(), set()
-        self.running = 0
+        self.running, self._dying = 0, False
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
         self.up = True
 
     async def _kill(self):
+        self._dying = True
         self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # A connection accepted just now has a task that has not run: it ends itself when it does.
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for writer in self._writers:
+                writer.transport.abort()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(others, timeout=0.01)
 
     # ---- HTTP ----
 
@@ -90,7 +93,7 @@ class ScriptedVLLM:
         self._tasks.add(task)
         broken = False
         try:
-            while True:
+            while not self._dying:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
                 if broken:
                     writer.transport.abort()

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from primerl.loss.arguments import checked
 from primerl.loss.linear_head import FLOOR, check_rows, check_values, head_logprobs
-from primerl.loss.packed_attention import attend_by_document, document_bounds
+from primerl.loss.packed_attention import attend_by_document, find_documents
 from primerl.loss.ratio import upcast
 
 Score = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -60,13 +60,15 @@ def model_logprobs(
     """The processed logprob that a causal language model gives each row's label.
 
     Documents lie end to end; one begins wherever ``position_ids`` is 0, and no document sees
-    another. A model that attends by ``sdpa`` or ``eager`` is switched, by its public
-    ``set_attn_implementation``, to attend document by document, so that no t x t mask is ever
-    built; flash attention reads the positions itself and is left alone. The logits are not held
-    either: ``linear_logprobs`` stands in for the model's head. Where that is no plain linear layer,
-    or the model goes on to scale or cap its logits (which its first call finds out, and then runs
-    again), they are computed as the model has it. To recompute activations, checkpoint the layers,
-    as ``gradient_checkpointing_enable`` does, not the whole model or its head.
+    another. One that begins at position n > 0 continues the first n tokens of the last that began
+    at 0, as ``packing.pack(share_prefixes=True)`` lays them out. A model that attends by ``sdpa``
+    or ``eager`` is switched, by its public ``set_attn_implementation``, to attend document by
+    document, so that no t x t mask is ever built; flash attention reads the positions itself and is
+    left alone. The logits are not held either: ``linear_logprobs`` stands in for the model's head.
+    Where that is no plain linear layer, or the model goes on to scale or cap its logits (which its
+    first call finds out, and then runs again), they are computed as the model has it. To recompute
+    activations, checkpoint the layers, as ``gradient_checkpointing_enable`` does, not the whole
+    model or its head.
 
     Args:
         model: an unmodified ``transformers`` causal language model.
@@ -78,9 +80,10 @@ def model_logprobs(
             nothing in the head. None scores all rows.
 
     Raises:
-        ValueError: the pack does not begin with a document, the model attends in a way that the
-            per-document attention does not compute (sinks, windows shorter than a document, sparse
-            indices, linear attention), or an argument is refused as by ``linear_logprobs``.
+        ValueError: the pack does not begin with a document, one continues more tokens than there
+            are, the model attends in a way that the per-document attention does not compute (sinks,
+            windows shorter than a document, sparse indices, linear attention) or by flash attention
+            where documents share tokens, or an argument is refused as by ``linear_logprobs``.
     """
     return _score(model, token_ids, position_ids, labels, temperature, rows, False)[0]
 
@@ -118,15 +121,15 @@ def _score(
     config: Any = model.config
     check_rows(labels, temperature, rows, like=token_ids, name="token_ids")
     check_values(labels, temperature, rows, vocabulary=config.get_text_config().vocab_size)
-    bounds = document_bounds(position_ids)
-    attend_by_document(model, bounds)
+    documents = find_documents(position_ids)
+    attend_by_document(model, documents)
 
     def run() -> Tensor:
         return model(  # type: ignore[no-any-return]
             input_ids=token_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
             use_cache=False,
-            document_bounds=bounds,
+            documents=documents,
         ).logits
 
     def in_place_of_logits(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

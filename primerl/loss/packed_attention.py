@@ -1,18 +1,19 @@
 """Attention of packed documents, each to itself, for unmodified Hugging Face models.
 
 Documents lie end to end in one row of tokens. Those of one length attend together in one call, so
-that no mask over the whole pack is ever built.
+that no mask over the whole pack is ever built. A document may leave out tokens that it begins with
+and that an earlier one holds: their keys and values are taken from there.
 """
 
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from primerl._optional import require
 from primerl.loss.ratio import upcast
@@ -24,26 +25,55 @@ MASKED_ATTENTION = ("eager", "sdpa")
 WIDENED_LENGTH = 256
 
 
-def document_bounds(position_ids: Tensor) -> tuple[int, ...]:
-    """Where each document begins, and the end of the last one.
+class Document(NamedTuple):
+    """Rows ``begin .. end - 1``, after the ``shared`` rows that begin at ``root``."""
+
+    begin: int
+    end: int
+    root: int
+    shared: int
+
+    @property
+    def length(self) -> int:
+        """Its tokens, shared ones included."""
+        return self.shared + self.end - self.begin
+
+
+def find_documents(position_ids: Tensor) -> tuple[Document, ...]:
+    """The documents of a pack: one begins wherever a position does not follow the one before.
+
+    One that begins at position n > 0 continues the first n tokens of the last that began at 0.
 
     Raises:
-        ValueError: the first position is not 0.
+        ValueError: the first position is not 0, or a document continues more tokens than there are.
     """
-    starts = (position_ids == 0).nonzero().flatten().tolist()
-    if not starts or starts[0] != 0:
+    jumps = position_ids[1:] != position_ids[:-1] + 1
+    begins = [0, *((jumps.nonzero().flatten() + 1).tolist())]
+    ends = [*begins[1:], position_ids.numel()]
+    if position_ids.numel() == 0 or position_ids[0] != 0:
         raise ValueError(
             "position_ids must begin with 0: documents are packed whole, one after the other"
         )
-    return (*starts, position_ids.numel())
+    documents: list[Document] = []
+    root, room = 0, 0
+    for begin, end, shared in zip(begins, ends, position_ids[begins].tolist(), strict=True):
+        if shared == 0:
+            root, room = begin, end - begin
+        elif not 0 < shared <= room:
+            raise ValueError(
+                f"position_ids[{begin}] is {shared}: a document that begins there continues the "
+                f"last one that began at 0, which has {room} tokens"
+            )
+        documents.append(Document(begin, end, root, shared))
+    return tuple(documents)
 
 
-def attend_by_document(model: nn.Module, bounds: tuple[int, ...]) -> None:
+def attend_by_document(model: nn.Module, documents: tuple[Document, ...]) -> None:
     """Switch a model that attends by ``sdpa`` or ``eager`` to attend document by document.
 
     Raises:
-        ValueError: the model can't switch, or its other layers carry state from one document into
-            the next.
+        ValueError: the model can't switch, its other layers carry state from one document into
+            the next, or documents share tokens and it keeps an attention that can't.
     """
     config: Any = model.config
     if config._attn_implementation in MASKED_ATTENTION:
@@ -52,13 +82,18 @@ def attend_by_document(model: nn.Module, bounds: tuple[int, ...]) -> None:
         transformers.AttentionMaskInterface.register(PACKED_ATTENTION, _padding)
         switch: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
         switch(PACKED_ATTENTION)  # a model that can't only warns
-        if config._attn_implementation != PACKED_ATTENTION and len(bounds) > 2:
+        if config._attn_implementation != PACKED_ATTENTION and len(documents) > 1:
             raise ValueError(
                 f"{config.model_type} has an attention of its own, which would let packed "
                 "documents see each other; pack one document per batch"
             )
-    if len(bounds) > 2:
+    if len(documents) > 1:
         _refuse_state_across_documents(model)
+    if config._attn_implementation != PACKED_ATTENTION and any(d.shared for d in documents):
+        raise ValueError(
+            f"documents share tokens, which {config._attn_implementation} does not compute; load "
+            "the model with attn_implementation='sdpa', or pack without share_prefixes"
+        )
 
 
 def _refuse_state_across_documents(model: nn.Module) -> None:
@@ -86,43 +121,48 @@ def _packed_attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    document_bounds: tuple[int, ...] | None = None,
+    documents: tuple[Document, ...] | None = None,
     sliding_window: int | None = None,
     **other: Any,
 ) -> tuple[Float[Tensor, "1 t heads dv"], None]:
     """Causal attention within each document: an entry of transformers' ``AttentionInterface``."""
-    if document_bounds is None:
+    if documents is None:
         # Plain use of the same model, by a caller who knows nothing of packing.
-        document_bounds = (0, query.shape[2])
+        documents = (Document(0, query.shape[2], 0, 0),)
         if attention_mask is not None or query.shape[2] != key.shape[2]:
             raise ValueError(
                 "this model was switched to packed attention by primerl.loss.model_logprobs; to "
                 "generate or to pad, call model.set_attn_implementation('sdpa') first"
             )
-    _refuse_other_attention(module, document_bounds, {**other, "sliding_window": sliding_window})
-    order, back, shapes = _by_length(document_bounds, query.device)
-    q, k, v = (x.squeeze(0).index_select(1, order) for x in (query, key, value))
+    _refuse_other_attention(module, documents, {**other, "sliding_window": sliding_window})
+    plan = _by_length(documents, query.device)
+    q = query.squeeze(0).index_select(1, plan.queries)
+    k, v = (x.squeeze(0).index_select(1, plan.keys) for x in (key, value))
     options: dict[str, Any] = {
         "dropout_p": dropout,
-        "is_causal": True,
         "scale": scaling,
         "enable_gqa": query.shape[1] != key.shape[1],
     }
-    outputs, start = [], 0
-    for count, length in shapes:
-        widened = length <= WIDENED_LENGTH and query.device.type == "cpu"
-        documents = (_documents(x, start, count, length) for x in (q, k, v))
-        qd, kd, vd = (upcast(x) if widened else x for x in documents)
-        attended = F.scaled_dot_product_attention(qd, kd, vd, **options)
+    outputs, start, start_k = [], 0, 0
+    for count, length, shared in plan.runs:
+        widened = shared + length <= WIDENED_LENGTH and query.device.type == "cpu"
+        qd = _documents(q, start, count, length)
+        kd, vd = (_documents(x, start_k, count, shared + length) for x in (k, v))
+        if widened:
+            qd, kd, vd = upcast(qd), upcast(kd), upcast(vd)
+        mask = causal_lower_right(length, shared + length) if shared else None
+        attended = F.scaled_dot_product_attention(
+            qd, kd, vd, attn_mask=mask, is_causal=mask is None, **options
+        )
         outputs.append(attended.transpose(1, 2).flatten(0, 1).to(query.dtype))
-        start += count * length
-    return torch.cat(outputs).index_select(0, back).unsqueeze(0), None
+        start, start_k = start + count * length, start_k + count * (shared + length)
+    return torch.cat(outputs).index_select(0, plan.back).unsqueeze(0), None
 
 
 def _refuse_other_attention(
-    module: nn.Module, bounds: tuple[int, ...], asked: dict[str, Any]
+    module: nn.Module, documents: tuple[Document, ...], asked: dict[str, Any]
 ) -> None:
-    longest, window = max(b - a for a, b in pairwise(bounds)), asked["sliding_window"]
+    longest, window = max(d.length for d in documents), asked["sliding_window"]
     if window is not None and longest > window:
         raise ValueError(
             f"a document of {longest} tokens exceeds the attention window of {window}; packed "
@@ -142,22 +182,29 @@ def _documents(x: Tensor, start: int, count: int, length: int) -> Tensor:
     return rows.reshape(x.shape[0], count, length, x.shape[-1]).transpose(0, 1)
 
 
-@lru_cache(maxsize=8)  # once per batch, not once per layer
-def _by_length(
-    bounds: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
-    """Rows reordered so that documents of one length lie together and attend in one call.
+class _Plan(NamedTuple):
+    """Rows reordered so that documents of one length lie together and attend in one call."""
 
-    Returns the order, its inverse, and ``(documents, length)`` of each run.
-    """
-    starts: dict[int, list[int]] = {}
-    for begin, end in pairwise(bounds):
-        starts.setdefault(end - begin, []).append(begin)
-    shapes = [(len(begins), length) for length, begins in starts.items()]
+    queries: Tensor
+    keys: Tensor
+    back: Tensor
+    """The inverse of ``queries``."""
+    runs: list[tuple[int, int, int]]
+    """``(documents, rows of each, rows that each shares)``."""
+
+
+@lru_cache(maxsize=8)  # once per batch, not once per layer
+def _by_length(documents: tuple[Document, ...], device: torch.device) -> _Plan:
+    alike: dict[tuple[int, int], list[Document]] = {}
+    for one in documents:
+        alike.setdefault((one.end - one.begin, one.shared), []).append(one)
     with torch.inference_mode(False):  # or a later call, in training, could not save them
-        rows = [
-            (torch.tensor(begins).unsqueeze(1) + torch.arange(length)).flatten()
-            for length, begins in starts.items()
-        ]
-        order = torch.cat(rows)
-        return order.to(device), order.argsort().to(device), shapes
+        own, seen = [], []
+        for (length, shared), run in alike.items():
+            rows = torch.tensor([d.begin for d in run]).unsqueeze(1) + torch.arange(length)
+            before = torch.tensor([d.root for d in run]).unsqueeze(1) + torch.arange(shared)
+            own.append(rows.flatten())
+            seen.append(torch.cat([before, rows], dim=1).flatten())
+        queries, keys = torch.cat(own), torch.cat(seen)
+        runs = [(len(run), length, shared) for (length, shared), run in alike.items()]
+        return _Plan(queries.to(device), keys.to(device), queries.argsort().to(device), runs)

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float32, Int32, Int64
 from torch import Tensor
 
 from primerl.packing.binning import bins
+from primerl.packing.prefixes import family_bins
 from primerl.types import NOT_SAMPLED, TrainingSample
 
 
@@ -25,6 +26,8 @@ class PackedBatch:
 
     token_ids: Int64[Tensor, " t"]
     position_ids: Int64[Tensor, " t"]
+    """Each token's place in its document. One that begins at n > 0 continues the first n tokens of
+    the last that began at 0."""
     cu_seqlens: Int32[Tensor, " bounds"]
     """Where documents begin, and the end: ``[s+1]``."""
     labels: Int64[Tensor, " t"]
@@ -55,6 +58,7 @@ def pack(
     ranks: int,
     cost: Callable[..., Any] | None = None,
     too_long: str = "raise",
+    share_prefixes: bool = False,
 ) -> list[list[PackedBatch]]:
     """Pack samples into micro-batches: for each rank, an equally long list.
 
@@ -70,6 +74,9 @@ def pack(
             ``functools.partial(flops.training, model.config)``; their lengths by default.
         too_long: what happens to a sample longer than ``max_tokens``: ``"raise"``, or ``"alone"``,
             a micro-batch of its own. To leave such samples out, leave them out of ``samples``.
+        share_prefixes: pack untrained tokens that samples of a micro-batch begin with in common,
+            such as a group's prompt, once. Logprobs and gradients are the same, for less
+            computation (``loss.model_logprobs`` computes it, flash attention does not).
 
     Raises:
         ValueError: a sample is longer than ``max_tokens`` (unless ``too_long="alone"``), only some
@@ -78,12 +85,21 @@ def pack(
     for name in ("ref_logprobs", "weights"):
         if len({getattr(sample, name) is None for sample in samples}) > 1:
             raise ValueError(f"some samples have {name} and some have not; pack them separately")
-    lengths = [len(sample.token_ids) for sample in samples]
-    plan = bins(lengths, max_tokens=max_tokens, ranks=ranks, cost=cost, too_long=too_long)
+    how: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "ranks": ranks,
+        "cost": cost,
+        "too_long": too_long,
+    }
+    if share_prefixes:
+        plan = family_bins(samples, **how)
+    else:
+        whole = bins([len(sample.token_ids) for sample in samples], **how)
+        plan = [[[(index, 0) for index in members] for members in steps] for steps in whole]
     filler = _masked_token(samples[0]) if samples else None
     return [
         [
-            _concatenate([samples[index] for index in members] or [filler])  # type: ignore[list-item]
+            _concatenate([(samples[index], shared) for index, shared in members] or [(filler, 0)])  # type: ignore[list-item]
             for members in micro_steps
         ]
         for micro_steps in plan
@@ -105,13 +121,16 @@ def _masked_token(like: TrainingSample) -> TrainingSample:
     )
 
 
-def _concatenate(samples: Sequence[TrainingSample]) -> PackedBatch:
-    lengths = np.array([len(sample.token_ids) for sample in samples])
+def _concatenate(members: Sequence[tuple[TrainingSample, int]]) -> PackedBatch:
+    """Samples end to end, each without the first tokens that it shares."""
+    samples = [sample for sample, _ in members]
+    starts = np.array([shared for _, shared in members])
+    lengths = np.array([len(sample.token_ids) for sample in samples]) - starts
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     temperature = np.array([sample.temperature for sample in samples], np.float32)
 
     def tokens(name: str) -> np.ndarray:
-        return np.concatenate([getattr(sample, name) for sample in samples])
+        return np.concatenate([getattr(sample, name)[shared:] for sample, shared in members])
 
     def shifted(name: str, last: Any) -> np.ndarray:
         rows = np.roll(tokens(name), -1)
@@ -130,7 +149,7 @@ def _concatenate(samples: Sequence[TrainingSample]) -> PackedBatch:
     return PackedBatch(
         token_ids=torch.from_numpy(tokens("token_ids").astype(np.int64)),
         position_ids=torch.from_numpy(
-            np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], lengths)
+            np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1] - starts, lengths)
         ),
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
         labels=torch.from_numpy(shifted("token_ids", 0).astype(np.int64)),

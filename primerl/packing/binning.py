@@ -48,10 +48,20 @@ def bins(
             sample is longer than ``max_tokens`` (unless ``too_long="alone"``), ``too_long`` is
             another word, or a count is below one.
     """
-    tokens = _check(lengths, max_tokens, ranks, too_long)
+    tokens = check(lengths, max_tokens=max_tokens, ranks=ranks, too_long=too_long)
+    return assign(tokens, costs_of(cost, tokens), max_tokens=max_tokens, ranks=ranks)
+
+
+def assign(
+    tokens: Int64[np.ndarray, " n"],
+    costs: Float64[np.ndarray, " n"],
+    *,
+    max_tokens: int,
+    ranks: int,
+) -> list[list[list[int]]]:
+    """``bins`` of arguments that have been checked, each with its cost."""
     if len(tokens) == 0:
         return [[] for _ in range(ranks)]
-    costs = _costs(cost, tokens)
     longest_first = np.argsort(-tokens, kind="stable")
     tokens, costs = tokens[longest_first], costs[longest_first]
 
@@ -67,6 +77,12 @@ def bins(
 
     cheapest = min(plans, key=in_lockstep)
     return _to_ranks(cheapest, totals(cheapest), longest_first, ranks)
+
+
+def lockstep_cost(plan: Sequence[Sequence[Sequence[int]]], costs: np.ndarray) -> float:
+    """What a packing costs: the sum over micro-steps of the dearest rank's."""
+    by_rank = [[float(costs[members].sum()) for members in steps] for steps in plan]
+    return sum(max(step) for step in zip(*by_rank, strict=True))
 
 
 def _plans(
@@ -88,9 +104,14 @@ def _plans(
     return plans
 
 
-def _check(
-    lengths: Sequence[Any] | np.ndarray, max_tokens: int, ranks: int, too_long: str
+def check(
+    lengths: Sequence[Any] | np.ndarray, *, max_tokens: int, ranks: int, too_long: str
 ) -> Int64[np.ndarray, " n"]:
+    """The lengths as an array.
+
+    Raises:
+        ValueError: as ``bins``.
+    """
     if max_tokens < 1 or ranks < 1:
         raise ValueError(f"max_tokens={max_tokens} and ranks={ranks} must be at least 1")
     if too_long not in ("raise", "alone"):
@@ -115,9 +136,14 @@ def _check(
     return given.astype(np.int64)
 
 
-def _costs(
+def costs_of(
     cost: Callable[..., Any] | None, tokens: Int64[np.ndarray, " n"]
 ) -> Float64[np.ndarray, " n"]:
+    """The cost of each length.
+
+    Raises:
+        ValueError: one is negative or not finite.
+    """
     if cost is None:
         return tokens.astype(np.float64)
     costs = None

@@ -829,6 +829,15 @@ def test_probe(servers, make):
         engine.probe([[1] * 127], max_new_tokens=2)
 
 
+def test_what_a_probe_samples_follows_its_scores_in_the_cache(server, make):
+    engine = make(server)
+    engine.probe([[8, 16]], max_new_tokens=2)
+    scored, continued = server.bodies
+    assert "prompt_logprobs" in scored["sampling_params"]
+    assert "prompt_logprobs" not in continued["sampling_params"]
+    assert scored["cache_salt"] == continued["cache_salt"]
+
+
 def test_a_server_without_the_route_says_so(server, make):
     engine = make(server)
     server.faults["/inference/v1/generate"] = [(403, "Restart with --enable-scale-out")]

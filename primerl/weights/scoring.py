@@ -59,7 +59,9 @@ def _logprobs(
     following = token_ids.roll(-1, 1).flatten()  # the last position's is no token of the row
     parts = [
         part.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
-        for part, chosen in zip(logits.split(CHUNK), following.split(CHUNK), strict=True)
+        for part, chosen in zip(
+            torch.split(logits, CHUNK), torch.split(following, CHUNK), strict=True
+        )
     ]
     own = torch.cat(parts).reshape(count, length)[:, :-1].double().cpu().numpy()
     return np.pad(own, ((0, 0), (1, 0)))

@@ -28,6 +28,7 @@ class ScriptedVLLM:
         self.receipt = {"ok": True}
         self.dtype = "bfloat16"
         self.load_s = 0.0
+        self.unprepared = 0  # how often an update is not prepared yet
         self.up = False
 
     @property
@@ -183,6 +184,9 @@ class ScriptedVLLM:
             self.label = body["new_version"]
         elif path == "/collective_rpc":
             results = {"weight_receipt": self.receipt, "served_dtype": self.dtype}
+            if body["method"] == "prepare_weights" and self.unprepared:
+                self.unprepared -= 1
+                return 200, {"results": [{"prepared": True}, {"prepared": False}]}
             return 200, {"results": [results.get(body["method"], {"prepared": True})]}
         elif path != "/start_weight_update":
             return 404, {"detail": "Not Found"}

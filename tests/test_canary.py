@@ -71,7 +71,7 @@ def test_the_trainers_logprobs_are_those_of_the_model_and_leave_it_as_it_was(kin
     model.train()
     model.get_submodule("model.layers.1").eval()
     modes = [module.training for module in model.modules()]
-    rows = [[5, 6, 7, 8], [9, 10, 11], [5, 6, 7, 8]]
+    rows = [[5, 6, 7, 8], [9, 10, 11], [5, 6, 7, 8], *([one, 6, 2, 8] for one in range(5))]
 
     got = scoring.trainer_logprobs(model, rows)
 

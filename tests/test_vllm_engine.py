@@ -403,6 +403,8 @@ def test_the_order_of_an_update(server, make, on_update, pause):
     receipts = engine.load_weights({"folder": "f", "version": 2}, version=2)
     assert receipts == {server.url: [{"ok": True}]}
     update = {"folder": "f", "version": 2}
+    ticket = server.calls[0][1]["kwargs"].pop("ticket")
+    assert len(ticket) == 16
     assert server.calls == [
         ("/collective_rpc", {"method": "prepare_weights", "kwargs": {"update": update}}),
         ("/pause", pause),
@@ -426,6 +428,23 @@ def test_a_version_that_is_sent_again_keeps_no_prefix_of_its_first_weights(serve
     engine.load_weights({}, version=2 if fails else 1)
     pauses = [query["clear_cache"] for path, query in server.calls if path == "/pause"]
     assert pauses == (["false", "false", "true"] if fails else ["false", "true"])
+
+
+def test_an_update_is_asked_for_until_all_workers_have_prepared_it(server, make):
+    engine = make(server)
+    server.calls.clear()
+    server.unprepared = 3
+    engine.load_weights({}, version=1)
+    asked = [body for _, body in server.calls if body.get("method") == "prepare_weights"]
+    assert len(asked) == 4
+    assert all(one == asked[0] for one in asked)
+    engine.load_weights({}, version=1)
+    again = [body for _, body in server.calls if body.get("method") == "prepare_weights"][-1]
+    assert again["kwargs"]["ticket"] != asked[0]["kwargs"]["ticket"]
+    server.unprepared = 1000
+    with pytest.raises(RuntimeError, match="version 2 was not prepared.* did not answer in time"):
+        engine.load_weights({}, version=2, timeout_s=0.3)
+    assert engine.version == 1
 
 
 def test_versions_do_not_go_back(server, make):
@@ -827,6 +846,15 @@ def test_probe(servers, make):
         assert [one["logprobs"].tolist() for one in replies] == [[-1, -1], [-1, -1]]
     with pytest.raises(ValueError, match="exceed the context"):
         engine.probe([[1] * 127], max_new_tokens=2)
+
+
+def test_what_a_probe_samples_follows_its_scores_in_the_cache(server, make):
+    engine = make(server)
+    engine.probe([[8, 16]], max_new_tokens=2)
+    scored, continued = server.bodies
+    assert "prompt_logprobs" in scored["sampling_params"]
+    assert "prompt_logprobs" not in continued["sampling_params"]
+    assert scored["cache_salt"] == continued["cache_salt"]
 
 
 def test_a_server_without_the_route_says_so(server, make):

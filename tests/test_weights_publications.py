@@ -124,6 +124,34 @@ def test_full_publications_are_read_from_their_files(tmp_path, reader):
     assert reader._copy is None, "no host needs a copy when every version is whole"
 
 
+def test_full_versions_in_memory_are_written_over_the_last_but_one(tmp_path, reader):
+    publisher = Publisher(tmp_path, in_memory=True)
+    files = []
+    for version in range(1, 6):
+        manifest = publish(publisher, version)
+        assert same_bits(read(reader, version), tensors_of(version))
+        files.append((tmp_path / manifest.file).stat().st_ino)
+        publisher.retain(manifest, keep=version)
+        assert publications.versions(tmp_path) == [version]
+    assert files[0] == files[2] == files[4] != files[1] == files[3]
+    smaller = {"fp32": LAYOUT["fp32"]}
+    publisher.write(6, smaller, [("fp32", tensors_of(6)["fp32"])])
+    assert same_bits(read(reader, 6), {"fp32": tensors_of(6)["fp32"]})
+
+
+def test_a_file_that_is_read_is_not_written_over(tmp_path, reader):
+    publisher = Publisher(tmp_path, in_memory=True)
+    publish(publisher, 1)
+    reader.fetch(1)
+    _, held = reader.open(1)
+    for version in (2, 3, 4):
+        publisher.retain(publish(publisher, version), keep=version)
+        assert same_bits(held, tensors_of(1))
+    reader.release()
+    with pytest.raises(ValueError, match=r"version 1: 00000001.json in .* is missing"):
+        reader.open(1)
+
+
 def test_deltas_are_followed_one_by_one(tmp_path, reader):
     publisher = Publisher(tmp_path, encoding="delta", snapshot_every=3)
     kinds = []

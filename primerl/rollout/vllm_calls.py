@@ -91,12 +91,11 @@ async def probe(
     params = SamplingParams(max_tokens=max_new_tokens, temperature=0)
 
     async def one(replica: Replica, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-        # Two requests: vLLM scores without its prefix cache, and what serves uses it.
+        # Two requests: vLLM scores without reading its prefix cache, and what serves reads it. It
+        # reads the oldest of equal blocks: those of older weights, or else what scoring computed.
         salt = replica.label or ""
-        scored, continued = await asyncio.gather(
-            fleet.ask(replica, wire.score_body(token_ids)),
-            fleet.ask(replica, wire.generate_body(token_ids, params, salt=salt)),
-        )
+        scored = await fleet.ask(replica, wire.score_body(token_ids, salt=salt))
+        continued = await fleet.ask(replica, wire.generate_body(token_ids, params, salt=salt))
         content = continued.choices[0].logprobs
         logprobs = [token.logprob for token in content.content] if content else []
         return {

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from threading import Event
@@ -21,6 +22,7 @@ ON_UPDATE = {
     "drain": "mode=wait&clear_cache=true",
 }
 MARK_S = 10.0
+PREPARED_S = 0.02  # between questions whether an update is prepared
 SEED_S = 600.0
 SEED_AGAIN_S = 5.0
 UNSEEDED = "default"  # what vLLM calls the weights of its checkpoint
@@ -93,7 +95,7 @@ class Updates:
             prepared = await call_all(
                 self._fleet,
                 replicas,
-                lambda one: rpc(self._fleet, one, "prepare_weights", {"update": dict(update)}),
+                lambda one: self._prepare(one, update),
                 deadline,
                 f"version {version} was not prepared, and nothing is changed",
             )
@@ -132,6 +134,15 @@ class Updates:
             self._latest = Publication(version, None) if fresh else None
 
     # ---- one replica ----
+
+    async def _prepare(self, replica: Replica, update: Mapping[str, Any]) -> None:
+        """Have all workers fetch and check an update, which they do while they sample."""
+        arguments = {"update": dict(update), "ticket": secrets.token_hex(8)}
+        while True:
+            workers = await rpc(self._fleet, replica, "prepare_weights", arguments)
+            if all(one["prepared"] for one in workers):
+                return
+            await asyncio.sleep(PREPARED_S)
 
     async def _swap(
         self,
@@ -230,8 +241,7 @@ class Updates:
                     if latest.update is None:
                         await self._name(replica, latest.version)
                     else:
-                        update = {"update": dict(latest.update)}
-                        await rpc(self._fleet, replica, "prepare_weights", update)
+                        await self._prepare(replica, latest.update)
                         await self._swap(replica, latest.update, latest.version, None)
             except _FAILURES as error:
                 log.error("%s could not be seeded: %s", replica.url, error or "it took too long")

@@ -120,10 +120,14 @@ def generate_body(prompt: Sequence[int], params: SamplingParams, *, salt: str) -
     )
 
 
-def score_body(token_ids: Sequence[int]) -> bytes:
-    """A request for the logprobs of a prompt; vLLM computes them without its prefix cache."""
+def score_body(token_ids: Sequence[int], *, salt: str | None = None) -> bytes:
+    """A request for the logprobs of a prompt; vLLM does not read its prefix cache for them.
+
+    With a ``salt`` it writes to the cache what requests of that salt read.
+    """
     sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
-    return msgspec.json.encode({"token_ids": token_ids, "sampling_params": sampling})
+    body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": sampling}
+    return msgspec.json.encode(body if salt is None else {**body, "cache_salt": salt})
 
 
 def read_answer(content: bytes, where: str) -> Answer:

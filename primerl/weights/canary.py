@@ -128,7 +128,7 @@ class Canary:
         engine: Prober | None,
         *,
         sequences: Sequence[Sequence[int]] | None = None,
-        count: int = 4,
+        count: int = 2,
         length: int = LENGTH,
         new_tokens: int = 8,
         dtype: torch.dtype = torch.float32,

@@ -1,9 +1,12 @@
 """Reading publications: from their files, or from the copy that a host keeps for deltas."""
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 from torch import Tensor
@@ -39,6 +42,7 @@ class FolderReader:
         self.folder = folder
         self._timeout_s = timeout_s
         self._copy: HostCopy | None = None
+        self._held: BinaryIO | None = None
 
     def fetch(self, version: int) -> Manifest:
         """Bring a version to this host and check it.
@@ -63,22 +67,45 @@ class FolderReader:
         """
         manifest = read_manifest(self.folder, version)
         if not manifest.deltas_follow:
+            self.release()
+            self._held = _hold(self.folder / manifest.file)
             return manifest, map_tensors(self.folder / manifest.file)
         if self._copy is None:
             raise ValueError(f"version {version} was not fetched")
         return manifest, self._copy.open(manifest)
 
     def release(self, *, distrust: bool = False) -> None:
-        """Let others change the host's copy; ``distrust`` it when its bytes were wrong."""
+        """Let others change what was opened; ``distrust`` the host's copy if it was wrong."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
         if self._copy is not None:
             self._copy.release(distrust=distrust)
 
     def close(self) -> None:
         """Leave the host's copy; the last reader removes it."""
+        self.release()
         if self._copy is not None:
-            self._copy.release()
             self._copy.close()
             self._copy = None
+
+
+def _hold(path: Path) -> BinaryIO:
+    """Keep a file of tensors from being written over until what this returns is closed.
+
+    Raises:
+        ValueError: it is gone.
+    """
+    file = None
+    with contextlib.suppress(FileNotFoundError):
+        file = path.open("rb")
+        with contextlib.suppress(OSError):  # no file of a filesystem without locks is a spare
+            fcntl.flock(file, fcntl.LOCK_SH)
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+    if file is not None:
+        file.close()
+    raise ValueError(f"{describe(path)} is missing: a later version took its place")
 
 
 class HostCopy:

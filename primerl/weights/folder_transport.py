@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from primerl.weights.checkpoint import checkpoint_layout, checkpoint_tensors
 from primerl.weights.gathering import is_first_rank
 from primerl.weights.outcomes import together
-from primerl.weights.publications import DELTA, Manifest, chain, manifest_path, retain
+from primerl.weights.publications import DELTA, Manifest, chain, manifest_path
 from primerl.weights.publisher import Publisher
 from primerl.weights.receipts import Fetcher, Receipt, check_receipts
 
@@ -66,7 +66,7 @@ class FolderTransport:
             replicas = self._load(publisher.folder, manifest)
         seconds["load"] = time.perf_counter() - started
         keep = chain(publisher.folder, version)[0].version
-        retain(publisher.folder, manifest, keep=keep)
+        publisher.retain(manifest, keep=keep)
         return attrs.evolve(receipt, replicas=replicas, fallback=fallback)
 
     def _load(self, folder: Path, manifest: Manifest) -> dict[str, list[dict[str, object]]]:

@@ -138,6 +138,7 @@ def write_full(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     deltas_follow: bool = False,
+    spare: Path | None = None,
 ) -> Manifest:
     """Write a publication with every tensor, as they come; returns its manifest.
 
@@ -152,7 +153,7 @@ def write_full(
             yield name, tensor
 
     path = folder / f"{version:08d}.{FULL}.safetensors"
-    write_tensors(path, layout, noted())
+    write_tensors(path, layout, noted(), spare=spare)
     return commit(folder, path, version, digests, deltas_follow=deltas_follow)
 
 
@@ -187,11 +188,14 @@ def commit(
     return manifest
 
 
-def retain(folder: Path, manifest: Manifest, *, keep: int | None = None) -> None:
+def retain(
+    folder: Path, manifest: Manifest, *, keep: int | None = None, spare: Path | None = None
+) -> None:
     """Remove what the publication ``manifest`` makes useless.
 
     That is what an interrupted writer left, publications of a run that went further and was
-    taken back, and those before version ``keep``, if given.
+    taken back, and those before version ``keep``, if given. With ``spare``, the last file of
+    tensors of these gets this name, for the next publication to write over.
     """
     for partial in folder.glob(".*.partial"):
         partial.unlink(missing_ok=True)
@@ -201,4 +205,7 @@ def retain(folder: Path, manifest: Manifest, *, keep: int | None = None) -> None
         too_old = keep is not None and version < keep
         replaced = version == manifest.version and path.suffix != ".json"
         if taken_back or too_old or (replaced and path.name != manifest.file):
-            path.unlink(missing_ok=True)
+            if spare is not None and path.suffix != ".json":
+                path.replace(spare)
+            else:
+                path.unlink(missing_ok=True)

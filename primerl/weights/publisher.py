@@ -41,12 +41,21 @@ class Publisher:
     Args:
         folder: made if there is none.
         encoding: ``"full"``, or ``"delta"``: lossless, with a full one every ``snapshot_every``.
+        in_memory: the folder lies in memory. Full versions are written by turns over the file of
+            the version before the last, because new memory costs more than what is written to it.
 
     Raises:
         ValueError: an encoding of another name; a ``snapshot_every`` below 1.
     """
 
-    def __init__(self, folder: Path, *, encoding: str = FULL, snapshot_every: int = 16) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        encoding: str = FULL,
+        snapshot_every: int = 16,
+        in_memory: bool = False,
+    ) -> None:
         if encoding not in (FULL, DELTA):
             raise ValueError(f'encoding must be "full" or "delta", got {encoding!r}')
         if snapshot_every < 1:
@@ -54,6 +63,7 @@ class Publisher:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._deltas = encoding == DELTA
+        self._spare = folder / ".spare" if in_memory and not self._deltas else None
         self._snapshot_every = snapshot_every
         self._since_snapshot = 0
         self._sent: _Sent | None = None
@@ -84,12 +94,17 @@ class Publisher:
                 layout,
                 self._keeping(tensors, kept) if self._deltas else tensors,
                 deltas_follow=self._deltas,
+                spare=self._spare,
             )
             self._since_snapshot = 0
         if self._deltas:
             self._sent = _Sent(manifest, kept)
-        retain(self.folder, manifest)
+        self.retain(manifest)
         return manifest
+
+    def retain(self, manifest: Manifest, *, keep: int | None = None) -> None:
+        """Remove what the publication ``manifest`` makes useless; see ``publications.retain``."""
+        retain(self.folder, manifest, keep=keep, spare=self._spare)
 
     def rewrite_whole(self, layout: Mapping[str, TensorLayout]) -> Manifest:
         """Publish the last version again, in full, from the copy that was kept for deltas.
@@ -104,7 +119,7 @@ class Publisher:
         version = kept.manifest.version
         manifest = write_full(self.folder, version, layout, tensors, deltas_follow=True)
         self._sent, self._since_snapshot = _Sent(manifest, kept.tensors), 0
-        retain(self.folder, manifest)
+        self.retain(manifest)
         return manifest
 
     def _follows(self, sent: _Sent, version: int, layout: Mapping[str, TensorLayout]) -> bool:

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+BATCH = 4  # rows in a forward pass, all of one length
 CHUNK = 256  # rows of logits that are normalized at once
 
 
@@ -22,9 +23,15 @@ def trainer_logprobs(
     One array of float64 for each row; its first entry is 0. All ranks of a sharded model call this.
     The model's mode, gradients and weights are left as they were.
     """
-    distinct = list(dict.fromkeys(tuple(row) for row in rows))  # replicas often agree
+    by_length: dict[int, list[tuple[int, ...]]] = {}
+    for row in dict.fromkeys(tuple(row) for row in rows):  # replicas often agree
+        by_length.setdefault(len(row), []).append(row)
+    scored: dict[tuple[int, ...], np.ndarray] = {}
     with torch.no_grad(), evaluating(model):
-        scored = {row: _logprobs(model, row, first_position) for row in distinct}
+        for same in by_length.values():
+            for start in range(0, len(same), BATCH):
+                batch = same[start : start + BATCH]
+                scored |= zip(batch, _logprobs(model, batch, first_position), strict=True)
     return [scored[tuple(row)] for row in rows]
 
 
@@ -39,20 +46,25 @@ def rounding_noise(model: nn.Module, row: Sequence[int]) -> float:
     return rms(shifted[1:] - here[1:])
 
 
-def _logprobs(model: nn.Module, row: Sequence[int], first_position: int) -> Float[np.ndarray, " t"]:
+def _logprobs(
+    model: nn.Module, rows: Sequence[Sequence[int]], first_position: int
+) -> Float[np.ndarray, "b t"]:
     device = next(model.parameters()).device
-    token_ids = torch.tensor([list(row)], dtype=torch.long, device=device)
-    position_ids = torch.arange(len(row), device=device)[None] + first_position
-    logits: Tensor = model(input_ids=token_ids, position_ids=position_ids, use_cache=False).logits[
-        0, :-1
-    ]
+    token_ids = torch.tensor(rows, dtype=torch.long, device=device)
+    count, length = token_ids.shape
+    position_ids = (torch.arange(length, device=device) + first_position).expand(count, -1)
+    logits: Tensor = model(
+        input_ids=token_ids, position_ids=position_ids, use_cache=False
+    ).logits.flatten(0, 1)
+    following = token_ids.roll(-1, 1).flatten()  # the last position's is no token of the row
     parts = [
         part.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
         for part, chosen in zip(
-            torch.split(logits, CHUNK), torch.split(token_ids[0, 1:], CHUNK), strict=True
+            torch.split(logits, CHUNK), torch.split(following, CHUNK), strict=True
         )
     ]
-    return np.concatenate([[0.0], torch.cat(parts).double().cpu().numpy()])
+    own = torch.cat(parts).reshape(count, length)[:, :-1].double().cpu().numpy()
+    return np.pad(own, ((0, 0), (1, 0)))
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ class SharedMemory:
         if servers:
             place = HostFolder(f"publications-{uuid.uuid4().hex}")
             weakref.finalize(self, place.close)
-            publisher = Publisher(place.path, encoding=encoding)
+            publisher = Publisher(place.path, encoding=encoding, in_memory=True)
         self._servers = FolderTransport(model, servers, publisher, dtype=dtype, timeout_s=timeout_s)
         self._has_servers = bool(servers)
 

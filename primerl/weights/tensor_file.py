@@ -1,5 +1,6 @@
 """Files of named tensors in the safetensors format, written as a stream and mapped in place."""
 
+import fcntl
 import json
 import math
 import os
@@ -42,11 +43,15 @@ class _Span:
 
 
 @contextmanager
-def whole_or_nothing(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when all of it is on the disk."""
+def whole_or_nothing(path: Path, *, spare: Path | None = None) -> Iterator[BinaryIO]:
+    """A file that appears under its name when all of it is on the disk.
+
+    With ``spare``, a file that is there and that nobody reads becomes it, with what it holds.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        found = spare is not None and _taken(spare, partial)
+        with partial.open("r+b" if found else "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -60,10 +65,27 @@ def whole_or_nothing(path: Path) -> Iterator[BinaryIO]:
         os.close(folder)
 
 
+def _taken(spare: Path, place: Path) -> bool:
+    """Move a file, if it is there and nobody holds a lock on it."""
+    try:
+        with spare.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            spare.rename(place)
+            return True
+    except OSError:  # not there, held, or no locks here
+        return False
+
+
 def write_tensors(
-    path: Path, layout: Mapping[str, TensorLayout], tensors: Iterable[tuple[str, Tensor]]
+    path: Path,
+    layout: Mapping[str, TensorLayout],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    spare: Path | None = None,
 ) -> None:
     """Write a stream of tensors, whose names and shapes are known before, in whatever order.
+
+    Over the file ``spare``, if there is one: memory that a file has is not cleared again.
 
     Raises:
         ValueError: a tensor is missing, comes twice, or isn't what ``layout`` says.
@@ -81,7 +103,8 @@ def write_tensors(
     ).encode()
     header += b" " * (-len(header) % 8)
     left = dict(spans)
-    with whole_or_nothing(path) as file:
+    with whole_or_nothing(path, spare=spare) as file:
+        file.truncate(8 + len(header) + max((span.end for span in spans.values()), default=0))
         file.write(len(header).to_bytes(8, "little") + header)
         for name, tensor in tensors:
             span = left.pop(name, None)

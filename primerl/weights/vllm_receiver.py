@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from primerl.weights.broadcast_group import Communicator, Later, Place, connect_nccl, draw_place
 from primerl.weights.digests import TensorDigest, digest_of, digest_of_all
 from primerl.weights.folder_reader import FolderReader
+from primerl.weights.preparation import Preparation
 
 _JOIN_S = 300.0
 
@@ -73,6 +74,7 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         self._needed = {name for name, _ in self.model.named_parameters()}
         self._half_loaded = False
         self._prepare_s = 0.0
+        self.preparation = Preparation()
         self.receipt: dict[str, Any] = {"version": None, "seconds": {}}
 
     def init_transfer_engine(self, init_info: NothingAgreed) -> None:
@@ -279,8 +281,11 @@ class WeightReceiver:
     weight_transfer_engine: Any
     _weight_update_active: bool
 
-    def prepare_weights(self, update: dict[str, Any]) -> dict[str, Any]:
+    def prepare_weights(self, update: dict[str, Any], ticket: str) -> dict[str, Any]:
         """Fetch and check an update while the engine goes on; repair an interrupted one.
+
+        It is done in a thread: ``{"prepared": False}`` says to call again with the same
+        ``ticket``, which calls that are to begin anew do not share.
 
         Raises:
             ValueError: the publication is missing, damaged or does not follow from its parent.
@@ -289,8 +294,9 @@ class WeightReceiver:
         if self._weight_update_active:  # its trainer went away between start and finish
             transfer.receipt = {"version": None, "seconds": {}}
             self.finish_weight_update()  # type: ignore[attr-defined]
-        prepared: dict[str, Any] = transfer.prepare(transfer.parse_update_info(update))
-        return prepared
+        info = transfer.parse_update_info(update)
+        found = transfer.preparation.ask(ticket, lambda: transfer.prepare(info))
+        return {"prepared": found is not None, **(found or {})}
 
     def served_dtype(self) -> str:
         """The dtype that the model computes in, such as ``"bfloat16"``."""

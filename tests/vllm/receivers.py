@@ -1,5 +1,7 @@
 """Loaded by vLLM's process in place of ``WeightReceiver``: with a fault that a test chooses."""
 
+import time
+
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from primerl.weights.vllm_receiver import BroadcastTransfer, FolderTransfer, WeightReceiver
@@ -7,6 +9,11 @@ from primerl.weights.vllm_receiver import BroadcastTransfer, FolderTransfer, Wei
 
 class FaultyTransfer(FolderTransfer):
     fault = ""
+
+    def prepare(self, update):
+        if self.fault == "slow":
+            time.sleep(3)
+        return super().prepare(update)
 
     def _load(self, tensors, expected):
         pairs = dict(tensors)

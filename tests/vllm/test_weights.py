@@ -6,6 +6,8 @@ Issue 5, Shows 2 and 3.
 import contextlib
 import itertools
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,20 @@ def test_what_an_interrupted_update_left_is_in_the_way_of_the_next(trainer, disk
             receipt = trainer.publish(disk)
         assert (receipt.fallback is not None) == remedy_out
         assert trainer.error() < CLOSE
+
+
+def test_requests_are_served_while_an_update_is_prepared(trainer, disk):
+    trainer.publish(disk)
+    with trainer.fault("slow"), ThreadPoolExecutor(1) as pool:
+        published, waits = pool.submit(trainer.publish, disk), []
+        while not published.done():
+            started = time.monotonic()
+            trainer.engine.probe([trainer.tokens], max_new_tokens=1)
+            waits.append(time.monotonic() - started)
+    assert published.result().seconds["load"] > 3
+    assert len(waits) > 5
+    assert max(waits) < 1.5
+    assert trainer.error() < CLOSE
 
 
 def test_a_trainer_that_went_away_between_start_and_finish(trainer, disk):

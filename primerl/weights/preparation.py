@@ -1,0 +1,40 @@
+"""Work that a receiver does while its engine goes on sampling."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any
+
+GRACE_S = 0.005  # what a call may keep the engine waiting
+
+
+class Preparation:
+    """One piece of work at a time, in a thread, that is asked for until it is done."""
+
+    def __init__(self) -> None:
+        self._ticket: str | None = None
+        self._outcome: Future[dict[str, Any]] = Future()
+        self._outcome.set_result({})
+
+    def ask(self, ticket: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """What ``work`` returned, or None as long as it goes on; errors that it raised are raised.
+
+        The first call with a ``ticket`` starts the work, once that of an earlier one is over.
+        """
+        if ticket != self._ticket and self._outcome.done():
+            self._ticket, self._outcome = ticket, Future()
+            arguments = (work, self._outcome)
+            threading.Thread(
+                target=_run, args=arguments, daemon=True, name="primerl-prepare"
+            ).start()
+        wait([self._outcome], timeout=GRACE_S)
+        if ticket != self._ticket or not self._outcome.done():
+            return None
+        return self._outcome.result()
+
+
+def _run(work: Callable[[], dict[str, Any]], outcome: "Future[dict[str, Any]]") -> None:
+    try:
+        outcome.set_result(work())
+    except BaseException as error:  # raised where it is asked for
+        outcome.set_exception(error)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from primerl import rollout, weights
-from primerl.rollout import vllm_updates
+from primerl.rollout import vllm_wire
 
 LR = 1e-6
 TINY = {"count": 3, "length": 64, "new_tokens": 6}
@@ -77,12 +77,12 @@ def test_updates_of_smollm2_at_1e_6_pass_and_are_seen(server, smollm2):
 
 def test_a_prefix_cache_that_stays_over_an_update_at_1e_6_is_caught(server, smollm2, monkeypatch):
     """The engine neither clears its cache nor salts it: the continuation tells, scores do not."""
-    plain = vllm_updates.wire.generate_body
+    plain = vllm_wire.generate_body
 
     def unsalted(*args, **options):
         return plain(*args, **options | {"salt": "always the same"})
 
-    monkeypatch.setattr(vllm_updates.wire, "generate_body", unsalted)
+    monkeypatch.setattr(vllm_wire, "generate_body", unsalted)
     with Trainer(smollm2, server, count=2, on_update="keep") as trainer:
         verdict = trainer.step()
         print(verdict.reason)

@@ -22,6 +22,7 @@ SMALL = ["--steps", "2", "--groups-per-step", "2", "--group-size", "4", "--eval-
 SMALL += ["--env", "reasoning-gym:letter_counting", "--threads", "2"]
 OWN_SERVER = ["--engine", "vllm", "--vllm", "dtype", "float32", "max_model_len", "1024"]
 OWN_SERVER += ["max_num_seqs", "32", "max_num_batched_tokens", "512"]
+THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}  # of its server too
 TIMEOUT_S = 600.0
 
 
@@ -38,7 +39,7 @@ class Recipe:
             self._process = psutil.Popen(
                 [sys.executable, *map(str, command)],
                 cwd=folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+                env={**os.environ, **THREADS, **(env or {})},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -63,7 +64,7 @@ class Recipe:
 
     def end(self, how=None):
         """Its exit code and its output; ``how`` is a signal that it is sent."""
-        if how is not None:
+        if how is not None and self._process.is_running():
             self._process.send_signal(how)
         try:
             return self._process.wait(TIMEOUT_S), self.output.read_text()
@@ -110,8 +111,8 @@ def recipes(root, smollm2, tied_experts, pair, tmp_path_factory):
     env = {"PRIMERL_API_KEY": by_hand.api_key}
     other = Recipe(root, tmp_path_factory.mktemp("other"), tied_experts, *args, env=env)
     yield own, other
-    own.end(signal.SIGKILL)
-    other.end(signal.SIGKILL)
+    for recipe in (own, other):
+        recipe.end(signal.SIGKILL)
 
 
 def test_it_starts_its_own_server_trains_and_leaves_nothing(recipes):

@@ -48,11 +48,10 @@ def pytest_collection_modifyitems(items):
     for item in ours:
         item.add_marker(pytest.mark.vllm)
     # Those of one server together, and last the file that leaves servers dead.
-    items.sort(key=lambda item: (item in ours, *_place(item)))  # the sort is stable
-
-
-def _place(item):
-    return item.path.name == "test_deaths.py", "server" not in item.fixturenames
+    ours.sort(
+        key=lambda item: (item.path.name == "test_deaths.py", "server" not in item.fixturenames)
+    )
+    items[:] = [item for item in items if not item.path.is_relative_to(HERE)] + ours
 
 
 @pytest.hookimpl(trylast=True)
@@ -178,10 +177,6 @@ def faulty_server(pair):
     return pair[0]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def _threads():
-    """Two threads for the trainer too, whatever a test sets."""
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)

@@ -115,8 +115,8 @@ def wiring_test(
         canary: that probes all engines.
         version: of the weights as they are.
         seed: of the noise.
-        restore: False if you publish and check ``version`` next, anyway: where all groups arrived,
-            the trainer's weights are restored, and the engines are left with the last noise.
+        restore: False to leave engines with the last noise where all groups arrived: you publish
+            ``version`` next, and check it.
 
     Raises:
         RuntimeError: a group did not arrive, with the table; or the restored weights did not.

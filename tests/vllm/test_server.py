@@ -7,6 +7,7 @@ import httpx
 import psutil
 import pytest
 
+from primerl import rollout
 from primerl.rollout.vllm_middleware import OPEN_PATHS
 
 ADMIN = {
@@ -82,8 +83,8 @@ def test_the_key_shows_in_no_log_and_no_command_line(server):
         assert server.api_key not in " ".join(process.cmdline())
 
 
-def test_a_wrong_argument_is_named_with_the_end_of_the_log(start_server):
-    server = start_server(no_such_argument=1)
+def test_a_wrong_argument_is_named_with_the_end_of_the_log(tied_experts):
+    server = rollout.serve_vllm(tied_experts, no_such_argument=1)
     with pytest.raises(RuntimeError) as caught:
         server.start()
 

@@ -124,14 +124,9 @@ def wiring_test(
     began = time.monotonic()
     transport.publish(version)
     _require_passed(canary, version, "before any perturbation")
-    # In other order than the canary's: what a prefix cache keeps of perturbed weights is not of
-    # any sequence that is checked later.
-    sequences = [canary.sequences[0][::-1][:LENGTH]]
-    before = _Measured(trainer_logprobs(model, sequences), canary.scores(sequences))
     left = False
     try:
-        publish = partial(transport.publish, version)
-        rows = _perturb_each(model, publish, canary, sequences, before, seed=seed)
+        rows = _perturb_each(model, partial(transport.publish, version), canary, seed=seed)
         left = not restore and all(one.arrived is not False for one in rows)
     finally:
         if not left:
@@ -180,15 +175,13 @@ class _Measured:
 
 
 def _perturb_each(
-    model: nn.Module,
-    publish: Callable[[], Any],
-    canary: Canary,
-    sequences: list[tuple[int, ...]],
-    before: _Measured,
-    *,
-    seed: int,
+    model: nn.Module, publish: Callable[[], Any], canary: Canary, *, seed: int
 ) -> list[GroupWiring]:
     """Publish each group with noise; the engines are left with that of the last."""
+    # In other order than the canary's: what a prefix cache keeps of perturbed weights is not of
+    # any sequence that is checked later.
+    sequences = [canary.sequences[0][::-1][:LENGTH]]
+    before = _Measured(trainer_logprobs(model, sequences), canary.scores(sequences))
     rows = []
     for group, tensors in tensor_groups(model).items():
         with _perturbed(model, tensors, sequences, before, seed=seed) as (scale, predicted):

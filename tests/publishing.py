@@ -4,12 +4,15 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.distributed import TCPStore
 
 from primerl.weights.broadcast_group import draw_place
 from primerl.weights.digests import digest_of, digest_of_all, raw_bytes
 from primerl.weights.folder_reader import FolderReader
+
+ROUNDING = 5e-5  # of logprobs in float32, in nats
 
 
 class Replica:
@@ -84,6 +87,17 @@ def logprobs_of(model, token_ids, *, temperature=1.0):
         logits = model(input_ids=ids, use_cache=False).logits[0].float()
     rows = (logits / temperature).log_softmax(-1)
     return torch.cat([torch.zeros(1), rows[:-1].gather(-1, ids[0, 1:, None])[:, 0]])
+
+
+def check_rounding(errors):
+    """Differences of logprobs, in nats, are no more than what float32 rounds.
+
+    With SmolLM2 on a vLLM server whose weights never changed, 1 of 4,320 sampled tokens differed by
+    more than 5e-5, and that by 1e-4, from a forward pass in float64 as from one in float32.
+    """
+    errors = np.asarray(errors)
+    assert errors.max() < 20 * ROUNDING
+    assert (errors > ROUNDING).sum() <= max(1, len(errors) // 200)
 
 
 def same_bits(a, b):

@@ -1,6 +1,7 @@
 """Tokens that samples begin with in common, packed once: nothing but the work may change."""
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,13 +83,15 @@ def documents_of(batch):
     """``(tokens, trained labels)`` of each document, its shared tokens found by their positions."""
     result, root = [], []
     bounds = batch.cu_seqlens.tolist()
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         tokens = batch.token_ids[begin:end].tolist()
         shared = int(batch.position_ids[begin])
         if shared == 0:
             root = tokens
         mask = batch.loss_mask[begin:end]
-        result.append((tuple(root[:shared] + tokens), tuple(batch.labels[begin:end][mask].tolist())))
+        result.append(
+            (tuple(root[:shared] + tokens), tuple(batch.labels[begin:end][mask].tolist()))
+        )
     return result
 
 
@@ -113,7 +116,7 @@ def test_every_sample_is_there_once_with_all_its_tokens(drawn, max_tokens, ranks
 @given(sample_lists, st.integers(1, 4))
 @settings(max_examples=100, deadline=None)
 def test_sharing_costs_no_more_than_not_sharing(drawn, ranks):
-    config = SimpleNamespace(**{**testing.tiny_model("llama").config.to_dict()})
+    config = SimpleNamespace(**testing.tiny_model("llama").config.to_dict())
     cost = functools.partial(flops.training, config)
     samples = [sample(prompt, completion) for prompt, completion in drawn]
 
@@ -224,9 +227,7 @@ def test_a_continuation_of_tokens_that_are_not_there_is_refused():
     with pytest.raises(ValueError, match=r"position_ids\[3\] is 4: .* which has 3 tokens"):
         loss.model_logprobs(model, torch.arange(5), position_ids, torch.arange(5))
     with pytest.raises(ValueError, match=r"position_ids\[3\] is -1"):
-        loss.model_logprobs(
-            model, torch.arange(5), torch.tensor([0, 1, 2, -1, 0]), torch.arange(5)
-        )
+        loss.model_logprobs(model, torch.arange(5), torch.tensor([0, 1, 2, -1, 0]), torch.arange(5))
 
 
 def test_the_window_counts_shared_tokens():

@@ -42,7 +42,7 @@ class Proven:
         canary: of the same model and engine.
         worker: that is told, by ``settle``; None on other ranks.
         wiring: whether the first publication tests that each group of tensors reaches the engines
-            (``wiring_test``): as many publications as there are groups, once.
+            (``wiring_test``): one publication for each group, and one more, once.
         repairs: how often a version that fails is published again.
     """
 
@@ -85,7 +85,9 @@ class Proven:
     def _test_wiring(self, version: int) -> None:
         # Engines serve perturbed weights meanwhile, so the worker is to start nothing.
         self._settle(version, proven=False)
-        report = wiring_test(self.canary.model, self.transport, self.canary, version=version)
+        report = wiring_test(
+            self.canary.model, self.transport, self.canary, version=version, restore=False
+        )
         self._wiring = False
         if is_first_rank():
             log.info("every group of tensors reaches the engines:\n%s", report)

@@ -4,7 +4,7 @@ import logging
 import re
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -90,7 +90,13 @@ class WiringReport:
 
 
 def wiring_test(
-    model: nn.Module, transport: Transport, canary: Canary, *, version: int, seed: int = 0
+    model: nn.Module,
+    transport: Transport,
+    canary: Canary,
+    *,
+    version: int,
+    seed: int = 0,
+    restore: bool = True,
 ) -> WiringReport:
     """Perturb each group of tensors, publish, and see that the engines move as the trainer does.
 
@@ -98,12 +104,10 @@ def wiring_test(
     Noise is added to it, as little as is visible by the trainer's own forward pass (a change of
     0.02 nats and 20 times the noise; of 0.001 nats where no more can be had), and published as
     ``version``; a replica that shows between 0.8 and 1.2 of the predicted change, and little else
-    (2% and 5 times the noise, at most 30%), has received it. At the end, and
-    after any error, the weights are restored bit for bit and published as ``version``; then the
-    canary must pass. It takes as many publications as there are groups, and one more.
-
-    Call it on all ranks before rollouts start: while it runs, engines serve other weights than
-    their version says.
+    (2% and 5 times the noise, at most 30%), has received it. At the end, and after any error, the
+    weights are restored bit for bit and published as ``version``; then the canary must pass. It
+    takes a publication for each group, and two more. Call it on all ranks before rollouts start:
+    while it runs, engines serve other weights than their version says.
 
     Args:
         model: the trainer's, the one that ``transport`` publishes and ``canary`` scores.
@@ -111,6 +115,8 @@ def wiring_test(
         canary: that probes all engines.
         version: of the weights as they are.
         seed: of the noise.
+        restore: False to leave engines with the last noise where all groups arrived: you publish
+            ``version`` next, and check it.
 
     Raises:
         RuntimeError: a group did not arrive, with the table; or the restored weights did not.
@@ -118,26 +124,15 @@ def wiring_test(
     began = time.monotonic()
     transport.publish(version)
     _require_passed(canary, version, "before any perturbation")
-    # In other order than the canary's: what a prefix cache keeps of perturbed weights is not of
-    # any sequence that is checked later.
-    sequences = [canary.sequences[0][::-1][:LENGTH]]
-    before = _Measured(trainer_logprobs(model, sequences), canary.scores(sequences))
-    rows = []
-    changed = False
+    left = False
     try:
-        for group, tensors in tensor_groups(model).items():
-            with _perturbed(model, tensors, sequences, before, seed=seed) as (scale, predicted):
-                if scale is None:
-                    rows.append(_unseen(group, tensors, predicted))
-                    continue
-                changed = True
-                transport.publish(version)
-                seen = canary.scores(sequences)
-            rows.append(_row(group, tensors, scale, predicted, before, seen))
+        rows = _perturb_each(model, partial(transport.publish, version), canary, seed=seed)
+        left = not restore and all(one.arrived is not False for one in rows)
     finally:
-        if changed:
+        if not left:
             transport.publish(version)
-    _require_passed(canary, version, "with the weights restored")
+    if not left:
+        _require_passed(canary, version, "with the weights restored")
     report = WiringReport(groups=tuple(rows), seconds=time.monotonic() - began)
     if report.missing:
         raise RuntimeError(
@@ -177,6 +172,26 @@ class _Measured:
     @property
     def noise(self) -> float:
         return max(rms(one - self.scores) for one in self.seen.values())
+
+
+def _perturb_each(
+    model: nn.Module, publish: Callable[[], Any], canary: Canary, *, seed: int
+) -> list[GroupWiring]:
+    """Publish each group with noise; the engines are left with that of the last."""
+    # In other order than the canary's: what a prefix cache keeps of perturbed weights is not of
+    # any sequence that is checked later.
+    sequences = [canary.sequences[0][::-1][:LENGTH]]
+    before = _Measured(trainer_logprobs(model, sequences), canary.scores(sequences))
+    rows = []
+    for group, tensors in tensor_groups(model).items():
+        with _perturbed(model, tensors, sequences, before, seed=seed) as (scale, predicted):
+            if scale is None:
+                rows.append(_unseen(group, tensors, predicted))
+                continue
+            publish()
+            seen = canary.scores(sequences)
+        rows.append(_row(group, tensors, scale, predicted, before, seen))
+    return rows
 
 
 @contextmanager

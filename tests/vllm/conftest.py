@@ -1,4 +1,4 @@
-"""Real vLLM servers, which the session shares: each takes half a minute of two cores to start.
+"""Real vLLM servers, which the session shares: each takes half a minute of a core to start.
 
 What issue 5 wants to be shown on real vLLM, and where it is:
 
@@ -12,29 +12,53 @@ What issue 5 wants to be shown on real vLLM, and where it is:
 """
 
 import os
+import string
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from primerl import rollout, testing
+from primerl.rollout.vllm_arguments import flags
 
-# One thread each: servers, trainer and tests share two cores.
-SERVER_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+HERE = Path(__file__).parent
+KEY = "of the pair"
+SERVER_ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # Two threads, as the tests have: who waits for the other leaves its core to it.
+    "OMP_NUM_THREADS": "2",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 SERVER_ARGS = {
     "dtype": "float32",
     "enforce_eager": True,  # compiling would take minutes
     "max_model_len": 1024,
     "max_num_seqs": 32,
+    "max_num_batched_tokens": 512,  # a server that starts computes that many, to see if it can
     "enable_prefix_caching": True,
     "block_size": 32,  # a prefix is cached in blocks: short conversations fill some
 }
 
 
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.vllm)
-    items.sort(key=lambda item: item.path.name == "test_deaths.py")  # the sort is stable
+    ours = [item for item in items if item.path.is_relative_to(HERE)]
+    for item in ours:
+        item.add_marker(pytest.mark.vllm)
+    # Those of one server together, and last the file that leaves servers dead.
+    ours.sort(
+        key=lambda item: (item.path.name == "test_deaths.py", "server" not in item.fixturenames)
+    )
+    items[:] = [item for item in items if not item.path.is_relative_to(HERE)] + ours
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """End the shared server when no test needs it any more: it holds 2.5 GB."""
+    if "server" in item.fixturenames and "server" not in getattr(nextitem, "fixturenames", ()):
+        item.funcargs["server"].close()
 
 
 @pytest.fixture(scope="session")
@@ -42,24 +66,6 @@ def smollm2(request):
     """The folder of SmolLM2-135M in float32; PRIMERL_SMOLLM2 names one that exists already."""
     folder = os.environ.get("PRIMERL_SMOLLM2")
     return folder or str(request.getfixturevalue("smollm2_folder"))
-
-
-@pytest.fixture(scope="session")
-def start_server(smollm2):
-    """Starts a server as the shared one is, or with other arguments; the caller ends it."""
-
-    def start(model=smollm2, *, env=None, **settings):
-        settings = {**SERVER_ARGS, **settings}
-        return rollout.serve_vllm(model, env={**SERVER_ENV, **(env or {})}, **settings)
-
-    return start
-
-
-@pytest.fixture(scope="session")
-def server(start_server):
-    """SmolLM2 in float32, with whatever weights a test left. Leave it serving, and unpaused."""
-    with start_server() as server:
-        yield server
 
 
 @pytest.fixture(scope="session")
@@ -76,31 +82,101 @@ def tied_experts(tmp_path_factory):
         tie_word_embeddings=True,
     )
     model.save_pretrained(folder)
-    testing.character_tokenizer("abc").save_pretrained(folder)
+    tokenizer = testing.character_tokenizer(string.printable)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 
+class ServerByHand:
+    """The server that the command line starts, as one would by hand."""
+
+    api_key = KEY
+
+    def __init__(self, model, log_path, *flags):
+        self._log_path = log_path
+        with log_path.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "primerl.rollout.vllm_server", model, *flags],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **SERVER_ENV, "PRIMERL_API_KEY": self.api_key},
+            )
+        self.pid = self._process.pid
+        self.url = None
+
+    def start(self):
+        """Wait for the URL that it prints."""
+        lines = []
+        while self.url is None:
+            lines.append(self._process.stdout.readline())
+            assert lines[-1], self._log_path.read_text() + "".join(lines)
+            if lines[-1].startswith("http://"):
+                self.url = lines[-1].strip()
+
+    @property
+    def alive(self):
+        return self._process.poll() is None
+
+    def close(self):
+        self._process.kill()
+        self._process.communicate()
+
+
 @pytest.fixture(scope="session")
-def pair_of_servers(start_server, tied_experts):
-    with start_server(
-        tied_experts,
-        weight_transfer="primerl_faulty",
-        worker_extension_cls="receivers.FaultyReceiver",
-        api_key="of both",
-        env={"PYTHONPATH": str(Path(__file__).parent)},
-    ) as first:
-        with start_server(tied_experts, api_key="of both") as second:
-            yield first, second
+def servers(request, tmp_path_factory):
+    """By name, the servers that any of the tests needs: started at once.
+
+    Each takes half a minute, most of it on one core. No test runs meanwhile.
+    """
+    needed = {name for item in request.session.items for name in item.fixturenames}
+    made = {}
+    if "server" in needed:
+        made["server"] = rollout.serve_vllm(
+            request.getfixturevalue("smollm2"), env=SERVER_ENV, **SERVER_ARGS
+        )
+    if "pair" in needed:
+        model = request.getfixturevalue("tied_experts")
+        made["first"] = rollout.serve_vllm(
+            model,
+            weight_transfer="primerl_faulty",
+            worker_extension_cls="receivers.FaultyReceiver",
+            api_key=KEY,
+            env={**SERVER_ENV, "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent)))},
+            **SERVER_ARGS,
+        )
+        log_path = tmp_path_factory.mktemp("by_hand") / "log"
+        made["second"] = ServerByHand(model, log_path, *flags(SERVER_ARGS))
+    try:
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda one: one.start(), made.values()))
+        yield made
+    finally:
+        for one in made.values():
+            one.close()
 
 
-@pytest.fixture
-def pair(pair_of_servers):
-    """Two servers of ``tied_experts``; the first can be told to receive with a fault."""
-    for server in pair_of_servers:
-        server.start()  # if a test killed it
-    return pair_of_servers
+@pytest.fixture(scope="session")
+def server(servers):
+    """SmolLM2 in float32, with whatever weights a test left. Leave it serving, and unpaused."""
+    return servers["server"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
+def pair(servers):
+    """Two servers of ``tied_experts``.
+
+    The first can be told to receive with a fault; the second was started from the command line.
+    """
+    return servers["first"], servers["second"]
+
+
+@pytest.fixture(scope="session")
 def faulty_server(pair):
     return pair[0]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _threads():
+    torch.set_num_threads(2)

@@ -10,6 +10,11 @@ from primerl.weights.vllm_receiver import BroadcastTransfer, FolderTransfer, Wei
 class FaultyTransfer(FolderTransfer):
     fault = ""
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.other = StoreTransfer(*args)
+        self.other.other = self
+
     def prepare(self, update):
         if self.fault == "slow":
             time.sleep(3)
@@ -59,10 +64,13 @@ class StoreTransfer(BroadcastTransfer):
 
 
 class FaultyReceiver(WeightReceiver):
+    def other_transfer(self):
+        """From a folder to a store, and back: what the command line would choose at the start."""
+        self.weight_transfer_engine = self.weight_transfer_engine.other
+
     def set_fault(self, fault):
         self.weight_transfer_engine.fault = fault
 
 
-for name, engine in (("primerl_faulty", FaultyTransfer), ("primerl_store", StoreTransfer)):
-    if name not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(name, engine)
+if "primerl_faulty" not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine("primerl_faulty", FaultyTransfer)

@@ -33,9 +33,10 @@ def until(condition, timeout_s=60.0):
 
 
 def kill(server):
-    """Kill the process that holds the server; all others of it follow."""
+    """Kill the process that holds the server, or started it by hand; all others of it follow."""
     holder = psutil.Process(server.pid)
     tree = [holder, *holder.children(recursive=True)]
+    assert any("EngineCore" in " ".join(one.cmdline()) for one in tree)
     os.kill(server.pid, signal.SIGKILL)
     until(lambda: not server.alive)
     left = psutil.wait_procs(tree, timeout=20)[1]

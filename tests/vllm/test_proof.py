@@ -67,7 +67,7 @@ def fault(engine, name):
 
 def test_updates_of_smollm2_at_1e_6_pass_and_are_seen(server, smollm2):
     with Trainer(smollm2, server, count=2) as trainer:
-        for _ in range(3):
+        for _ in range(2):
             verdict = trainer.step()
             print(verdict.reason, verdict.tolerance)
             assert verdict.passed, verdict.reason

@@ -19,8 +19,10 @@ from primerl.weights.host_folder import shared_memory
 
 SMALL = ["--steps", "2", "--groups-per-step", "2", "--group-size", "4", "--eval-tasks", "4"]
 # Its scorer gives a part of the reward often, so that groups have a signal.
-SMALL += ["--env", "reasoning-gym:letter_counting", "--max-tokens", "24"]
-SMALL += ["--vllm", "dtype", "float32", "max_model_len", "1024"]
+SMALL += ["--env", "reasoning-gym:letter_counting", "--threads", "2"]
+OWN_SERVER = ["--engine", "vllm", "--vllm", "dtype", "float32", "max_model_len", "1024"]
+OWN_SERVER += ["max_num_seqs", "32", "max_num_batched_tokens", "512"]
+THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}  # of its server too
 TIMEOUT_S = 600.0
 
 
@@ -37,7 +39,7 @@ class Recipe:
             self._process = psutil.Popen(
                 [sys.executable, *map(str, command)],
                 cwd=folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+                env={**os.environ, **THREADS, **(env or {})},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -62,7 +64,7 @@ class Recipe:
 
     def end(self, how=None):
         """Its exit code and its output; ``how`` is a signal that it is sent."""
-        if how is not None:
+        if how is not None and self._process.is_running():
             self._process.send_signal(how)
         try:
             return self._process.wait(TIMEOUT_S), self.output.read_text()
@@ -99,29 +101,43 @@ def check_run(folder):
     assert (folder / "final" / "model.safetensors").is_file()
 
 
-def test_it_starts_its_own_server_trains_and_leaves_nothing(root, smollm2, tmp_path):
-    recipe = Recipe(root, tmp_path, smollm2, "--engine", "vllm")
-    code, output = recipe.end()
-    assert code == 0, output
-    check_run(recipe.folder)
-    recipe.check_nothing_left()
+@pytest.fixture(scope="module")
+def recipes(root, smollm2, tied_experts, pair, tmp_path_factory):
+    """One of each kind, at the same time: each waits a lot."""
+    own = Recipe(root, tmp_path_factory.mktemp("own"), smollm2, *OWN_SERVER, "--max-tokens", "24")
+    by_hand = pair[1]
+    # By chance a tiny model hits the number, if it may say many.
+    args = ["--engine-urls", by_hand.url, "--max-tokens", "100"]
+    env = {"PRIMERL_API_KEY": by_hand.api_key}
+    other = Recipe(root, tmp_path_factory.mktemp("other"), tied_experts, *args, env=env)
+    yield own, other
+    for recipe in (own, other):
+        recipe.end(signal.SIGKILL)
 
 
-def test_a_server_that_runs_already_is_used_and_stays(root, smollm2, server, tmp_path):
-    args = ["--engine-urls", server.url]
-    recipe = Recipe(root, tmp_path, smollm2, *args, env={"PRIMERL_API_KEY": server.api_key})
+def test_it_starts_its_own_server_trains_and_leaves_nothing(recipes):
+    own, other = recipes
+    other.end()  # which shares memory too
+    code, output = own.end()
+    assert code == 0, output
+    check_run(own.folder)
+    own.check_nothing_left()
+
+
+def test_a_server_that_runs_already_is_used_and_stays(recipes, pair):
+    _, recipe = recipes
     code, output = recipe.end()
     assert code == 0, output
-    assert server.api_key not in output
+    assert pair[1].api_key not in output
     check_run(recipe.folder)
     recipe.check_nothing_left()
-    assert server.alive
+    assert pair[1].alive
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_ended_by_a_signal_it_leaves_no_process(root, smollm2, tmp_path, how):
-    recipe = Recipe(root, tmp_path, smollm2, "--engine", "vllm")
+    recipe = Recipe(root, tmp_path, smollm2, *OWN_SERVER, "--max-tokens", "24")
     recipe.wait_for_step()
     code, output = recipe.end(how)
     assert code != 0, output

@@ -9,13 +9,12 @@ import time
 import numpy as np
 import pytest
 import torch
-from publishing import logprobs_of
+from publishing import ROUNDING, check_rounding, logprobs_of
 
 from primerl import rollout, weights
 from primerl.rollout.vllm_updates import ON_UPDATE
 from primerl.types import SamplingParams
 
-TOLERANCE = 5e-5  # of logprobs in float32
 UPDATES = 3
 # Each group goes on until it sees this version, so that updates meet rollouts in flight however
 # long they take. The first four groups are played at once, the others as versions are published.
@@ -32,7 +31,7 @@ DAYS = ["Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "Mon
 def policy(smollm2):
     """SmolLM2, its tokenizer, and its weights after 0 to 3 AdamW steps at lr 1e-4."""
     model, tokenizer = weights.load_pretrained(smollm2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
     texts = ["The sea was calm, and we ate well.", "A storm took the mast on that very day."]
     versions = [{name: tensor.clone() for name, tensor in model.state_dict().items()}]
     for step in range(UPDATES):
@@ -115,7 +114,6 @@ def recomputed(policy, samples):
 @pytest.mark.parametrize("on_update", ON_UPDATE)
 def test_every_token_is_of_the_version_it_names(server, policy, on_update):
     """Issue 5, Shows 1: 16 rollouts at once, three updates, each pause policy."""
-    torch.set_num_threads(1)
     groups, stats, counted = play(server, policy, on_update)
 
     # No request is lost, and none is counted twice.
@@ -164,7 +162,7 @@ def test_every_token_is_of_the_version_it_names(server, policy, on_update):
     print(
         f"{on_update}: {len(exact)} tokens within {max(exact):.2g}", f"others {np.mean(wrong):.2g}"
     )
-    assert max(exact) < TOLERANCE
-    assert np.mean(wrong) > 100 * TOLERANCE, "another version was to be told apart"
+    check_rounding(exact)
+    assert np.mean(wrong) > 100 * ROUNDING, "another version was to be told apart"
     if on_update == "keep":
-        assert np.mean(later) > TOLERANCE
+        assert np.mean(later) > ROUNDING

@@ -3,14 +3,11 @@
 Issue 5, Shows 6: no route without the key.
 """
 
-import os
-import subprocess
-import sys
-
 import httpx
 import psutil
 import pytest
 
+from primerl import rollout
 from primerl.rollout.vllm_middleware import OPEN_PATHS
 
 ADMIN = {
@@ -33,10 +30,6 @@ ADMIN = {
 def client(server, key=None):
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx.Client(base_url=server.url, headers=headers, timeout=30, trust_env=False)
-
-
-def tree_of(pid):
-    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
 def test_it_serves_tokens(server):
@@ -85,12 +78,13 @@ def test_with_the_key_the_administrative_routes_work(server):
 
 def test_the_key_shows_in_no_log_and_no_command_line(server):
     assert server.api_key not in server.log_path.read_text(errors="replace")
-    for process in tree_of(server.pid):
+    holder = psutil.Process(server.pid)
+    for process in [holder, *holder.children(recursive=True)]:
         assert server.api_key not in " ".join(process.cmdline())
 
 
-def test_a_wrong_argument_is_named_with_the_end_of_the_log(start_server):
-    server = start_server(no_such_argument=1)
+def test_a_wrong_argument_is_named_with_the_end_of_the_log(tied_experts):
+    server = rollout.serve_vllm(tied_experts, no_such_argument=1)
     with pytest.raises(RuntimeError) as caught:
         server.start()
 
@@ -100,41 +94,8 @@ def test_a_wrong_argument_is_named_with_the_end_of_the_log(start_server):
     assert "usage:" in message or "api_server.py: error" in message
 
 
-@pytest.fixture
-def by_hand(tied_experts, tmp_path):
-    """The command line's server: the process, and the URL that it prints."""
-    args = ["--dtype", "float32", "--enforce-eager", "--max-model-len=256", "--max-num-seqs=4"]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "primerl.rollout.vllm_server", tied_experts, *args],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={
-                **os.environ,
-                "PRIMERL_API_KEY": "a-shared-key",
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-            },
-        )
-    lines = []
-    while not lines or not lines[-1].startswith("http://"):
-        lines.append(process.stdout.readline())
-        assert lines[-1], (tmp_path / "log").read_text() + "".join(lines)
-    yield process, lines[-1].strip()
-    process.kill()
-    process.communicate()
-
-
-def test_kill_9_of_the_parent_of_a_server_started_by_hand_ends_all(by_hand):
-    process, url = by_hand
-    tree = tree_of(process.pid)
-    assert any("EngineCore" in " ".join(one.cmdline()) for one in tree)
-    with httpx.Client(base_url=url, trust_env=False, timeout=30) as http:
-        assert http.get("/weight_info").status_code == 401
-        key = {"Authorization": "Bearer a-shared-key"}
-        assert http.get("/weight_info", headers=key).status_code == 200
-
-    process.kill()
-
-    left = psutil.wait_procs(tree, timeout=20)[1]
-    assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
+def test_one_started_by_hand_needs_the_key_of_its_environment(pair):
+    _, by_hand = pair
+    with client(by_hand) as nobody, client(by_hand, by_hand.api_key) as allowed:
+        assert nobody.get("/weight_info").status_code == 401
+        assert allowed.get("/weight_info").status_code == 200

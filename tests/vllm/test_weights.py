@@ -8,7 +8,6 @@ import itertools
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -201,29 +200,27 @@ class Stale:
         return {url: answer["results"] for url, answer in answers.items()}
 
 
-def test_broadcast_weights_arrive(tied_experts, start_server):
+@pytest.fixture
+def other_transfer(trainer):
+    def switch():
+        trainer.engine.call("/collective_rpc", {"method": "other_transfer"})
+
+    switch()
+    yield
+    switch()
+
+
+def test_broadcast_weights_arrive(trainer, other_transfer):
     """All of the NCCL path but NCCL: a store of torch carries the bytes."""
-    with start_server(
-        tied_experts,
-        weight_transfer="primerl_store",
-        worker_extension_cls="receivers.FaultyReceiver",
-        max_model_len=128,
-        env={
-            "PYTHONPATH": os.pathsep.join(
-                map(str, (Path(__file__).parent, Path(__file__).parents[1]))
-            )
-        },
-    ) as server:
-        trainer, store = Trainer(tied_experts, server), StoreMeeting()
-        with contextlib.closing(trainer.engine):
-            transport = weights.NCCL(
-                trainer.model, trainer.engine, connect=store.connect, unique_id=store.unique_id
-            )
-            for _ in range(2):
-                receipt = trainer.publish(transport)
-                assert trainer.error() < CLOSE
-                ((worker,),) = receipt.replicas.values()
-                assert worker["digest"] == receipt.digest
+    store = StoreMeeting()
+    transport = weights.NCCL(
+        trainer.model, trainer.engine, connect=store.connect, unique_id=store.unique_id
+    )
+    for _ in range(2):
+        receipt = trainer.publish(transport)
+        assert trainer.error() < CLOSE
+        ((worker,),) = receipt.replicas.values()
+        assert worker["digest"] == receipt.digest
 
 
 def test_nothing_is_left_in_shared_memory(trainer, disk):

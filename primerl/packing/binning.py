@@ -82,7 +82,7 @@ def assign(
 def lockstep_cost(plan: Sequence[Sequence[Sequence[int]]], costs: np.ndarray) -> float:
     """What a packing costs: the sum over micro-steps of the dearest rank's."""
     by_rank = [[float(costs[members].sum()) for members in steps] for steps in plan]
-    return sum(max(step) for step in zip(*by_rank, strict=True))
+    return float(sum(max(step) for step in zip(*by_rank, strict=True)))
 
 
 def _plans(

@@ -844,6 +844,7 @@ def test_probe(servers, make):
         assert [one["scores"].tolist() for one in replies] == [[0, -2], [0, -4, -5]]
         assert [one["token_ids"].tolist() for one in replies] == [[24, 25], [32, 33]]
         assert [one["logprobs"].tolist() for one in replies] == [[-1, -1], [-1, -1]]
+    assert {body["priority"] for one in servers for body in one.bodies} == {-1}
     with pytest.raises(ValueError, match="exceed the context"):
         engine.probe([[1] * 127], max_new_tokens=2)
 

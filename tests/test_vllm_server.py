@@ -120,6 +120,7 @@ def test_the_command_sets_what_training_needs():
     assert set(words[9:]) == {
         "--enable-scale-out",
         "--logprobs-mode=processed_logprobs",
+        "--scheduling-policy=priority",
         '--weight-transfer-config={"backend": "primerl"}',
         "--worker-extension-cls=primerl.weights.vllm_receiver.WeightReceiver",
         "--middleware=primerl.rollout.vllm_middleware.RequireKey",

@@ -78,6 +78,7 @@ def server_command(
     arguments: dict[str, Any] = {
         "enable_scale_out": True,  # /inference/v1/generate: tokens in, tokens out
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled
+        "scheduling_policy": "priority",  # the trainer waits for probes: they go before rollouts
     }
     if weight_transfer is not None:
         arguments["weight_transfer_config"] = {"backend": weight_transfer}

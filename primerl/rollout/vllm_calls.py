@@ -93,9 +93,9 @@ async def probe(
     async def one(replica: Replica, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
         # Two requests: vLLM scores without reading its prefix cache, and what serves reads it. It
         # reads the oldest of equal blocks: those of older weights, or else what scoring computed.
-        salt = replica.label or ""
-        scored = await fleet.ask(replica, wire.score_body(token_ids, salt=salt))
-        continued = await fleet.ask(replica, wire.generate_body(token_ids, params, salt=salt))
+        how: dict[str, Any] = {"salt": replica.label or "", "priority": wire.FIRST}
+        scored = await fleet.ask(replica, wire.score_body(token_ids, **how))
+        continued = await fleet.ask(replica, wire.generate_body(token_ids, params, **how))
         content = continued.choices[0].logprobs
         logprobs = [token.logprob for token in content.content] if content else []
         return {

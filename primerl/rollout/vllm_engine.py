@@ -323,6 +323,8 @@ class VLLMEngine:
     ) -> dict[str, list[dict[str, np.ndarray]]]:
         """What each server makes of fixed sequences, to be compared with the trainer's own.
 
+        They go before all requests that wait in a server (``serve_vllm``: by their priority).
+
         Args:
             sequences: token ids, at least one each.
             max_new_tokens: that each is continued by, greedily.

@@ -12,6 +12,7 @@ import numpy as np
 from primerl.types import Completion, SamplingParams
 
 NO_LOGPROB = -9999.0  # what vLLM writes in place of -inf and NaN
+FIRST = -1  # the priority of what is not to queue behind rollouts
 LEAST_TEMPERATURE = 0.01  # vLLM samples with this where less is asked for
 
 
@@ -101,7 +102,9 @@ class Labels:
         return int(version) if run == self.run and version.isdecimal() else None
 
 
-def generate_body(prompt: Sequence[int], params: SamplingParams, *, salt: str) -> bytes:
+def generate_body(
+    prompt: Sequence[int], params: SamplingParams, *, salt: str, priority: int = 0
+) -> bytes:
     """A request for one completion that nothing but ``max_tokens`` and stop tokens end."""
     sampling: dict[str, Any] = {
         "max_tokens": params.max_tokens,
@@ -115,19 +118,19 @@ def generate_body(prompt: Sequence[int], params: SamplingParams, *, salt: str) -
     }
     if params.seed is not None:
         sampling["seed"] = params.seed
-    return msgspec.json.encode(
-        {"token_ids": prompt, "sampling_params": sampling, "cache_salt": salt}
-    )
+    body: dict[str, Any] = {"token_ids": prompt, "sampling_params": sampling, "cache_salt": salt}
+    return msgspec.json.encode(body | ({"priority": priority} if priority else {}))
 
 
-def score_body(token_ids: Sequence[int], *, salt: str | None = None) -> bytes:
+def score_body(token_ids: Sequence[int], *, salt: str | None = None, priority: int = 0) -> bytes:
     """A request for the logprobs of a prompt; vLLM does not read its prefix cache for them.
 
     With a ``salt`` it writes to the cache what requests of that salt read.
     """
     sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
     body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": sampling}
-    return msgspec.json.encode(body if salt is None else {**body, "cache_salt": salt})
+    body |= {} if salt is None else {"cache_salt": salt}
+    return msgspec.json.encode(body | ({"priority": priority} if priority else {}))
 
 
 def read_answer(content: bytes, where: str) -> Answer:

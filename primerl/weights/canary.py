@@ -114,7 +114,7 @@ class Canary:
             difference of at most 1e-4 nats in float32 and 0.3 in bfloat16 and float16: more is
             not noise.
         tolerance: in nats, instead of the calibrated one.
-        timeout_s: of one probe, which may queue behind rollouts.
+        timeout_s: of one probe, for which a busy engine has to end a request first.
         seed: of the default sequences.
 
     Raises:

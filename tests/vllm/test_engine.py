@@ -145,6 +145,27 @@ def test_a_key_that_is_wrong(server):
 # ---- two servers of a tiny model ----
 
 
+def test_a_probe_does_not_queue_behind_rollouts(engine, prompts_of):
+    """Half of the requests wait until another has ended; the probe goes first, twice."""
+    ended = []
+
+    async def scenario():
+        async def one(number, prompt):
+            await engine.generate(prompt, P(max_tokens=8 + number % 32))
+            ended.append(number)
+
+        requests = asyncio.gather(*(one(*each) for each in enumerate(prompts_of(24) * 3)))
+        while len(ended) < 2:
+            await asyncio.sleep(0.01)
+        before = len(ended)
+        await asyncio.to_thread(engine.probe, [[3, 4, 5]], max_new_tokens=2)
+        found = len(ended) - before
+        await requests
+        return found
+
+    assert run(scenario()) <= 16, "it waited for rollouts that came before it"
+
+
 def test_check_engine(pair):
     with rollout.VLLMEngine(pair[1]) as engine:
         engine.adopt(0)

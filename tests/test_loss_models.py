@@ -377,6 +377,19 @@ def test_a_switched_model_says_how_to_generate():
         model(input_ids=token_ids[None], attention_mask=torch.tensor([[0, 1, 1, 1]]))
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_switched_model_computes_a_plain_batch_as_before(family):
+    model = testing.tiny_model(family)
+    _, token_ids, position_ids, labels = packed([6, 6, 6])
+    with torch.no_grad():
+        expected = model(input_ids=token_ids.view(3, 6)).logits
+        loss.model_logprobs(model, token_ids, position_ids, labels)  # switches its attention
+
+        plain = model(input_ids=token_ids.view(3, 6)).logits
+
+    torch.testing.assert_close(plain, expected, atol=2e-6, rtol=0)
+
+
 def test_inference_mode_scores_and_leaves_training_as_it_was():
     model = testing.tiny_model("llama")
     _, token_ids, position_ids, labels = packed([7, 3])

@@ -114,9 +114,9 @@ def _padding(*_: Any, attention_mask: Tensor | None = None, **_others: Any) -> T
 
 def _packed_attention(
     module: nn.Module,
-    query: Float[Tensor, "1 heads t d"],
-    key: Float[Tensor, "1 kv_heads s d"],
-    value: Float[Tensor, "1 kv_heads s dv"],
+    query: Float[Tensor, "b heads t d"],
+    key: Float[Tensor, "b kv_heads s d"],
+    value: Float[Tensor, "b kv_heads s dv"],
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
@@ -124,20 +124,23 @@ def _packed_attention(
     documents: tuple[Document, ...] | None = None,
     sliding_window: int | None = None,
     **other: Any,
-) -> tuple[Float[Tensor, "1 t heads dv"], None]:
+) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Causal attention within each document: an entry of transformers' ``AttentionInterface``."""
     if documents is None:
         # Plain use of the same model, by a caller who knows nothing of packing.
-        documents = (Document(0, query.shape[2], 0, 0),)
         if attention_mask is not None or query.shape[2] != key.shape[2]:
             raise ValueError(
                 "this model was switched to packed attention by primerl.loss.model_logprobs; to "
                 "generate or to pad, call model.set_attn_implementation('sdpa') first"
             )
+        length = query.shape[2]
+        begins = range(0, query.shape[0] * length, length)
+        documents = tuple(Document(begin, begin + length, begin, 0) for begin in begins)
     _refuse_other_attention(module, documents, {**other, "sliding_window": sliding_window})
     plan = _by_length(documents, query.device)
-    q = query.squeeze(0).index_select(1, plan.queries)
-    k, v = (x.squeeze(0).index_select(1, plan.keys) for x in (key, value))
+    q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
+    q = q.index_select(1, plan.queries)
+    k, v = (x.index_select(1, plan.keys) for x in (k, v))
     options: dict[str, Any] = {
         "dropout_p": dropout,
         "scale": scaling,
@@ -151,12 +154,13 @@ def _packed_attention(
         if widened:
             qd, kd, vd = upcast(qd), upcast(kd), upcast(vd)
         mask = causal_lower_right(length, shared + length) if shared else None
-        attended = F.scaled_dot_product_attention(
+        of_run = F.scaled_dot_product_attention(
             qd, kd, vd, attn_mask=mask, is_causal=mask is None, **options
         )
-        outputs.append(attended.transpose(1, 2).flatten(0, 1).to(query.dtype))
+        outputs.append(of_run.transpose(1, 2).flatten(0, 1).to(query.dtype))
         start, start_k = start + count * length, start_k + count * (shared + length)
-    return torch.cat(outputs).index_select(0, plan.back).unsqueeze(0), None
+    attended = torch.cat(outputs).index_select(0, plan.back)
+    return attended.reshape(query.shape[0], query.shape[2], *attended.shape[1:]), None
 
 
 def _refuse_other_attention(

@@ -377,6 +377,20 @@ def test_a_switched_model_says_how_to_generate():
         model(input_ids=token_ids[None], attention_mask=torch.tensor([[0, 1, 1, 1]]))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_switched_model_still_takes_several_rows(family):
+    """As the canary's, which are scored between steps."""
+    model = testing.tiny_model(family)
+    rows = torch.arange(2, 26).reshape(3, 8)
+    before = model(input_ids=rows).logits
+    loss.model_logprobs(model, rows[0], torch.arange(8), rows[0].roll(-1))
+
+    after = model(input_ids=rows).logits
+
+    assert model.config._attn_implementation == "primerl_packed"
+    torch.testing.assert_close(after, before)
+
+
 def test_inference_mode_scores_and_leaves_training_as_it_was():
     model = testing.tiny_model("llama")
     _, token_ids, position_ids, labels = packed([7, 3])

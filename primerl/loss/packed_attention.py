@@ -114,9 +114,9 @@ def _padding(*_: Any, attention_mask: Tensor | None = None, **_others: Any) -> T
 
 def _packed_attention(
     module: nn.Module,
-    query: Float[Tensor, "1 heads t d"],
-    key: Float[Tensor, "1 kv_heads s d"],
-    value: Float[Tensor, "1 kv_heads s dv"],
+    query: Float[Tensor, "b heads t d"],
+    key: Float[Tensor, "b kv_heads s d"],
+    value: Float[Tensor, "b kv_heads s dv"],
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
@@ -124,11 +124,13 @@ def _packed_attention(
     documents: tuple[Document, ...] | None = None,
     sliding_window: int | None = None,
     **other: Any,
-) -> tuple[Float[Tensor, "1 t heads dv"], None]:
+) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Causal attention within each document: an entry of transformers' ``AttentionInterface``."""
     if documents is None:
         # Plain use of the same model, by a caller who knows nothing of packing.
-        documents = (Document(0, query.shape[2], 0, 0),)
+        count, _, length, _ = query.shape
+        begins = range(0, count * length, length)
+        documents = tuple(Document(begin, begin + length, begin, 0) for begin in begins)
         if attention_mask is not None or query.shape[2] != key.shape[2]:
             raise ValueError(
                 "this model was switched to packed attention by primerl.loss.model_logprobs; to "
@@ -136,8 +138,9 @@ def _packed_attention(
             )
     _refuse_other_attention(module, documents, {**other, "sliding_window": sliding_window})
     plan = _by_length(documents, query.device)
-    q = query.squeeze(0).index_select(1, plan.queries)
-    k, v = (x.squeeze(0).index_select(1, plan.keys) for x in (key, value))
+    q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
+    q = q.index_select(1, plan.queries)
+    k, v = (x.index_select(1, plan.keys) for x in (k, v))
     options: dict[str, Any] = {
         "dropout_p": dropout,
         "scale": scaling,
@@ -156,7 +159,8 @@ def _packed_attention(
         )
         outputs.append(attended.transpose(1, 2).flatten(0, 1).to(query.dtype))
         start, start_k = start + count * length, start_k + count * (shared + length)
-    return torch.cat(outputs).index_select(0, plan.back).unsqueeze(0), None
+    rows = torch.cat(outputs).index_select(0, plan.back)
+    return rows.reshape(query.shape[0], query.shape[2], *rows.shape[1:]), None
 
 
 def _refuse_other_attention(

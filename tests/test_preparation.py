@@ -45,6 +45,16 @@ def test_an_error_is_raised_to_whoever_asks():
     assert until_done(preparation, "b", lambda: {"version": 3}) == {"version": 3}
 
 
+def test_who_has_time_waits_for_the_work_of_an_earlier_ticket_and_its_own():
+    def work(name):
+        time.sleep(0.1)
+        return {"name": name}
+
+    preparation = Preparation()
+    assert preparation.ask("a", lambda: work("a")) is None
+    assert preparation.ask("b", lambda: work("b"), timeout_s=10) == {"name": "b"}
+
+
 def test_another_ticket_waits_for_the_work_of_the_first():
     go, running = threading.Event(), []
 

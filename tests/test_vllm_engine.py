@@ -403,10 +403,13 @@ def test_the_order_of_an_update(server, make, on_update, pause):
     receipts = engine.load_weights({"folder": "f", "version": 2}, version=2)
     assert receipts == {server.url: [{"ok": True}]}
     update = {"folder": "f", "version": 2}
-    ticket = server.calls[0][1]["kwargs"].pop("ticket")
+    ticket = server.calls[0][1]["kwargs"]["ticket"]
     assert len(ticket) == 16
+    prepare = {"update": update, "ticket": ticket}
+    last = prepare | {"timeout_s": 60.0}
     assert server.calls == [
-        ("/collective_rpc", {"method": "prepare_weights", "kwargs": {"update": update}}),
+        ("/collective_rpc", {"method": "prepare_weights", "kwargs": prepare}),
+        ("/collective_rpc", {"method": "prepare_weights", "kwargs": last}),
         ("/pause", pause),
         ("/start_weight_update", {}),
         ("/update_weights", {"update_info": update}),
@@ -436,8 +439,9 @@ def test_an_update_is_asked_for_until_all_workers_have_prepared_it(server, make)
     server.unprepared = 3
     engine.load_weights({}, version=1)
     asked = [body for _, body in server.calls if body.get("method") == "prepare_weights"]
-    assert len(asked) == 4
-    assert all(one == asked[0] for one in asked)
+    assert len(asked) == 5
+    assert all(one == asked[0] for one in asked[:4])
+    assert asked[4]["kwargs"] == asked[0]["kwargs"] | {"timeout_s": 60.0}
     engine.load_weights({}, version=1)
     again = [body for _, body in server.calls if body.get("method") == "prepare_weights"][-1]
     assert again["kwargs"]["ticket"] != asked[0]["kwargs"]["ticket"]
@@ -465,7 +469,7 @@ def test_an_update_that_was_not_prepared_changes_nothing(servers, make):
     first.faults["/collective_rpc"] = [(500, "no such folder")]
     with pytest.raises(RuntimeError, match=f"nothing is changed: {first.url}.* no such folder"):
         engine.load_weights({}, version=1)
-    assert [*routes_of(first), *routes_of(second)] == [("/collective_rpc", "prepare_weights")]
+    assert {*routes_of(first), *routes_of(second)} == {("/collective_rpc", "prepare_weights")}
     assert engine.version == 0
     run(engine.generate([3], P(max_tokens=1)))
 

@@ -23,6 +23,7 @@ ON_UPDATE = {
 }
 MARK_S = 10.0
 PREPARED_S = 0.02  # between questions whether an update is prepared
+LAST_S = 60.0  # that a rank may be later than the first
 SEED_S = 600.0
 SEED_AGAIN_S = 5.0
 UNSEEDED = "default"  # what vLLM calls the weights of its checkpoint
@@ -141,8 +142,11 @@ class Updates:
         while True:
             workers = await rpc(self._fleet, replica, "prepare_weights", arguments)
             if all(one["prepared"] for one in workers):
-                return
+                break
             await asyncio.sleep(PREPARED_S)
+        # vLLM passes on the answers of the first data-parallel rank alone; the others have as good
+        # as finished, and this waits for them, or fails where one has failed.
+        await rpc(self._fleet, replica, "prepare_weights", arguments | {"timeout_s": LAST_S})
 
     async def _swap(
         self,

@@ -16,21 +16,24 @@ class Preparation:
         self._outcome: Future[dict[str, Any]] = Future()
         self._outcome.set_result({})
 
-    def ask(self, ticket: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    def ask(
+        self, ticket: str, work: Callable[[], dict[str, Any]], *, timeout_s: float = GRACE_S
+    ) -> dict[str, Any] | None:
         """What ``work`` returned, or None as long as it goes on; errors that it raised are raised.
 
         The first call with a ``ticket`` starts the work, once that of an earlier one is over.
         """
-        if ticket != self._ticket and self._outcome.done():
+        wait([self._outcome], timeout=timeout_s)
+        if not self._outcome.done():
+            return None
+        if ticket != self._ticket:
             self._ticket, self._outcome = ticket, Future()
             arguments = (work, self._outcome)
             threading.Thread(
                 target=_run, args=arguments, daemon=True, name="primerl-prepare"
             ).start()
-        wait([self._outcome], timeout=GRACE_S)
-        if ticket != self._ticket or not self._outcome.done():
-            return None
-        return self._outcome.result()
+            wait([self._outcome], timeout=timeout_s)
+        return self._outcome.result() if self._outcome.done() else None
 
 
 def _run(work: Callable[[], dict[str, Any]], outcome: "Future[dict[str, Any]]") -> None:

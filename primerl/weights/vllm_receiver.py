@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from primerl.weights.broadcast_group import Communicator, Later, Place, connect_nccl, draw_place
 from primerl.weights.digests import TensorDigest, digest_of, digest_of_all
 from primerl.weights.folder_reader import FolderReader
-from primerl.weights.preparation import Preparation
+from primerl.weights.preparation import GRACE_S, Preparation
 
 _JOIN_S = 300.0
 
@@ -281,7 +281,9 @@ class WeightReceiver:
     weight_transfer_engine: Any
     _weight_update_active: bool
 
-    def prepare_weights(self, update: dict[str, Any], ticket: str) -> dict[str, Any]:
+    def prepare_weights(
+        self, update: dict[str, Any], ticket: str, timeout_s: float = GRACE_S
+    ) -> dict[str, Any]:
         """Fetch and check an update while the engine goes on; repair an interrupted one.
 
         It is done in a thread: ``{"prepared": False}`` says to call again with the same
@@ -289,13 +291,17 @@ class WeightReceiver:
 
         Raises:
             ValueError: the publication is missing, damaged or does not follow from its parent.
+            RuntimeError: it was to be prepared within ``timeout_s``, longer than a question takes.
         """
         transfer = self.weight_transfer_engine
         if self._weight_update_active:  # its trainer went away between start and finish
             transfer.receipt = {"version": None, "seconds": {}}
             self.finish_weight_update()  # type: ignore[attr-defined]
         info = transfer.parse_update_info(update)
-        found = transfer.preparation.ask(ticket, lambda: transfer.prepare(info))
+        preparation: Preparation = transfer.preparation
+        found = preparation.ask(ticket, lambda: transfer.prepare(info), timeout_s=timeout_s)
+        if found is None and timeout_s > GRACE_S:
+            raise RuntimeError(f"the update was not prepared within {timeout_s:g} s")
         return {"prepared": found is not None, **(found or {})}
 
     def served_dtype(self) -> str:

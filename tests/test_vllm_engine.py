@@ -25,7 +25,7 @@ def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 30))
 
 
-def until(condition, timeout_s=10.0):
+def until(condition, timeout_s=30.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"

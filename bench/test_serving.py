@@ -36,7 +36,7 @@ SETTINGS = {
 }
 ENVIRONMENT = {
     "OMP_NUM_THREADS": str(os.cpu_count()),
-    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "200000",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker in the engine's process

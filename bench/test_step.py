@@ -5,7 +5,8 @@
 
 Needs vLLM, trl and 12 GB of memory. The work is the same on both sides: the same 8 prompts in 8
 rollouts each, all of exactly 64 tokens, one optimizer step on all of them. Each side has a process
-of its own; they take turns, and the one that waits sleeps. Seconds of CPU are summed over a side's
+of its own; they take turns, and the one that waits sleeps. A turn is two steps, and the second
+counts: the first finds its memory cold, or compiles. Seconds of CPU are summed over a side's
 processes, server included, and disturbed least by other work; wall seconds are what a user sees.
 
 Both compute in bfloat16, on all cores, in the same environment (``ENVIRONMENT``). ``trl`` has a
@@ -13,7 +14,7 @@ model in bfloat16, the fastest of its options here (in another run, under load, 
 times the CPU seconds), and updates bfloat16 parameters. Ours updates float32 master weights.
 
 STEP_ROUNDS, STEP_PROMPTS: other sizes than 3 rounds of 8 prompts. STEP_DTYPE=float32: both sides
-in it. STEP_TRL_BATCH: the rollouts in a micro-batch of trl. STEP_WARM=0: no round before.
+in it. STEP_TRL_BATCH: the rollouts in a micro-batch of trl. STEP_WARM=0: turns of one step.
 """
 
 import asyncio
@@ -225,7 +226,7 @@ def theirs(folder, turns):
         max_completion_length=TOKENS,
         generation_kwargs={"min_new_tokens": TOKENS},
         learning_rate=LEARNING_RATE,
-        max_steps=ROUNDS + WARM,
+        max_steps=ROUNDS * (1 + WARM),
         use_cpu=True,
         bf16=DTYPE == "bfloat16",
         beta=0.0,
@@ -317,12 +318,11 @@ def test_a_step_against_trl(benchmark, tmp_path):
         steps = {name: [] for name in sides}
 
         def turn(name):
-            steps[name].append(sides[name].step())
-            print(f"\n{name}", steps[name][-1], flush=True)
+            for counts in (False, True) if WARM else (True,):
+                seconds = sides[name].step()
+                print(f"\n{name}{'' if counts else ' (warm-up)'}", seconds, flush=True)
+            steps[name].append(seconds)
 
-        for name in sides if WARM else ():
-            turn(name)
-        steps = {name: [] for name in sides}
         benchmark.pedantic(
             turn, args=("ours",), setup=lambda: turn("theirs"), rounds=ROUNDS, iterations=1
         )
@@ -335,7 +335,7 @@ def test_a_step_against_trl(benchmark, tmp_path):
     )
     print(f"trl over ours: {wall:.2f} of wall time, {cpu:.2f} of CPU time")
     benchmark.extra_info.update(medians=medians, wall_ratio=wall, cpu_ratio=cpu)
-    assert cpu >= 3
+    assert wall >= 3
 
 
 if __name__ == "__main__":

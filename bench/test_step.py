@@ -108,6 +108,8 @@ def ours(folder):
         contextlib.closing(rollout.VLLMEngine(server)) as engine,
     ):
         model, tokenizer = weights.load_pretrained(folder, dtype=getattr(torch, DTYPE))
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
         optimizer = MasterWeights(model.parameters())
         tokenizer.eos_token = None  # so that no reply ends early
         transport = weights.transport_to(model, engine, wiring=False)

@@ -77,8 +77,11 @@ class ScriptedVLLM:
 
     async def _kill(self):
         self._dying = True
+        # asyncio loses the sockets that it has accepted for a server but not yet made connections of.
+        while any("_accept_connection" in t.get_coro().__qualname__ for t in asyncio.all_tasks()):
+            await asyncio.sleep(0)
         self._server.close()
-        # A connection accepted just now has a task that has not run: it ends itself when it does.
+        # A connection made just now has a task that has not run: it ends itself when it does.
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             for writer in self._writers:
                 writer.transport.abort()

@@ -77,7 +77,7 @@ class ScriptedVLLM:
 
     async def _kill(self):
         self._dying = True
-        # asyncio loses the sockets that it has accepted for a server but not yet made connections of.
+        # asyncio loses sockets that it has accepted, but not made connections of, as it closes.
         while any("_accept_connection" in t.get_coro().__qualname__ for t in asyncio.all_tasks()):
             await asyncio.sleep(0)
         self._server.close()

@@ -84,7 +84,7 @@ def server_command(
         arguments["weight_transfer_config"] = {"backend": weight_transfer}
         arguments["worker_extension_cls"] = WORKER_EXTENSION
     if on_cpu and not given & _COMPILATION:
-        arguments["enforce_eager"] = True  # compiling takes minutes, and gains little there
+        arguments["enforce_eager"] = True  # compiling takes a minute or more at each start
     arguments |= engine_args
     middleware = arguments.pop("middleware", ())
     wrapped = [middleware] if isinstance(middleware, str) else [*middleware]

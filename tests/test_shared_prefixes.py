@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from primerl import flops, loss, packing, testing
@@ -79,6 +79,23 @@ def test_few_tokens_are_not_worth_sharing(monkeypatch):
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
+def test_a_sample_is_not_taken_for_the_continuation_of_its_neighbour():
+    """Two share the first sample's tokens, and one is as long as what the other shares."""
+    root = sample([7, 8], [20, 21, 22])
+    short, long = sample([7, 8], [30, 31]), sample([7, 8, 20, 21, 50], [60])
+
+    samples = [root, short, long]
+    ((batch,),) = packing.pack(samples, max_tokens=64, ranks=1, share_prefixes=True)
+
+    assert batch.token_ids.tolist() == [7, 8, 20, 21, 22, 50, 60, 8, 30, 31]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 4, 5, 1, 2, 3]
+    model = testing.tiny_model("llama")
+    ours, *_ = scored(model, samples, share_prefixes=True)
+    expected, *_ = scored(model, samples)
+    for document, pair in expected.items():
+        torch.testing.assert_close(ours[document], pair, atol=2e-6, rtol=0)
+
+
 def documents_of(batch):
     """``(tokens, trained labels)`` of each document, its shared tokens found by their positions."""
     result, root = [], []
@@ -100,6 +117,7 @@ sample_lists = st.lists(st.tuples(tokens, tokens), max_size=16)
 
 
 @given(sample_lists, st.integers(12, 40), st.integers(1, 4))
+@example([([1, 2], [0, 1, 2]), ([1, 2], [2, 2]), ([1, 2, 0, 1, 1], [0])], 40, 1)
 @settings(max_examples=200, deadline=None)
 def test_every_sample_is_there_once_with_all_its_tokens(drawn, max_tokens, ranks):
     samples = [sample(prompt, completion) for prompt, completion in drawn]
@@ -109,6 +127,12 @@ def test_every_sample_is_there_once_with_all_its_tokens(drawn, max_tokens, ranks
     assert len({len(steps) for steps in plan}) == 1
     batches = [batch for steps in plan for batch in steps]
     assert all(len(batch.token_ids) <= max_tokens for batch in batches)
+    for batch in batches:
+        for begin in batch.cu_seqlens[1:-1].tolist():
+            position, before = batch.position_ids[[begin, begin - 1]].tolist()
+            root = int((batch.position_ids[:begin] == 0).nonzero()[-1])
+            # Or it would be taken for its neighbour's; for the whole first one's, it may be.
+            assert position != before + 1 or before == begin - 1 - root
     found = [one for batch in batches for one in documents_of(batch) if one[1]]
     assert sorted(found) == sorted((tuple(p + c), tuple(c)) for p, c in drawn)
 

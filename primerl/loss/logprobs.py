@@ -59,16 +59,16 @@ def model_logprobs(
 ) -> Float[Tensor, " t"]:
     """The processed logprob that a causal language model gives each row's label.
 
-    Documents lie end to end; one begins wherever ``position_ids`` is 0, and no document sees
-    another. One that begins at position n > 0 continues the first n tokens of the last that began
-    at 0, as ``packing.pack(share_prefixes=True)`` lays them out. A model that attends by ``sdpa``
-    or ``eager`` is switched, by its public ``set_attn_implementation``, to attend document by
-    document, so that no t x t mask is ever built; flash attention reads the positions itself and is
-    left alone. The logits are not held either: ``linear_logprobs`` stands in for the model's head.
-    Where that is no plain linear layer, or the model goes on to scale or cap its logits (which its
-    first call finds out, and then runs again), they are computed as the model has it. To recompute
-    activations, checkpoint the layers, as ``gradient_checkpointing_enable`` does, not the whole
-    model or its head.
+    Documents lie end to end; one begins wherever a position does not follow the one before, and no
+    document sees another. But one that begins at position n > 0 continues the first n tokens of the
+    last that began at 0, as ``packing.pack(share_prefixes=True)`` lays them out. A model that
+    attends by ``sdpa`` or ``eager`` is switched, by its public ``set_attn_implementation``, to
+    attend document by document, so that no t x t mask is ever built; flash attention reads the
+    positions itself and is left alone. The logits are not held either: ``linear_logprobs`` stands
+    in for the model's head. Where that is no plain linear layer, or the model goes on to scale or
+    cap its logits (which its first call finds out, and then runs again), they are computed as the
+    model has it. To recompute activations, checkpoint the layers, as
+    ``gradient_checkpointing_enable`` does, not the whole model or its head.
 
     Args:
         model: an unmodified ``transformers`` causal language model.

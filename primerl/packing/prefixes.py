@@ -67,7 +67,8 @@ def families(samples: Sequence[TrainingSample], *, capacity: float) -> list[list
 
     Similar beginnings lie side by side in sorted order, so each sample is compared with the family
     before it and joins it, or begins one. A trained token is never shared by the sample that trains
-    it, so each is predicted in a row of its own.
+    it, so each is predicted in a row of its own. Those that share most come first: then none begins
+    at the position after its neighbour's last, where one document would go on.
     """
     limits = [_untrained(sample) for sample in samples]
 
@@ -88,7 +89,7 @@ def families(samples: Sequence[TrainingSample], *, capacity: float) -> list[list
         else:
             result.append([(index, 0)])
             rows = length
-    return result
+    return [[one[0], *sorted(one[1:], key=lambda member: -member[1])] for one in result]
 
 
 def _untrained(sample: TrainingSample) -> int:

@@ -9,9 +9,10 @@ of its own; they take turns, and the one that waits sleeps. A turn is two steps,
 counts: the first finds its memory cold, or compiles. Seconds of CPU are summed over a side's
 processes, server included, and disturbed least by other work; wall seconds are what a user sees.
 
-Both compute in bfloat16, on all cores, in the same environment (``ENVIRONMENT``). ``trl`` has a
-model in bfloat16, the fastest of its options here (in another run, under load, float32 took 2.4
-times the CPU seconds), and updates bfloat16 parameters. Ours updates float32 master weights.
+Both compute in bfloat16, on all cores. ``trl`` has a model in bfloat16, the fastest of its options
+here (in another run, under load, float32 took 2.4 times the CPU seconds), and updates bfloat16
+parameters. Ours updates float32 master weights. Ours runs with the variables of ``ENVIRONMENT``,
+trl as it is started by its users, without; they help it too: STEP_TRL_TUNED=1 gives them to both.
 
 STEP_ROUNDS, STEP_PROMPTS: other sizes than 3 rounds of 8 prompts. STEP_DTYPE=float32: both sides
 in it. STEP_TRL_BATCH: the rollouts in a micro-batch of trl. STEP_WARM=0: turns of one step.
@@ -34,6 +35,7 @@ PROMPTS = int(os.environ.get("STEP_PROMPTS", 8))
 DTYPE = os.environ.get("STEP_DTYPE", "bfloat16")
 WARM = os.environ.get("STEP_WARM", "1") == "1"
 TRL_BATCH = int(os.environ.get("STEP_TRL_BATCH", 16))
+TRL_TUNED = os.environ.get("STEP_TRL_TUNED", "0") == "1"
 GROUP, TOKENS, LEARNING_RATE = 8, 64, 1e-6
 # Two pools of threads take turns on the same cores: one that waits spins for under a millisecond,
 # enough to bridge the gaps within a step of decoding. And memory that was freed is kept, instead of
@@ -42,7 +44,6 @@ ENVIRONMENT = {
     "GOMP_SPINCOUNT": "200000",
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
-    "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 
@@ -274,13 +275,14 @@ def child(side, folder):
 class Side:
     def __init__(self, name, folder):
         self.log = open(Path(os.environ.get("STEP_LOGS", "/tmp")) / f"step-{name}.log", "w")  # noqa: SIM115
+        tuned = name == "ours" or TRL_TUNED
         self.process = subprocess.Popen(
             [sys.executable, __file__, name, folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **(ENVIRONMENT if tuned else {})},
         )
 
     def step(self):
@@ -294,6 +296,7 @@ class Side:
     def close(self):
         self.process.stdin.close()
         self.process.wait(60)
+        self.process.stdout.close()
         self.log.close()
 
 

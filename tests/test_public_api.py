@@ -70,7 +70,16 @@ EXPORTS = {
         "veto",
     ],
     "primerl.packing": ["PackedBatch", "bins", "pack"],
-    "primerl.parallel": ["UpdateGuard", "World", "all_sum", "process_group", "scatter", "shard"],
+    "primerl.parallel": [
+        "Mesh",
+        "UpdateGuard",
+        "World",
+        "all_sum",
+        "mesh",
+        "process_group",
+        "scatter",
+        "shard",
+    ],
     "primerl.rollout": [
         "Buffer",
         "Conversation",

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from primerl.attention import attend_by_document
 from primerl.loss.arguments import checked
 from primerl.loss.linear_head import FLOOR, check_rows, check_values, head_logprobs
-from primerl.loss.packed_attention import attend_by_document, find_documents
 from primerl.loss.ratio import upcast
 
 Score = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -121,8 +121,7 @@ def _score(
     config: Any = model.config
     check_rows(labels, temperature, rows, like=token_ids, name="token_ids")
     check_values(labels, temperature, rows, vocabulary=config.get_text_config().vocab_size)
-    documents = find_documents(position_ids)
-    attend_by_document(model, documents)
+    documents = attend_by_document(model, position_ids)
 
     def run() -> Tensor:
         return model(  # type: ignore[no-any-return]

@@ -4,9 +4,19 @@ The same script runs as ``python recipe.py`` and as ``torchrun --nproc-per-node 
 world of one rank nothing here costs anything: no group is made and no model is touched.
 """
 
+from primerl.parallel.device_mesh import Mesh, mesh
 from primerl.parallel.launch import World, process_group
 from primerl.parallel.scattering import all_sum, scatter
 from primerl.parallel.sharding import shard
 from primerl.parallel.updates import UpdateGuard
 
-__all__ = ["UpdateGuard", "World", "all_sum", "process_group", "scatter", "shard"]
+__all__ = [
+    "Mesh",
+    "UpdateGuard",
+    "World",
+    "all_sum",
+    "mesh",
+    "process_group",
+    "scatter",
+    "shard",
+]

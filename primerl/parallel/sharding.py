@@ -1,47 +1,109 @@
-"""Fully sharded data parallelism (FSDP2) for unmodified models."""
+"""Fully sharded data parallelism (FSDP2), with divided experts and contexts, for any model."""
 
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from primerl.parallel.device_mesh import Mesh
+from primerl.parallel.device_mesh import mesh as make_mesh
+from primerl.parallel.experts import GroupedMatmul, divide_experts, expert_modules
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def shard(model: M) -> M:
-    """Shard a model's parameters over all ranks, in place, and return it.
+def shard(
+    model: M,
+    mesh: Mesh | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    matmul: GroupedMatmul | None = None,
+) -> M:
+    """Divide a model among the ranks of a mesh, in place, and return it.
 
-    Each layer (an entry of the model's outermost ``nn.ModuleList``) is gathered while it computes,
-    and what is around the layers with the whole model (``torch.distributed.fsdp.fully_shard``).
-    Every rank starts from rank 0's values. Gradients are *summed* over ranks, not averaged: each
-    rank's loss is already divided by the global number of trained tokens. Make the optimizer
-    afterwards. In a world of one, the model is left as it is.
+    Experts are divided over ``mesh.ep`` ranks, attention over the ``mesh.cp`` ranks that share
+    documents, and each parameter over the ``fsdp * cp`` ranks of a replica: each layer (an entry
+    of the model's outermost ``nn.ModuleList``) is gathered while it computes, and what is around
+    the layers with the whole model (``torch.distributed.fsdp.fully_shard``). Every rank starts
+    from rank 0's values. Gradients are *summed* over ranks, not averaged: each rank's loss is
+    already divided by the global number of trained tokens. Make the optimizer afterwards. In a
+    world of one, the model is left as it is.
 
     Args:
-        model: on this rank's device, the same architecture on every rank.
+        model: on this rank's device, the same architecture on every rank. On the ``meta`` device:
+            its parameters stay without values, for ``load_sharded``.
+        mesh: made by ``parallel.mesh``; all ranks as one replica by default.
+        dtype: that layers compute in, such as ``torch.bfloat16``, while parameters keep theirs and
+            gradients are added in float32; None computes in the parameters' dtype.
+        matmul: as for ``divide_experts``.
 
     Raises:
-        ValueError: the model is sharded already, or a layer shares a weight with another part, from
-            which sharding would part it.
+        ValueError: the model is sharded already, a layer shares a weight with another part, from
+            which sharding would part it, its parameters have different dtypes, or its family
+            cannot be divided this way.
     """
-    if not dist.is_initialized():
+    mesh = mesh or make_mesh()
+    if mesh.parameters is None:
         return model
     if isinstance(model, FSDPModule):
         raise ValueError("the model is sharded already; call parallel.shard once")
-    tensors = [*model.parameters(), *model.buffers()]
-    for tensor in tensors:
-        dist.broadcast(tensor.detach(), src=0)
+    _require_one_dtype(model)
     layers = _layers(model)
     _require_own_weights(model, list(layers))
-    mesh = init_device_mesh(tensors[0].device.type, (dist.get_world_size(),))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            dist.broadcast(tensor.detach(), src=0)
+    experts: dict[nn.Module, DeviceMesh] = {}
+    if mesh.experts is not None and (mesh.ep > 1 or matmul is not None):
+        divide_experts(model, mesh.experts["expert"], matmul=matmul)
+        experts = dict.fromkeys(expert_modules(model).values(), _replicated(mesh, "expert_shard"))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
+    whole = _replicated(mesh, "shard")
     parts: list[nn.Module] = [*layers.values(), model]
     for part in parts:
-        sharded = fully_shard(part, mesh=mesh)
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
+        for module in part.modules():
+            if module in experts:  # before the layer that they are in, which leaves them alone
+                _shard_part(module, experts.pop(module), policy)
+        _shard_part(part, whole, policy)
     return model
+
+
+def _replicated(mesh: Mesh, dimension: str) -> DeviceMesh:
+    """The ranks over which parameters are sharded, with those over which they are copied if any."""
+    both = mesh.parameters if dimension == "shard" else mesh.experts
+    assert both is not None
+    return both["replicate", dimension] if mesh.replicate > 1 else both[dimension]
+
+
+def _shard_part(part: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    ranks = mesh.size(-1)
+
+    def place(parameter: nn.Parameter) -> Shard:
+        # Fewer experts than ranks: divide each matrix, so that no rank is left with none.
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        few = isinstance(parameter, DTensor) and local.shape[0] % ranks
+        return Shard(1) if few and local.ndim > 1 and local.shape[1] % ranks == 0 else Shard(0)
+
+    sharded = fully_shard(part, mesh=mesh, mp_policy=policy, shard_placement_fn=place)
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
+
+
+def _require_one_dtype(model: nn.Module) -> None:
+    by_dtype: dict[torch.dtype, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            by_dtype.setdefault(parameter.dtype, name)
+    if len(by_dtype) > 1:
+        found = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
+        raise ValueError(
+            f"parameters have different dtypes ({found}); convert the model first, such as by "
+            "model.float(), and pass shard(dtype=torch.bfloat16) to compute in another"
+        )
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:

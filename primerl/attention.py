@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from primerl._optional import require
-from primerl.loss.ratio import upcast
 
 PACKED_ATTENTION = "primerl_packed"
+# An attention of this name knows where documents lie, on this rank and on others.
+CONTEXT_ATTENTION = "primerl_context"
 # These build a square mask over the whole pack; the per-document attention replaces them.
 MASKED_ATTENTION = ("eager", "sdpa")
 # On a CPU, attention to fewer tokens than this is slower in bfloat16 than in float32.
@@ -68,14 +69,22 @@ def find_documents(position_ids: Tensor) -> tuple[Document, ...]:
     return tuple(documents)
 
 
-def attend_by_document(model: nn.Module, documents: tuple[Document, ...]) -> None:
+def attend_by_document(
+    model: nn.Module, position_ids: Int[Tensor, " t"]
+) -> tuple[Document, ...] | None:
     """Switch a model that attends by ``sdpa`` or ``eager`` to attend document by document.
+
+    Returns what its attention needs, as the model's argument ``documents``: nothing where the rows
+    of a context-parallel model begin and end within documents, which it finds itself.
 
     Raises:
         ValueError: the model can't switch, its other layers carry state from one document into
             the next, or documents share tokens and it keeps an attention that can't.
     """
     config: Any = model.config
+    if config._attn_implementation.startswith(CONTEXT_ATTENTION):
+        return None
+    documents = find_documents(position_ids)
     if config._attn_implementation in MASKED_ATTENTION:
         transformers = require("transformers", extra="transformers")
         transformers.AttentionInterface.register(PACKED_ATTENTION, _packed_attention)
@@ -88,15 +97,21 @@ def attend_by_document(model: nn.Module, documents: tuple[Document, ...]) -> Non
                 "documents see each other; pack one document per batch"
             )
     if len(documents) > 1:
-        _refuse_state_across_documents(model)
+        refuse_leaking_layers(model)
     if config._attn_implementation != PACKED_ATTENTION and any(d.shared for d in documents):
         raise ValueError(
             f"documents share tokens, which {config._attn_implementation} does not compute; load "
             "the model with attn_implementation='sdpa', or pack without share_prefixes"
         )
+    return documents
 
 
-def _refuse_state_across_documents(model: nn.Module) -> None:
+def refuse_leaking_layers(model: nn.Module) -> None:
+    """Refuse a model some of whose layers let packed documents see each other.
+
+    Raises:
+        ValueError: it has layers of linear attention, or of another recurrence.
+    """
     config: Any = model.config
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     carrying = kinds - {"full_attention", "sliding_attention"}
@@ -152,7 +167,7 @@ def _packed_attention(
         qd = _documents(q, start, count, length)
         kd, vd = (_documents(x, start_k, count, shared + length) for x in (k, v))
         if widened:
-            qd, kd, vd = upcast(qd), upcast(kd), upcast(vd)
+            qd, kd, vd = _widen(qd), _widen(kd), _widen(vd)
         mask = causal_lower_right(length, shared + length) if shared else None
         of_run = F.scaled_dot_product_attention(
             qd, kd, vd, attn_mask=mask, is_causal=mask is None, **options
@@ -178,6 +193,10 @@ def _refuse_other_attention(
                 f"{type(module).__name__} asks for {name!r}, which packed attention does not "
                 "compute; use flash attention for this model"
             )
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _documents(x: Tensor, start: int, count: int, length: int) -> Tensor:

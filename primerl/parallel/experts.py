@@ -1,0 +1,176 @@
+"""Experts of mixture-of-experts models, divided among ranks, for unmodified models.
+
+``transformers`` calls each layer's experts through a registry of functions. Ours sends tokens to
+the ranks of their experts (``dispatch``), multiplies there, and brings the results back.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import attrs
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_module
+
+from primerl._optional import require
+from primerl.parallel.dispatch import combine, dispatch
+
+IMPLEMENTATION = "primerl_experts"
+
+GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""``(x[n, i], weights[e, i, o], ends[e]) -> [n, o]``: rows up to ``ends[0]`` by the first matrix,
+from there to ``ends[1]`` by the second, and so on."""
+
+
+@attrs.define(eq=False)
+class _Placement:
+    """How the experts of one layer are computed."""
+
+    experts: int
+    """Of all ranks."""
+    group: dist.ProcessGroup | None
+    matmul: GroupedMatmul
+    chosen: Tensor | None = None
+    """How often each expert was chosen on this rank since it was last asked."""
+
+
+# Keyed by module, because nothing is ever set on another library's objects.
+_PLACEMENTS: WeakKeyDictionary[nn.Module, _Placement] = WeakKeyDictionary()
+
+
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold a layer's experts as stacked matrices, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+    }
+
+
+def divide_experts(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    matmul: GroupedMatmul | None = None,
+) -> None:
+    """Leave each rank its part of every layer's experts, and send tokens to where theirs are.
+
+    Args:
+        model: whose experts are called through ``transformers``' registry of experts functions.
+        mesh: of one dimension: the ranks that hold a layer's experts among them, in order. None:
+            this rank has them all, and only their computation is replaced.
+        matmul: multiplies rows sorted by expert with each expert's matrix;
+            ``torch.nn.functional.grouped_mm`` by default.
+
+    Raises:
+        ValueError: the model has no such experts, or ranks would get unequal numbers of them.
+    """
+    modules = expert_modules(model)
+    config: Any = getattr(model, "config", None)
+    if not modules:
+        raise ValueError(
+            f"{type(model).__name__} has no experts that can be divided: none that transformers "
+            "calls through its registry of experts functions; use a mesh with ep=1"
+        )
+    ranks = 1 if mesh is None else mesh.size()
+    for name, module in modules.items():
+        experts = next(module.parameters()).shape[0]
+        if experts % ranks:
+            raise ValueError(
+                f"{name} has {experts} experts, which {ranks} ranks cannot hold in equal numbers; "
+                f"choose an ep that divides {experts}"
+            )
+        group = mesh.get_group() if mesh is not None and ranks > 1 else None
+        _PLACEMENTS[module] = _Placement(experts, group, matmul or grouped_matmul)
+        if mesh is not None and ranks > 1:
+            distribute_module(module, mesh, _keep_own_experts)
+    registry = require("transformers.integrations.moe", extra="transformers")
+    registry.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
+    switch: Callable[[str], None] = model.set_experts_implementation  # type: ignore[assignment]
+    switch(IMPLEMENTATION)
+    if config is None or config.get_text_config()._experts_implementation != IMPLEMENTATION:
+        raise ValueError(f"{type(model).__name__} does not let its experts function be chosen")
+
+
+def _keep_own_experts(name: str, module: nn.Module, mesh: DeviceMesh) -> None:  # noqa: ARG001
+    for of_parameter, parameter in list(module.named_parameters(recurse=False)):
+        mine = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+        divided = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
+        module.register_parameter(
+            of_parameter, nn.Parameter(divided, requires_grad=parameter.requires_grad)
+        )
+
+
+def _experts_forward(
+    module: Any,
+    hidden: Float[Tensor, "t h"],
+    indices: Int[Tensor, "t k"],
+    weights: Float[Tensor, "t k"],
+) -> Float[Tensor, "t h"]:
+    """An entry of ``ALL_EXPERTS_FUNCTIONS``."""
+    placement = _PLACEMENTS.get(module)
+    if placement is None:
+        raise ValueError(
+            f"this {type(module).__name__} was not prepared; call parallel.shard with the mesh"
+        )
+    _count(placement, indices)
+    way = dispatch(hidden, indices, experts=placement.experts, group=placement.group)
+    outputs = _compute(module, way.tokens, way.counts, placement.matmul)
+    mixed = combine(outputs, way, weights, group=placement.group)
+    return mixed.to(hidden.dtype)
+
+
+def _compute(module: Any, x: Tensor, counts: Tensor, matmul: GroupedMatmul) -> Tensor:
+    """The experts of this rank, each on its rows."""
+    ends = counts.cumsum(0).to(torch.int32)
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    of_row = None
+    if module.has_bias:
+        of_row = torch.repeat_interleave(counts, output_size=x.shape[0])
+
+    def project(x: Tensor, name: str) -> Tensor:
+        weight = _local(getattr(module, name))
+        y = matmul(x, weight if module.is_transposed else weight.transpose(1, 2), ends)
+        return y if of_row is None else y + _local(getattr(module, f"{name}_bias"))[of_row]
+
+    inner = project(x, up)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    return project(inner, "down_proj")
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def grouped_matmul(
+    x: Float[Tensor, "n i"], weights: Float[Tensor, "e i o"], ends: Int[Tensor, " e"]
+) -> Float[Tensor, "n o"]:
+    """Rows sorted by expert, each times its expert's matrix: ``torch.nn.functional.grouped_mm``.
+
+    What that does not take (float64, or rows that are no multiple of 16 bytes), one by one.
+    """
+    sizes = (x.shape[1] * x.element_size(), weights.shape[2] * x.element_size())
+    if x.dtype in (torch.float32, torch.bfloat16, torch.float16) and not any(s % 16 for s in sizes):
+        return F.grouped_mm(x, weights, offs=ends)
+    begins = [0, *ends.tolist()]
+    parts = [
+        x[begin:end] @ weight
+        for begin, end, weight in zip(begins, begins[1:], weights, strict=False)
+    ]
+    return torch.cat(parts)
+
+
+def _count(placement: _Placement, indices: Tensor) -> None:
+    chosen = torch.bincount(indices.detach().reshape(-1), minlength=placement.experts)
+    placement.chosen = chosen if placement.chosen is None else placement.chosen + chosen
+
+
+def _placements(model: nn.Module) -> Iterator[tuple[str, nn.Module, _Placement]]:
+    for name, module in expert_modules(model).items():
+        if module in _PLACEMENTS:
+            yield name, module, _PLACEMENTS[module]

@@ -22,6 +22,8 @@ PACKED_ATTENTION = "primerl_packed"
 CONTEXT_ATTENTION = "primerl_context"
 # These build a square mask over the whole pack; the per-document attention replaces them.
 MASKED_ATTENTION = ("eager", "sdpa")
+# An indexer chooses the keys that queries attend to (primerl.sparse_attention).
+SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 # On a CPU, attention to fewer tokens than this is slower in bfloat16 than in float32.
 WIDENED_LENGTH = 256
 
@@ -74,7 +76,7 @@ def attend_by_document(
 ) -> tuple[Document, ...] | None:
     """Switch a model that attends by ``sdpa`` or ``eager`` to attend document by document.
 
-    Returns what its attention needs, as the model's argument ``documents``: nothing where the rows
+    One whose keys an indexer chooses also has them chosen document by document. Returns what its attention needs, as the model's argument ``documents``: nothing where the rows
     of a context-parallel model begin and end within documents, which it finds itself.
 
     Raises:
@@ -85,9 +87,14 @@ def attend_by_document(
     if config._attn_implementation.startswith(CONTEXT_ATTENTION):
         return None
     documents = find_documents(position_ids)
+    if is_sparse(model):
+        from primerl.sparse_attention import attend_sparsely  # which builds on this module
+
+        attend_sparsely(model)
+        return documents
     if config._attn_implementation in MASKED_ATTENTION:
         transformers = require("transformers", extra="transformers")
-        transformers.AttentionInterface.register(PACKED_ATTENTION, _packed_attention)
+        transformers.AttentionInterface.register(PACKED_ATTENTION, packed_attention)
         transformers.AttentionMaskInterface.register(PACKED_ATTENTION, _padding)
         switch: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
         switch(PACKED_ATTENTION)  # a model that can't only warns
@@ -114,7 +121,8 @@ def refuse_leaking_layers(model: nn.Module) -> None:
     """
     config: Any = model.config
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    carrying = kinds - {"full_attention", "sliding_attention"}
+    kinds -= {"full_attention", "sliding_attention"}
+    carrying = kinds - {"indexed_attention"} if is_sparse(model) else kinds
     if carrying:
         raise ValueError(
             f"{config.model_type} has {', '.join(sorted(carrying))} layers, which would carry "
@@ -122,12 +130,18 @@ def refuse_leaking_layers(model: nn.Module) -> None:
         )
 
 
+def is_sparse(model: nn.Module) -> bool:
+    """Whether an indexer chooses the model's keys, in a way that ``sparse_attention`` computes."""
+    config: Any = model.config
+    return getattr(config.get_text_config(), "model_type", None) in SPARSE_FAMILIES
+
+
 def _padding(*_: Any, attention_mask: Tensor | None = None, **_others: Any) -> Tensor | None:
-    """A caller's padding, for ``_packed_attention`` to refuse: otherwise it would go unseen."""
+    """A caller's padding, for ``packed_attention`` to refuse: otherwise it would go unseen."""
     return None if attention_mask is None or attention_mask.all() else attention_mask
 
 
-def _packed_attention(
+def packed_attention(
     module: nn.Module,
     query: Float[Tensor, "b heads t d"],
     key: Float[Tensor, "b kv_heads s d"],

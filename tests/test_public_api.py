@@ -75,6 +75,7 @@ EXPORTS = {
         "UpdateGuard",
         "World",
         "all_sum",
+        "freeze_indexer",
         "mesh",
         "process_group",
         "scatter",

@@ -76,8 +76,9 @@ def attend_by_document(
 ) -> tuple[Document, ...] | None:
     """Switch a model that attends by ``sdpa`` or ``eager`` to attend document by document.
 
-    One whose keys an indexer chooses also has them chosen document by document. Returns what its attention needs, as the model's argument ``documents``: nothing where the rows
-    of a context-parallel model begin and end within documents, which it finds itself.
+    One whose keys an indexer chooses also has them chosen document by document. Returns what its
+    attention needs, as the model's argument ``documents``: nothing where the rows of a
+    context-parallel model begin and end within documents, which it finds itself.
 
     Raises:
         ValueError: the model can't switch, its other layers carry state from one document into

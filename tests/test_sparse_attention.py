@@ -157,9 +157,7 @@ def test_documents_may_share_what_they_begin_with(kind):
     generator = torch.Generator().manual_seed(3)
     root, *replies = (torch.randint(2, 64, (n,), generator=generator) for n in (11, 6, 1, 9))
     shared = [11, 2, 11]
-    positions = [
-        torch.arange(n, n + len(reply)) for n, reply in zip(shared, replies, strict=True)
-    ]
+    positions = [torch.arange(n, n + len(reply)) for n, reply in zip(shared, replies, strict=True)]
     token_ids = torch.cat([root, *replies])
     labels = token_ids.roll(-1)
 

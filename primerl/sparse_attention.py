@@ -109,38 +109,58 @@ class DocumentIndexer(nn.Module):
             return hidden.new_zeros(batch, length, 0, dtype=torch.int32)
         inputs = [hidden, q_latent, *rotation, position_ids]
         rows = [x.expand(batch, *x.shape[1:]).flatten(0, 1) for x in inputs]
-        chosen = torch.zeros(
-            batch * length, indexer.index_topk, dtype=torch.int32, device=hidden.device
-        )
+        keys = _keys(indexer, rows)
+        chosen = torch.zeros(len(keys), indexer.index_topk, dtype=torch.int32, device=keys.device)
         for one in documents:
             if one.length > indexer.index_topk:
-                of_one = _choose(indexer, [_of_document(x, one) for x in rows])
-                chosen[one.begin : one.end] = of_one[one.shared :]
+                own = [x[one.begin : one.end] for x in rows]
+                chosen[one.begin : one.end] = _choose(indexer, own, _of_document(keys, one))
         return chosen.view(batch, length, -1)
 
 
-class _Keys:
-    """The part of a model's cache that an indexer uses: all keys so far, given the next ones."""
+class _Recorder:
+    """In place of the model's cache: keeps the indexer's keys, and has it score next to nothing."""
 
-    def __init__(self) -> None:
-        self.before: list[Tensor] = []
+    keys: Tensor
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:  # noqa: ARG002
-        self.before = [torch.cat([*self.before, keys], dim=1)]
-        return self.before[0]
+        self.keys = keys[0]
+        return keys[:, :1]
 
 
-def _choose(indexer: Any, rows: list[Tensor]) -> Int[Tensor, "t k"]:
-    """The keys of one document for each of its rows, which come some at a time."""
+class _Given:
+    """In place of the model's cache: has the indexer score these keys."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:  # noqa: ARG002
+        return self.keys.unsqueeze(0)
+
+
+def _call(indexer: Any, rows: list[Tensor], visible: Tensor, cache: Any) -> Tensor:
+    hidden, q_latent, cos, sin, positions = (x.unsqueeze(0) for x in rows)
+    chosen: Tensor = indexer(hidden, q_latent, (cos, sin), visible.unsqueeze(0), positions, cache)
+    return chosen.squeeze(0)
+
+
+def _keys(indexer: Any, rows: list[Tensor]) -> Float[Tensor, "t d"]:
+    recorder = _Recorder()
     length, device = rows[0].shape[0], rows[0].device
-    at_once = max(1, SCORES // (indexer.n_heads * length))
-    place = torch.arange(length, device=device)
-    keys, parts = _Keys(), []
+    _call(indexer, rows, torch.ones(length, 1, dtype=torch.bool, device=device), recorder)
+    return recorder.keys
+
+
+def _choose(indexer: Any, rows: list[Tensor], keys: Float[Tensor, "s d"]) -> Int[Tensor, "t k"]:
+    """The keys chosen for the last rows of a document, which come some at a time."""
+    length, before = len(rows[0]), len(keys) - len(rows[0])
+    at_once = max(1, SCORES // (indexer.n_heads * len(keys)))
+    place, parts = torch.arange(len(keys), device=keys.device), []
     for begin in range(0, length, at_once):
-        hidden, q_latent, cos, sin, positions = (x[begin : begin + at_once][None] for x in rows)
-        here = place[begin : begin + at_once].unsqueeze(1)
-        visible = place[: begin + len(here)] <= here
-        chosen = indexer(hidden, q_latent, (cos, sin), visible[None], positions, keys)[0]
+        part = [x[begin : begin + at_once] for x in rows]
+        here = place[before + begin :][: len(part[0])].unsqueeze(1)
+        seen = before + begin + len(part[0])
+        chosen = _call(indexer, part, place[:seen] <= here, _Given(keys[:seen]))
         chosen = chosen.masked_fill(chosen > here, 0)  # what a row sees is chosen, if so little
         parts.append(F.pad(chosen, (0, indexer.index_topk - chosen.shape[1])))
     return torch.cat(parts)

@@ -77,7 +77,7 @@ def test_packed_documents_are_each_as_alone(kind, lengths, recompute):
 @pytest.mark.parametrize("kind", MODELS)
 def test_long_documents_are_computed_some_rows_at_a_time(kind, monkeypatch):
     model = sparse_model(kind)
-    # 9 rows of the indexer's 12 heads, and 27 of the attention's 4, for 40 keys
+    # 9 rows of the indexer's 12 heads, and 27 of attention's 4, for the 40 keys of the longest
     monkeypatch.setattr(sparse_attention, "SCORES", 9 * 12 * 40)
     assert_equal_to_alone(model, LENGTHS)
 
@@ -123,7 +123,7 @@ def test_documents_that_see_all_they_may_need_no_indexer():
     assert not calls
     _, token_ids, position_ids, labels = packed([4, 5, 3, 6])
     loss.model_logprobs(model, token_ids, position_ids, labels)
-    assert len(calls) == 2
+    assert len(calls) == 3  # for the keys, and for two documents
 
 
 class Sizes(torch.utils._python_dispatch.TorchDispatchMode):

@@ -13,6 +13,10 @@ from primerl.attention import refuse_other_attention
 from primerl.parallel.dispatch import exchange
 from primerl.spans import Document, Span, attend
 
+# Names of torch 2.13, where the others are deprecated, and of torch 2.11.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @attrs.frozen(eq=False)
 class Work:
@@ -30,7 +34,7 @@ class Work:
 # No tuple, so that what passes it on, such as FSDP, does not walk through its documents.
 @attrs.frozen(eq=False)
 class SharedRows:
-    """One forward pass's rows, of which each rank has a part: the model's argument ``documents``."""
+    """The rows of a forward pass, of all ranks: the model's argument ``documents``."""
 
     documents: tuple[Document, ...]
     """Of all ranks."""
@@ -144,7 +148,7 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        all_gather(out, x.contiguous(), group=group)
         return out
 
     @staticmethod
@@ -152,5 +156,5 @@ class _AllGather(torch.autograd.Function):
         own = gradient.new_empty(
             gradient.shape[0] // dist.get_world_size(ctx.group), *gradient.shape[1:]
         )
-        dist.reduce_scatter_tensor(own, gradient.contiguous(), group=ctx.group)
+        reduce_scatter(own, gradient.contiguous(), group=ctx.group)
         return own, None

@@ -43,7 +43,7 @@ def shard(
             gradients are added in float32; None computes in the parameters' dtype.
         matmul: as for ``divide_experts``.
         context: how attention sees the rows of other ranks where ``mesh.cp > 1``: ``"ulysses"``
-            (ranks exchange rows for heads), ``"gathered"`` (each gets all keys and values), or None:
+            (ranks exchange rows for heads), ``"gathered"`` (each gets all keys and values); None:
             ``"ulysses"`` where ``cp`` divides the number of query heads.
 
     Raises:

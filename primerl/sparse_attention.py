@@ -6,7 +6,8 @@ some rows at a time, and a document in which every token may see every other, be
 longer than ``index_topk``, needs no choice at all.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from primerl._optional import require
 from primerl.attention import (
+    CONTEXT_ATTENTION,
     MASKED_ATTENTION,
     Document,
     find_documents,
@@ -24,14 +26,23 @@ from primerl.attention import (
 )
 
 SPARSE_ATTENTION = "primerl_sparse"
+CONTEXT_SPARSE_ATTENTION = f"{CONTEXT_ATTENTION}_sparse"
 # The most elements that one call holds of scores between queries and keys.
 SCORES = 2**27
 
+Others = Callable[[Tensor], tuple[Tensor, int]]
+"""``rows -> (rows of all ranks that share documents, which of them this is)``, without gradient."""
 
-def attend_sparsely(model: nn.Module) -> None:
+
+def attend_sparsely(model: nn.Module, *, others: Others | None = None) -> None:
     """Switch a model of DeepSeek sparse attention to choose and attend document by document.
 
     Each indexer is replaced by a module that calls it, and has its parameters under their names.
+
+    Args:
+        model: of a family that ``attention.is_sparse`` knows.
+        others: gives the rows of all ranks that share documents, in order, from this rank's; the
+            attention that sees them is registered as ``CONTEXT_SPARSE_ATTENTION`` by the caller.
 
     Raises:
         ValueError: the model attends by kernels of its own.
@@ -45,11 +56,12 @@ def attend_sparsely(model: nn.Module) -> None:
     for attention in list(model.modules()):
         indexer = getattr(attention, "indexer", None)
         if isinstance(indexer, nn.Module) and not isinstance(indexer, DocumentIndexer):
-            attention.set_submodule("indexer", DocumentIndexer(indexer))
+            attention.set_submodule("indexer", DocumentIndexer(indexer, others))
     transformers = require("transformers", extra="transformers")
     transformers.AttentionInterface.register(SPARSE_ATTENTION, _sparse_attention)
-    transformers.AttentionMaskInterface.register(SPARSE_ATTENTION, _placeholder)
-    model.set_attn_implementation(SPARSE_ATTENTION)  # type: ignore[operator]
+    name = SPARSE_ATTENTION if others is None else CONTEXT_SPARSE_ATTENTION
+    transformers.AttentionMaskInterface.register(name, _placeholder)
+    model.set_attn_implementation(name)  # type: ignore[operator]
 
 
 def _placeholder(
@@ -67,6 +79,22 @@ _SWITCH_BACK = (
 )
 
 
+class Part(NamedTuple):
+    """Rows ``begin .. end - 1``, part of a document, the last of which sees all ``keys``.
+
+    These are ranges of rows, which may be those of all ranks that share documents.
+    """
+
+    begin: int
+    end: int
+    keys: tuple[tuple[int, int], ...]
+
+    @property
+    def seen(self) -> int:
+        """How many keys the last row sees."""
+        return sum(end - begin for begin, end in self.keys)
+
+
 class DocumentIndexer(nn.Module):
     """Calls an indexer on one document at a time.
 
@@ -75,7 +103,7 @@ class DocumentIndexer(nn.Module):
     (``[b, t, 0]``) if no document is longer than ``index_topk``: each row attends to all it sees.
     """
 
-    def __init__(self, indexer: nn.Module) -> None:
+    def __init__(self, indexer: nn.Module, others: Others | None = None) -> None:
         super().__init__()
         if next(indexer.named_parameters(recurse=False), None) or indexer._buffers:
             raise ValueError(f"{type(indexer).__name__} has parameters beside its layers'")
@@ -83,6 +111,7 @@ class DocumentIndexer(nn.Module):
             self.add_module(name, child)
         # In a tuple, so that its parameters are not registered a second time.
         self.of_model = (indexer,)
+        self.others = others
 
     @torch.no_grad()
     def forward(
@@ -96,7 +125,8 @@ class DocumentIndexer(nn.Module):
     ) -> Int[Tensor, "b t k"]:
         """The keys chosen for each row, in the form that the model's indexer returns by itself."""
         indexer: Any = self.of_model[0]
-        if indexer.config._attn_implementation != SPARSE_ATTENTION:
+        name = SPARSE_ATTENTION if self.others is None else CONTEXT_SPARSE_ATTENTION
+        if indexer.config._attn_implementation != name:
             whole: Tensor = indexer(
                 hidden, q_latent, rotation, attention_mask, position_ids, past_key_values
             )
@@ -104,17 +134,19 @@ class DocumentIndexer(nn.Module):
         if past_key_values is not None:
             raise ValueError(f"a cache of keys is not computed; {_SWITCH_BACK}")
         batch, length = hidden.shape[:2]
-        documents = _documents_at(position_ids, batch)
+        documents = _documents_at(position_ids, batch, self.others)
         if max(one.length for one in documents) <= indexer.index_topk:
             return hidden.new_zeros(batch, length, 0, dtype=torch.int32)
         inputs = [hidden, q_latent, *rotation, position_ids]
         rows = [x.expand(batch, *x.shape[1:]).flatten(0, 1) for x in inputs]
-        keys = _keys(indexer, rows)
-        chosen = torch.zeros(len(keys), indexer.index_topk, dtype=torch.int32, device=keys.device)
-        for one in documents:
-            if one.length > indexer.index_topk:
-                own = [x[one.begin : one.end] for x in rows]
-                chosen[one.begin : one.end] = _choose(indexer, own, _of_document(keys, one))
+        keys, rank = _keys(indexer, rows), 0
+        if self.others is not None:
+            keys, rank = self.others(keys)
+        chosen = hidden.new_zeros(batch * length, indexer.index_topk, dtype=torch.int32)
+        for part in parts_of(documents, rank * length, batch * length):
+            if part.seen > indexer.index_topk:
+                own = [x[part.begin : part.end] for x in rows]
+                chosen[part.begin : part.end] = _choose(indexer, own, _keys_of(keys, part))
         return chosen.view(batch, length, -1)
 
 
@@ -170,20 +202,32 @@ def _choose(indexer: Any, rows: list[Tensor], keys: Float[Tensor, "s d"]) -> Int
 _DOCUMENTS = WeakTensorKeyDictionary()
 
 
-def _documents_at(position_ids: Tensor, batch: int) -> tuple[Document, ...]:
-    if position_ids.is_inference():  # has no version to tell a write by
-        return find_documents(position_ids.expand(batch, -1).flatten())
-    version, documents = _DOCUMENTS.get(position_ids, (None, ()))
-    if version != (position_ids._version, batch):
-        documents = find_documents(position_ids.expand(batch, -1).flatten())
-        _DOCUMENTS[position_ids] = (position_ids._version, batch), documents
+def _documents_at(position_ids: Tensor, batch: int, others: Others | None) -> tuple[Document, ...]:
+    """The documents that this rank's rows are in, and those of the ranks that share them."""
+    traced = not position_ids.is_inference()  # otherwise it has no version to tell a write by
+    state = (position_ids._version, batch) if traced else None
+    known, documents = _DOCUMENTS.get(position_ids, (None, ()))
+    if state is None or known != state:
+        positions = position_ids.expand(batch, -1).flatten()
+        documents = find_documents(positions if others is None else others(positions)[0])
+        _DOCUMENTS[position_ids] = state, documents
     return documents
 
 
-def _of_document(x: Tensor, one: Document, dim: int = 0) -> Tensor:
-    """Its rows, after those that it shares."""
-    own = x.narrow(dim, one.begin, one.end - one.begin)
-    return torch.cat([x.narrow(dim, one.root, one.shared), own], dim) if one.shared else own
+def parts_of(documents: tuple[Document, ...], first: int, rows: int) -> list[Part]:
+    """What of the documents lies in ``rows`` rows from ``first`` on."""
+    parts = []
+    for one in documents:
+        begin, end = max(one.begin, first), min(one.end, first + rows)
+        if begin < end:
+            shared = ((one.root, one.root + one.shared),) if one.shared else ()
+            parts.append(Part(begin - first, end - first, (*shared, (one.begin, end))))
+    return parts
+
+
+def _keys_of(x: Tensor, part: Part) -> Tensor:
+    """Its rows of ``x``."""
+    return torch.cat([x[begin:end] for begin, end in part.keys])
 
 
 def _sparse_attention(
@@ -222,16 +266,36 @@ def _sparse_attention(
     if documents is None:
         begins = range(0, batch * length, length)
         documents = tuple(Document(begin, begin + length, begin, 0) for begin in begins)
-    q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
-    chosen = indices.flatten(0, 1)
-    outputs = []
-    for one in documents:
-        own, sees = slice(one.begin, one.end), one.length
-        kd, vd = (_of_document(x, one, dim=1) for x in (k, v))
-        picked = chosen[own] if sees > chosen.shape[1] else None
-        outputs.append(_attend(q[:, own], kd, vd, picked, scaling=scaling, dropout=dropout))
-    attended = torch.cat(outputs, dim=1).transpose(0, 1)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    parts = parts_of(documents, 0, batch * length)
+    attended = attend_to_chosen(
+        q, k, v, parts, indices.flatten(0, 1), scaling=scaling, dropout=dropout
+    )
     return attended.reshape(batch, length, *attended.shape[1:]), None
+
+
+def attend_to_chosen(
+    q: Float[Tensor, "t heads d"],
+    k: Float[Tensor, "s kv_heads d"],
+    v: Float[Tensor, "s kv_heads dv"],
+    parts: list[Part],
+    chosen: Int[Tensor, "t k"],
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+) -> Float[Tensor, "t heads dv"]:
+    """Attention of each part's rows to the keys chosen among those of its document.
+
+    y_i = sum_j softmax_j(scaling q_i . k_j) v_j    over the keys j of ``chosen[i]``, or all that
+    row i sees, if its part sees no more than it could choose
+    """
+    outputs = []
+    for part in parts:
+        own = slice(part.begin, part.end)
+        picked = chosen[own] if part.seen > chosen.shape[1] > 0 else None
+        of_part = [x.transpose(0, 1) for x in (q[own], _keys_of(k, part), _keys_of(v, part))]
+        outputs.append(_attend(*of_part, picked, scaling=scaling, dropout=dropout))
+    return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, **options: Any) -> Tensor:

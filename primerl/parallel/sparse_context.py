@@ -14,13 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from primerl._optional import require
+from primerl.document_indexer import CONTEXT_SPARSE_ATTENTION, parts_of
 from primerl.parallel.context_attention import SharedRows, _AllGather, _apart, _checked, all_gather
-from primerl.sparse_attention import (
-    CONTEXT_SPARSE_ATTENTION,
-    attend_sparsely,
-    attend_to_chosen,
-    parts_of,
-)
+from primerl.sparse_attention import attend_sparsely, attend_to_chosen
 
 
 def share_sparse_context(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -56,4 +52,3 @@ def _sparse(
     parts = parts_of(rows.documents, dist.get_rank(rows.group) * len(q), len(q))
     attended = attend_to_chosen(q, k, v, parts, indices[0], scaling=scaling)
     return attended.unsqueeze(0), None
-

@@ -9,7 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from primerl.attention import CONTEXT_ATTENTION, Document, find_documents
+from primerl.attention import CONTEXT_ATTENTION, find_documents
+from primerl.spans import Document
 
 SPARSE_ATTENTION = "primerl_sparse"
 CONTEXT_SPARSE_ATTENTION = f"{CONTEXT_ATTENTION}_sparse"
@@ -155,14 +156,19 @@ _DOCUMENTS = WeakTensorKeyDictionary()
 
 def _documents_at(position_ids: Tensor, batch: int, others: Others | None) -> tuple[Document, ...]:
     """The documents that this rank's rows are in, and those of the ranks that share them."""
-    traced = not position_ids.is_inference()  # otherwise it has no version to tell a write by
-    state = (position_ids._version, batch) if traced else None
-    known, documents = _DOCUMENTS.get(position_ids, (None, ()))
-    if state is None or known != state:
-        positions = position_ids.expand(batch, -1).flatten()
-        documents = find_documents(positions if others is None else others(positions)[0])
-        _DOCUMENTS[position_ids] = state, documents
+    if position_ids.is_inference():  # has no version to tell a write by
+        return _find(position_ids, batch, others)
+    known = _DOCUMENTS.get(position_ids)  # type: ignore[no-untyped-call]
+    if known is None or known[0] != (position_ids._version, batch):
+        known = (position_ids._version, batch), _find(position_ids, batch, others)
+        _DOCUMENTS[position_ids] = known
+    documents: tuple[Document, ...] = known[1]
     return documents
+
+
+def _find(position_ids: Tensor, batch: int, others: Others | None) -> tuple[Document, ...]:
+    positions = position_ids.expand(batch, -1).flatten()
+    return find_documents(positions if others is None else others(positions)[0])
 
 
 def parts_of(documents: tuple[Document, ...], first: int, rows: int) -> list[Part]:

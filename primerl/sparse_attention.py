@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from primerl._optional import require
-from primerl.attention import MASKED_ATTENTION, Document, packed_attention
+from primerl.attention import MASKED_ATTENTION, packed_attention
 from primerl.document_indexer import (
     CONTEXT_SPARSE_ATTENTION,
     SPARSE_ATTENTION,
@@ -27,6 +27,7 @@ from primerl.document_indexer import (
     parts_of,
     rows_at_once,
 )
+from primerl.spans import Document
 
 
 def attend_sparsely(model: nn.Module, *, others: Others | None = None) -> None:
@@ -50,10 +51,12 @@ def attend_sparsely(model: nn.Module, *, others: Others | None = None) -> None:
         )
     for attention in list(model.modules()):
         indexer = getattr(attention, "indexer", None)
-        known = isinstance(indexer, DocumentIndexer)
-        if isinstance(indexer, nn.Module) and not (known and indexer.others is others):
-            of_model = indexer.of_model[0] if known else indexer
-            attention.set_submodule("indexer", DocumentIndexer(of_model, others))
+        if isinstance(indexer, DocumentIndexer):
+            if indexer.others is others:
+                continue
+            indexer = indexer.of_model[0]
+        if isinstance(indexer, nn.Module):
+            attention.set_submodule("indexer", DocumentIndexer(indexer, others))
     transformers = require("transformers", extra="transformers")
     transformers.AttentionInterface.register(SPARSE_ATTENTION, _sparse_attention)
     name = SPARSE_ATTENTION if others is None else CONTEXT_SPARSE_ATTENTION
@@ -133,8 +136,8 @@ def attend_to_chosen(
     for part in parts:
         own = slice(part.begin, part.end)
         picked = chosen[own] if part.seen > chosen.shape[1] > 0 else None
-        of_part = [x.transpose(0, 1) for x in (q[own], keys_of(k, part), keys_of(v, part))]
-        outputs.append(_attend(*of_part, picked, scaling=scaling, dropout=dropout))
+        qp, kp, vp = (x.transpose(0, 1) for x in (q[own], keys_of(k, part), keys_of(v, part)))
+        outputs.append(_attend(qp, kp, vp, picked, scaling=scaling, dropout=dropout))
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
@@ -168,8 +171,13 @@ def _attend_rows(
         mask = torch.zeros(rows, seen, dtype=torch.bool, device=q.device)
         mask = mask.scatter(1, chosen.long(), True)
     gqa = q.shape[0] != k.shape[0]
-    batched = (x.unsqueeze(0) for x in (q, k, v))
     attended = F.scaled_dot_product_attention(
-        *batched, attn_mask=mask, scale=scaling, dropout_p=dropout, enable_gqa=gqa
+        q.unsqueeze(0),
+        k.unsqueeze(0),
+        v.unsqueeze(0),
+        attn_mask=mask,
+        scale=scaling,
+        dropout_p=dropout,
+        enable_gqa=gqa,
     )
     return attended.squeeze(0)

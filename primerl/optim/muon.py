@@ -32,8 +32,8 @@ class Muon(Optimizer):
 
     Parameters may be divided among ranks (``parallel.shard``). Each matrix is then made whole on
     one rank, which orthogonalizes it, and ranks get about equal work; experts that lie whole on
-    their rank stay there. The result is that of one process, to the bit on a CPU. All ranks call
-    ``step`` with gradients for the same parameters.
+    their rank stay there. The result is that of one process: in float32 on a CPU, to the bit. All
+    ranks call ``step``, with gradients for the same parameters.
 
     Args:
         params: matrices; or groups with, besides the hyperparameters below,
@@ -91,7 +91,7 @@ class Muon(Optimizer):
             "algorithm": "muon",
             "halves": None,
         }
-        super().__init__(params, defaults)  # type: ignore[arg-type]
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with hyperparameters of their own; errors are those of the class."""
@@ -111,7 +111,7 @@ class Muon(Optimizer):
             division(parameter)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have gradients; returns what ``closure`` returns, if any."""
         loss = None
         if closure is not None:
@@ -130,8 +130,8 @@ class Muon(Optimizer):
 
     def _step_muon(self, matrices: list[tuple[Tensor, dict[str, Any]]]) -> None:
         momenta = [self._momentum(parameter, group) for parameter, group in matrices]
-        matrices = [(parameter, group) for parameter, group in matrices if group["lr"]]
-        momenta = [update for update in momenta if update is not None]
+        if not any(group["lr"] for _, group in matrices):
+            return  # checkpoints make states this way; orthogonalizing would be for nothing
 
         def orthogonal(stack: Tensor, index: int) -> Tensor:
             halves = matrices[index][1]["halves"]
@@ -146,16 +146,14 @@ class Muon(Optimizer):
             local.mul_(1 - group["lr"] * group["weight_decay"])
             local.add_(update.view_as(local), alpha=-group["lr"] * _scale(parameter, group))
 
-    def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor | None:
-        """What is to be made orthogonal, ``[n, rows, columns]``; None where nothing will change."""
+    def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """What is to be made orthogonal, ``[n, rows, columns]``."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer, local = _local(state["momentum_buffer"]), _local(gradient)
         buffer.lerp_(local.to(buffer.dtype), 1 - group["momentum"])
-        if not group["lr"]:
-            return None
         update = local.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         update = update.to(self._dtype)
         return update if update.ndim == 3 else update.unsqueeze(0)

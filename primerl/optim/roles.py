@@ -22,7 +22,9 @@ def muon_parameters(model: nn.Module) -> list[dict[str, Any]]:
     Returns:
         Groups that are not empty. Give one other hyperparameters by adding them to it.
     """
-    matrices, halves, others = [], [], []
+    matrices: list[nn.Parameter] = []
+    halves: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     kept = _kept_apart(model)
     seen: set[int] = set()
     for name, module in model.named_modules():

@@ -191,7 +191,7 @@ class _Exchange:
     def _all_to_all(
         self, sent: list[list[Tensor]], indices: list[list[int]], parts_of: Iterable[int]
     ) -> list[list[Tensor]]:
-        """Parts from each rank: of the matrices ``indices[rank]``, the part of rank ``parts_of``."""
+        """From each rank, of the matrices ``indices[rank]``, the parts of rank ``parts_of[rank]``."""
         like = self._tensors[0]
         flat = [tensor.reshape(-1) for of_rank in sent for tensor in of_rank]
         shapes = [

@@ -42,9 +42,7 @@ SMALLEST_OFFLOADED = 2**16
 _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
-def recompute(
-    model: M, *, selective: bool = False, every: int = 1, offload: bool = False
-) -> M:
+def recompute(model: M, *, selective: bool = False, every: int = 1, offload: bool = False) -> M:
     """Compute layers' activations again in the backward pass, instead of keeping them.
 
     Of each layer (``transformers``' ``gradient_checkpointing_enable``), its input is kept. Losses
@@ -59,8 +57,8 @@ def recompute(
             well, and compute the rest again: more memory, and nearly no computation.
         every: 2 treats every second layer so, 3 every third, and keeps the activations of the
             others whole.
-        offload: move what is kept of at least 64 KiB to pinned host memory, on a stream of its own
-            while the device computes, and back before it is needed.
+        offload: move layers' inputs, and whatever else is kept outside of layers, to pinned host
+            memory, on a stream of its own while the device computes, and back before it is needed.
 
     Raises:
         ValueError: the model is sharded already, is in evaluation mode (in which nothing is
@@ -114,7 +112,8 @@ def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    first, again = create_selective_checkpoint_contexts(_policy)
+    make: Callable[..., Any] = create_selective_checkpoint_contexts
+    first, again = make(_policy)
     return first, _flagged(again)
 
 

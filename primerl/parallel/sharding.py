@@ -1,5 +1,6 @@
 """Fully sharded data parallelism (FSDP2), with divided experts and contexts, for any model."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.device_mesh import mesh as make_mesh
+from primerl.parallel.dispatch import AllToAll, Dispatch
 from primerl.parallel.experts import GroupedMatmul, divide_experts, expert_modules
 
 M = TypeVar("M", bound=nn.Module)
@@ -21,6 +23,7 @@ def shard(
     mesh: Mesh | None = None,
     *,
     dtype: torch.dtype | None = None,
+    dispatch: Callable[[int, dist.ProcessGroup | None], Dispatch] = AllToAll,
     matmul: GroupedMatmul | None = None,
 ) -> M:
     """Divide a model among the ranks of a mesh, in place, and return it.
@@ -39,7 +42,9 @@ def shard(
         mesh: made by ``parallel.mesh``; all ranks as one replica by default.
         dtype: that layers compute in, such as ``torch.bfloat16``, while parameters keep theirs and
             gradients are added in float32; None computes in the parameters' dtype.
-        matmul: as for ``divide_experts``.
+        dispatch: how tokens travel to their experts: ``AllToAll``, or ``DeepEP`` on GPUs.
+        matmul: multiplies rows sorted by expert with each expert's matrix, ``(x[n, i],
+            weights[e, i, o], ends[e]) -> [n, o]``; ``torch.nn.functional.grouped_mm`` by default.
 
     Raises:
         ValueError: the model is sharded already, a layer shares a weight with another part, from
@@ -59,7 +64,7 @@ def shard(
             dist.broadcast(tensor.detach(), src=0)
     experts: dict[nn.Module, DeviceMesh] = {}
     if mesh.experts is not None and (mesh.ep > 1 or matmul is not None):
-        divide_experts(model, mesh.experts["expert"], matmul=matmul)
+        divide_experts(model, mesh.experts["expert"], dispatch=dispatch, matmul=matmul)
         experts = dict.fromkeys(expert_modules(model).values(), _replicated(mesh, "expert_shard"))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
     whole = _replicated(mesh, "shard")

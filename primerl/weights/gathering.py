@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -15,7 +15,19 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     distinct = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     for name, tensor in model.state_dict().items():
         if name in distinct:
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, whole(tensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that may be sharded, gathered: a collective of the ranks that hold its parts."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for dimension in range(len(placements) - 1):  # one at a time, the last that was divided first
+        if not placements[dimension].is_replicate():
+            placements[dimension] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.full_tensor()
 
 
 def is_first_rank() -> bool:

@@ -127,9 +127,9 @@ def _policy(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPoli
 class _Kept:
     """One activation in host memory."""
 
-    def __init__(self, on_host: Tensor, device: torch.device, before: "_Kept | None") -> None:
+    def __init__(self, tensor: Tensor, on_host: Tensor, before: "_Kept | None") -> None:
         self.on_host = on_host
-        self.device = device
+        self.device, self.strides = tensor.device, tensor.stride()
         self.before = before
         """The one that was kept before it, and is needed after it."""
         self.fetched: Tensor | None = None
@@ -168,7 +168,7 @@ class _Offloading:
             on_host.copy_(tensor, non_blocking=True)
         if self._stream is not None:
             tensor.record_stream(self._stream)
-        self._last = _Kept(on_host, tensor.device, self._last)
+        self._last = _Kept(tensor, on_host, self._last)
         return self._last
 
     def _bring_back(self, kept: Any) -> Tensor:
@@ -186,8 +186,13 @@ class _Offloading:
         return fetched
 
     def _fetch(self, kept: _Kept) -> Tensor:
+        like = kept.on_host
         with torch.cuda.stream(self._stream):
-            return kept.on_host.to(kept.device, non_blocking=True, copy=True)
+            # As it lay before: a product of rows that lie apart may round otherwise.
+            fetched = torch.empty_strided(
+                like.shape, kept.strides, dtype=like.dtype, device=kept.device
+            )
+            return fetched.copy_(like, non_blocking=True)
 
     def _wait(self, tensor: Tensor) -> None:
         if self._stream is not None:
@@ -195,10 +200,11 @@ class _Offloading:
 
 
 def _is_activation(tensor: Tensor) -> bool:
-    """Not a parameter, nor a view of one."""
+    """Not a parameter, a view of one, or a tensor whose elements share memory."""
     whole = tensor if tensor._base is None else tensor._base
     return (
         not isinstance(tensor, DTensor)
         and not isinstance(whole, nn.Parameter)
+        and 0 not in tensor.stride()
         and tensor.nbytes >= SMALLEST_OFFLOADED
     )

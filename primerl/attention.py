@@ -5,7 +5,10 @@ document may leave out tokens that it begins with and that an earlier one holds:
 values are taken from there.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -19,6 +22,8 @@ PACKED_ATTENTION = "primerl_packed"
 CONTEXT_ATTENTION = "primerl_context"
 # These build a square mask over the whole pack; the per-document attention replaces them.
 MASKED_ATTENTION = ("eager", "sdpa")
+
+_PACKED: ContextVar[bool] = ContextVar("packed", default=False)
 
 
 def find_documents(position_ids: Tensor) -> tuple[Document, ...]:
@@ -78,6 +83,7 @@ def attend_by_document(
                 "documents see each other; pack one document per batch"
             )
     if len(documents) > 1:
+        require_positions(model)
         refuse_leaking_layers(model)
     if config._attn_implementation != PACKED_ATTENTION and any(d.shared for d in documents):
         raise ValueError(
@@ -85,6 +91,35 @@ def attend_by_document(
             "the model with attn_implementation='sdpa', or pack without share_prefixes"
         )
     return documents
+
+
+@contextmanager
+def passing_on(documents: tuple[Document, ...] | None) -> Iterator[None]:
+    """Within it, a model that does not pass ``documents`` on to its attention raises.
+
+    Several would otherwise see each other: to attention, their rows are those of one.
+    """
+    token = _PACKED.set(documents is not None and len(documents) > 1)
+    try:
+        yield
+    finally:
+        _PACKED.reset(token)
+
+
+def require_positions(model: nn.Module) -> None:
+    """Refuse a model that counts positions itself, over all documents.
+
+    Raises:
+        ValueError: its ``forward`` takes no ``position_ids``.
+    """
+    unwrap: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)  # of PEFT
+    base: Any = unwrap() if unwrap else model
+    known = inspect.signature(base.forward).parameters
+    if "input_ids" in known and "position_ids" not in known:
+        raise ValueError(
+            f"{base.config.model_type} takes no position_ids, so it would count positions from the "
+            "first packed document on; pack one document per batch"
+        )
 
 
 def refuse_leaking_layers(model: nn.Module) -> None:
@@ -129,6 +164,8 @@ def packed_attention(
     """Causal attention within each document: an entry of transformers' ``AttentionInterface``."""
     batch, _, length, _ = query.shape
     if documents is None:
+        if _PACKED.get():
+            raise ValueError(not_passed_on(module))
         # Plain use of the same model, by a caller who knows nothing of packing.
         if attention_mask is not None or length != key.shape[2]:
             raise ValueError(
@@ -141,6 +178,14 @@ def packed_attention(
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     attended = attend(q, k, v, documents, scaling=scaling, dropout=dropout)
     return attended.reshape(batch, length, *attended.shape[1:]), None
+
+
+def not_passed_on(module: nn.Module) -> str:
+    """What to say of a module that was not given the documents."""
+    return (
+        f"{type(module).__name__} is not given the documents that its model was called with, "
+        "because the model's layers don't pass on arguments that they don't know"
+    )
 
 
 def refuse_other_attention(

@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from primerl._optional import require
-from primerl.attention import CONTEXT_ATTENTION, find_documents, no_mask, other_layers
+from primerl.attention import (
+    CONTEXT_ATTENTION,
+    find_documents,
+    no_mask,
+    other_layers,
+    require_positions,
+)
 from primerl.parallel.balancing import divide_attention
 from primerl.parallel.context_attention import ATTENTION, SharedRows, Work, all_gather
 from primerl.parallel.device_mesh import Mesh
@@ -40,6 +46,7 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
             layers pass on from row to row more than this attention does.
     """
     config: Any = model.config
+    require_positions(model)
     _require_only_attention(model)
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     divisible = isinstance(heads, int) and heads % mesh.cp == 0

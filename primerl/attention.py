@@ -203,6 +203,10 @@ def refuse_other_attention(
             f"a document of {longest} tokens exceeds the attention window of {window}; packed "
             "attention computes full causal attention"
         )
+    if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ValueError(
+            f"{type(module).__name__} attends to later tokens too; packed attention is causal"
+        )
     for name in ("s_aux", "indices", "softcap"):
         if asked.get(name) is not None:
             raise ValueError(

@@ -5,7 +5,10 @@ document may leave out tokens that it begins with and that an earlier one holds:
 values are taken from there.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -21,6 +24,8 @@ CONTEXT_ATTENTION = "primerl_context"
 MASKED_ATTENTION = ("eager", "sdpa")
 # An indexer chooses the keys that queries attend to (primerl.sparse_attention).
 SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+
+_PACKED: ContextVar[bool] = ContextVar("packed", default=False)
 
 
 def find_documents(position_ids: Tensor) -> tuple[Document, ...]:
@@ -86,6 +91,7 @@ def attend_by_document(
                 "documents see each other; pack one document per batch"
             )
     if len(documents) > 1:
+        require_positions(model)
         refuse_leaking_layers(model)
     if config._attn_implementation != PACKED_ATTENTION and any(d.shared for d in documents):
         raise ValueError(
@@ -93,6 +99,35 @@ def attend_by_document(
             "the model with attn_implementation='sdpa', or pack without share_prefixes"
         )
     return documents
+
+
+@contextmanager
+def passing_on(documents: tuple[Document, ...] | None) -> Iterator[None]:
+    """Within it, a model that does not pass ``documents`` on to its attention raises.
+
+    Several would otherwise see each other: to attention, their rows are those of one.
+    """
+    token = _PACKED.set(documents is not None and len(documents) > 1)
+    try:
+        yield
+    finally:
+        _PACKED.reset(token)
+
+
+def require_positions(model: nn.Module) -> None:
+    """Refuse a model that counts positions itself, over all documents.
+
+    Raises:
+        ValueError: its ``forward`` takes no ``position_ids``.
+    """
+    unwrap: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)  # of PEFT
+    base: Any = unwrap() if unwrap else model
+    known = inspect.signature(base.forward).parameters
+    if "input_ids" in known and "position_ids" not in known:
+        raise ValueError(
+            f"{base.config.model_type} takes no position_ids, so it would count positions from the "
+            "first packed document on; pack one document per batch"
+        )
 
 
 def refuse_leaking_layers(model: nn.Module) -> None:
@@ -110,18 +145,18 @@ def refuse_leaking_layers(model: nn.Module) -> None:
         )
 
 
-def is_sparse(model: nn.Module) -> bool:
-    """Whether an indexer chooses the model's keys, in a way that ``sparse_attention`` computes."""
-    config: Any = model.config
-    return getattr(config.get_text_config(), "model_type", None) in SPARSE_FAMILIES
-
-
 def other_layers(model: nn.Module) -> list[str]:
     """The kinds of a model's layers that are no softmax attention, such as ``linear_attention``."""
     config: Any = model.config
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     kinds -= {"full_attention", "sliding_attention"}
     return sorted(kinds - {"indexed_attention"} if is_sparse(model) else kinds)
+
+
+def is_sparse(model: nn.Module) -> bool:
+    """Whether an indexer chooses the model's keys, in a way that ``sparse_attention`` computes."""
+    config: Any = model.config
+    return getattr(config.get_text_config(), "model_type", None) in SPARSE_FAMILIES
 
 
 def no_mask(*_: Any, attention_mask: Tensor | None = None, **_others: Any) -> Tensor | None:
@@ -144,6 +179,8 @@ def packed_attention(
     """Causal attention within each document: an entry of transformers' ``AttentionInterface``."""
     batch, _, length, _ = query.shape
     if documents is None:
+        if _PACKED.get():
+            raise ValueError(not_passed_on(module))
         # Plain use of the same model, by a caller who knows nothing of packing.
         if attention_mask is not None or length != key.shape[2]:
             raise ValueError(
@@ -156,6 +193,14 @@ def packed_attention(
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     attended = attend(q, k, v, documents, scaling=scaling, dropout=dropout)
     return attended.reshape(batch, length, *attended.shape[1:]), None
+
+
+def not_passed_on(module: nn.Module) -> str:
+    """What to say of a module that was not given the documents."""
+    return (
+        f"{type(module).__name__} is not given the documents that its model was called with, "
+        "because the model's layers don't pass on arguments that they don't know"
+    )
 
 
 def refuse_other_attention(
@@ -172,6 +217,10 @@ def refuse_other_attention(
         raise ValueError(
             f"a document of {longest} tokens exceeds the attention window of {window}; packed "
             "attention computes full causal attention"
+        )
+    if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ValueError(
+            f"{type(module).__name__} attends to later tokens too; packed attention is causal"
         )
     for name in ("s_aux", "indices", "softcap"):
         if asked.get(name) is not None:

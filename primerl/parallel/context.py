@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from primerl._optional import require
-from primerl.attention import CONTEXT_ATTENTION, find_documents, is_sparse, no_mask, other_layers
+from primerl.attention import (
+    CONTEXT_ATTENTION,
+    find_documents,
+    is_sparse,
+    no_mask,
+    other_layers,
+    require_positions,
+)
 from primerl.parallel.balancing import divide_attention
 from primerl.parallel.context_attention import ATTENTION, SharedRows, Work, all_gather
 from primerl.parallel.device_mesh import Mesh
@@ -41,10 +48,17 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
             layers pass on from row to row more than this attention does.
     """
     config: Any = model.config
+    require_positions(model)
     if is_sparse(model):
+        if method not in (None, "gathered"):
+            raise ValueError(
+                f"{config.model_type} has sparse attention, for which keys are gathered; expected "
+                f'context="gathered" or None, not {method!r}'
+            )
         assert mesh.context_group is not None
         share_sparse_context(model, mesh.context_group)
-        return _find_rows_first(model, mesh, balanced=False)
+        _find_rows_first(model, mesh, balanced=False)
+        return
     _require_only_attention(model)
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     divisible = isinstance(heads, int) and heads % mesh.cp == 0

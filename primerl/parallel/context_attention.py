@@ -9,7 +9,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from primerl.attention import refuse_other_attention
+from primerl.attention import not_passed_on, refuse_other_attention
 from primerl.parallel.dispatch import exchange
 from primerl.spans import Document, Span, attend
 
@@ -127,10 +127,12 @@ def _checked(
     rows: SharedRows | None,
     asked: dict[str, Any],
 ) -> SharedRows:
-    if rows is None or attention_mask is not None or query.shape[2] != key.shape[2]:
+    if rows is None:
+        raise ValueError(f"{not_passed_on(module)}, or was called without its model")
+    if attention_mask is not None or query.shape[2] != key.shape[2]:
         raise ValueError(
-            "this model was divided by parallel.shard with cp > 1: call it as a whole, with "
-            "position_ids, without padding and without a cache"
+            "this model was divided by parallel.shard with cp > 1, which computes neither padding "
+            "nor a cache of keys; call it with packed documents and use_cache=False"
         )
     if asked.get("dropout"):
         raise ValueError(

@@ -69,6 +69,10 @@ def test_a_row_that_would_be_too_much_elsewhere_stays():
     assert divide_attention(positions(6, 1, 1), 2).tolist() == [0] * 4 + [1] * 4
 
 
+def test_a_rank_keeps_a_row():
+    assert divide_attention(np.array([0, 1, 2, 3, 0, 1, 2, 4, 1]), 9).tolist() == list(range(9))
+
+
 def test_the_dearest_rows_are_given_wherever_they_lie():
     # Part 1 has 300 .. 499 of a document, then a hundred documents of one token: 80,200 pairs
     # against 45,150, so it gives those of 464 .. 499, which are 17,370 of its 17,525 too many.
@@ -270,6 +274,7 @@ def test_what_cannot_be_computed_over_ranks_is_refused_on_every_rank(found):
         said = one["refusals"]
         assert "have [8, 9, 8, 9] rows" in said["uneven"]
         assert "position_ids of [8, 0, 8, 8] rows" in said["no positions"]
+        assert "position_ids of [8, 8, 8, 0] rows" in said["two"]
         assert "asks for 's_aux'" in said["sinks"]
         assert "a document of 32 tokens exceeds the attention window of 16" in said["window"]
         assert "(dropout=0.1)" in said["dropout"]

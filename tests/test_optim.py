@@ -367,6 +367,19 @@ def test_offloaded_states_are_loaded_into_host_memory():
     assert again.param_groups[0]["params"][0] is others[0]
 
 
+def test_parameters_that_are_added_later_are_updated():
+    _, optimizer = trained_offload()
+    late = parameter(torch.ones(2))
+    late.grad = torch.ones(2)
+    optimizer.add_param_group({"params": [late], "lr": 0.5})
+
+    optimizer.step()
+
+    assert late.tolist() == pytest.approx([0.495, 0.495])  # and 1 % of weight decay
+    assert optimizer.param_groups[1]["lr"] == 0.5
+    assert len(optimizer.state_dict()["state"]) == len(WEIGHTS) + 1
+
+
 def test_a_failing_step_leaves_the_gradients():
     parameters, optimizer = trained_offload()
     optimizer.param_groups[0]["lr"] = "high"

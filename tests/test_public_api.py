@@ -159,6 +159,7 @@ EXPORTS = {
         "empty_model",
         "load_pretrained",
         "load_shards",
+        "save_adapters",
         "save_pretrained",
         "transport_to",
         "wiring_test",

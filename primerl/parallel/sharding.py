@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from primerl.parallel.context import share_context
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.device_mesh import mesh as make_mesh
 from primerl.parallel.dispatch import AllToAll, Dispatch
@@ -25,6 +26,7 @@ def shard(
     dtype: torch.dtype | None = None,
     dispatch: Callable[[int, dist.ProcessGroup | None], Dispatch] = AllToAll,
     matmul: GroupedMatmul | None = None,
+    context: str | None = None,
 ) -> M:
     """Divide a model among the ranks of a mesh, in place, and return it.
 
@@ -38,13 +40,16 @@ def shard(
 
     Args:
         model: on this rank's device, the same architecture on every rank. On the ``meta`` device:
-            its parameters stay without values, for ``load_sharded``.
+            its parameters stay without values, for ``weights.load_shards``.
         mesh: made by ``parallel.mesh``; all ranks as one replica by default.
         dtype: that layers compute in, such as ``torch.bfloat16``, while parameters keep theirs and
             gradients are added in float32; None computes in the parameters' dtype.
         dispatch: how tokens travel to their experts: ``AllToAll``, or ``DeepEP`` on GPUs.
         matmul: multiplies rows sorted by expert with each expert's matrix, ``(x[n, i],
             weights[e, i, o], ends[e]) -> [n, o]``; ``torch.nn.functional.grouped_mm`` by default.
+        context: how attention sees the rows of other ranks where ``mesh.cp > 1``: ``"ulysses"``
+            (ranks exchange rows for heads), ``"gathered"`` (each gets all keys and values); None:
+            ``"ulysses"`` where ``cp`` divides the number of query heads.
 
     Raises:
         ValueError: the model is sharded already, a layer shares a weight with another part, from
@@ -62,6 +67,8 @@ def shard(
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             dist.broadcast(tensor.detach(), src=0)
+    if mesh.cp > 1:
+        share_context(model, mesh, method=context)
     experts: dict[nn.Module, DeviceMesh] = {}
     if mesh.experts is not None and (mesh.ep > 1 or matmul is not None):
         divide_experts(model, mesh.experts["expert"], dispatch=dispatch, matmul=matmul)

@@ -21,7 +21,7 @@ from primerl import loss, parallel
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-TOKENS, ROUNDS = (16_384, 10) if GPU else (512, 5)
+TOKENS, ROUNDS = (16_384, 10) if GPU else (512, 3)
 SIZES = {
     "hidden_size": 1024 if GPU else 256,
     "intermediate_size": 3072 if GPU else 768,

@@ -281,7 +281,7 @@ def test_what_cannot_be_computed_over_ranks_is_refused_on_every_rank(found):
 @pytest.mark.parametrize(
     ("kind", "config", "message"),
     [
-        ("glm_moe_dsa", {"index_topk": 4}, "sparse attention, whose indexer"),
+        ("glm_moe_dsa", {"index_topk": 4}, "sparse attention, for which keys are gathered"),
         ("qwen3_5_moe_text", {}, "linear_attention layers"),
         ("bart", {}, "bart takes no position_ids"),
         ("codegen", {}, "codegen has an attention of its own"),

@@ -18,6 +18,7 @@ from primerl._optional import require
 from primerl.attention import (
     CONTEXT_ATTENTION,
     find_documents,
+    is_sparse,
     no_mask,
     other_layers,
     require_positions,
@@ -25,6 +26,7 @@ from primerl.attention import (
 from primerl.parallel.balancing import divide_attention
 from primerl.parallel.context_attention import ATTENTION, SharedRows, Work, all_gather
 from primerl.parallel.device_mesh import Mesh
+from primerl.parallel.sparse_context import share_sparse_context
 from primerl.spans import Document, Span
 
 
@@ -47,6 +49,16 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
     """
     config: Any = model.config
     require_positions(model)
+    if is_sparse(model):
+        if method not in (None, "gathered"):
+            raise ValueError(
+                f"{config.model_type} has sparse attention, for which keys are gathered; expected "
+                f'context="gathered" or None, not {method!r}'
+            )
+        assert mesh.context_group is not None
+        share_sparse_context(model, mesh.context_group)
+        _find_rows_first(model, mesh, balanced=False)
+        return
     _require_only_attention(model)
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     divisible = isinstance(heads, int) and heads % mesh.cp == 0
@@ -69,10 +81,14 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
             f"{config.model_type} has an attention of its own, which would not see the rows of "
             "other ranks; use a mesh with cp=1"
         )
+    _find_rows_first(model, mesh, balanced=method == "gathered")
+
+
+def _find_rows_first(model: nn.Module, mesh: Mesh, *, balanced: bool) -> None:
     group = mesh.context_group
     assert group is not None
     model.register_forward_pre_hook(
-        functools.partial(_find_rows, group=group, balanced=method == "gathered"), with_kwargs=True
+        functools.partial(_find_rows, group=group, balanced=balanced), with_kwargs=True
     )
 
 

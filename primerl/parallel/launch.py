@@ -89,7 +89,8 @@ def process_group(*, timeout_s: float = 1800.0, grace_s: float = 25.0) -> World:
             it kills.
 
     Raises:
-        ValueError: a time is not above 0, the environment is incomplete, or there are more local ranks than GPUs.
+        ValueError: the environment is incomplete, there are more local ranks than GPUs, or a time
+            is not above 0.
         RuntimeError: on entering: a group runs already. On leaving: another rank failed.
     """
     for name, seconds in {"timeout_s": timeout_s, "grace_s": grace_s}.items():

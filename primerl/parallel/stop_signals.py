@@ -29,6 +29,7 @@ class StopSignals:
         self._grace_s = grace_s
         self._deferred = False
         self._terminated = False
+        self._ending = False
         self._failed: Callable[[], bool] | None = None
         self._timer: threading.Timer | None = None
         self._before: dict[signal.Signals, Any] = {}
@@ -58,6 +59,7 @@ class StopSignals:
 
     def ignore(self) -> None:
         """Let no SIGTERM cut off what this process does at its end."""
+        self._ending = True
         if self._is_main():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -67,7 +69,7 @@ class StopSignals:
             self._timer.cancel()
         while self._before and self._is_main():
             which, before = self._before.popitem()
-            if not self.agreed:
+            if not self._ending:
                 signal.signal(which, before)
 
     def _handle(self, which: signal.Signals) -> None:

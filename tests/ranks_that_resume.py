@@ -1,9 +1,9 @@
 """Run by torchrun in tests/test_checkpoint_ranks.py: trains a mixture of experts, and saves.
 
-    ranks_that_resume.py FOLDER kill|resume NAME EP
+    ranks_that_resume.py FOLDER kill|resume
 
-``kill`` saves after step 2, trains on to the end for reference, and in another run is killed while
-it saves after step 4. ``resume`` goes on from what is left, with any number of ranks.
+``kill`` trains without and with interruption, and is killed while it saves. ``resume`` goes on from
+what is left, with another number of ranks.
 """
 
 import json
@@ -155,24 +155,29 @@ def slow_down(world):
     tensor_file.os = type("Os", (), {"fsync": staticmethod(never)})
 
 
-def main(folder, mode, name, ep):
+def resumed(world, folder, ep):
+    """The run goes on with experts divided among ``ep`` ranks, and saves elsewhere."""
+    saved = checkpoint.last_good(folder) if world.is_first else None
+    run = Run(world, ep, seed=7)
+    with run.saves(folder.with_name(f"resumed-{ep}")) as saves:
+        found = {"step": saves.load(saved), "drawn": torch.rand(2).tolist()}
+        found["losses"] = [run.step(step) for step in range(found["step"], STEPS)]
+    if world.is_first:
+        found["worker"] = saved.get("worker").decode()
+    return found
+
+
+def main(folder, mode):
     torch.set_num_threads(1)
-    folder, ep = Path(folder), int(ep)
+    folder, found = Path(folder), {}
     world = parallel.process_group(timeout_s=60)
-    saved = checkpoint.last_good(folder / "killed") if mode == "resume" and world.is_first else None
-    found = {}
     with world:
         if mode == "kill":
             found["uninterrupted"] = uninterrupted(world, folder / "uninterrupted")
             found["misfits"] = misfits(world, folder / "uninterrupted")
         else:
-            run = Run(world, ep, seed=7)
-            with run.saves(folder / name) as saves:
-                found["step"] = saves.load(saved)
-                found["drawn"] = torch.rand(2).tolist()
-                found["losses"] = [run.step(s) for s in range(found["step"], STEPS)]
-                found["worker"] = saved.get("worker").decode() if world.is_first else None
-        (folder / f"{name}-{world.rank}.json").write_text(json.dumps(found))
+            found = {ep: resumed(world, folder / "killed", ep) for ep in (2, 1)}
+        (folder / f"{mode}-{world.rank}.json").write_text(json.dumps(found))
         if mode == "kill":
             killed(world, folder / "killed")
 

@@ -108,10 +108,13 @@ class Writer:
         logger.info("saved %s in %.1f s", target, time.perf_counter() - began)
 
     def _write_noting(self, snapshot: Snapshot) -> None:
+        self._error = RuntimeError("its thread ended by an error, whose traceback was printed")
         try:
             self.write(snapshot)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             self._error = error
+        else:
+            self._error = None
 
     def _together(self, act: Callable[[], Any]) -> list[Any]:
         return together(act, self._group)

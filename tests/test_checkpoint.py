@@ -80,6 +80,57 @@ def test_a_run_goes_on_exactly(tmp_path, kind, asynchronous):
     assert [*train(again, optimizer, 3), np.random.rand()] == expected  # noqa: NPY002
 
 
+def test_an_optimizer_that_was_used_before_is_set_to_what_was_saved(tmp_path):
+    """Its state of a parameter that had none goes; a learning rate that is a tensor stays one."""
+    net, rate = Net(), torch.tensor(0.1)
+    optimizer = torch.optim.AdamW(trainable(net), lr=rate)
+    train(net, optimizer, 1)
+    with checkpoint.Checkpoints(tmp_path, net, optimizer) as saves:
+        saves.save(1)
+        rate.fill_(0.7)
+        net.unused.grad = torch.ones(2)
+        optimizer.step()
+        assert net.unused in optimizer.state
+        saves.close()
+        saves.load(checkpoint.last_good(tmp_path))
+
+    assert net.unused not in optimizer.state
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.1)
+    fresh = torch.optim.AdamW(trainable(net), lr=rate)
+    with checkpoint.Checkpoints(tmp_path, net, fresh) as saves:
+        saves.load(checkpoint.last_good(tmp_path))
+    assert fresh.param_groups[0]["lr"] is rate
+
+
+def test_what_changes_while_it_is_written_is_not_saved(tmp_path, monkeypatch):
+    net, go_on, write = Net(), threading.Event(), writing.write_pieces
+    optimizer = torch.optim.AdamW(trainable(net), lr=0.1)
+    train(net, optimizer, 1)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    moment = optimizer.state[net.first.weight]["exp_avg"].clone()
+
+    def wait_and_write(*arguments):
+        assert go_on.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(writing, "write_pieces", wait_and_write)
+    tables = {"a": 1}
+    saves = checkpoint.Checkpoints(tmp_path, net, optimizer)
+    saves.save(1, tables=tables)
+    train(net, optimizer, 2)
+    tables["a"] = 2
+    go_on.set()
+    saves.close()
+    assert not torch.equal(net.first.weight, before["first.weight"])
+    saved = checkpoint.last_good(tmp_path)
+    saves.load(saved)
+
+    assert saved.get("tables") == {"a": 1}
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    assert torch.equal(optimizer.state[net.first.weight]["exp_avg"], moment)
+
+
 def test_python_s_generator_goes_on():
     """By itself, because beartype draws from it where it checks a container."""
     states = generator_states()

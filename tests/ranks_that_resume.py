@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -98,6 +99,23 @@ def uninterrupted(world, folder):
     return found
 
 
+def one_rank(folder):
+    """The losses after step 2 of a world of one, which saved that step; before the ranks connect."""
+    run = Run(SimpleNamespace(rank=0, world_size=1, is_first=True), 1, seed=0)
+    losses = [run.step(step) for step in range(2)]
+    with run.saves(folder) as saves:
+        saves.save(2)
+    return losses + [run.step(step) for step in range(2, STEPS)]
+
+
+def from_one_rank(world, folder):
+    """The losses of four ranks that go on where one left."""
+    run = Run(world, 2, seed=9)
+    with run.saves(folder) as saves:
+        first = saves.load(checkpoint.last_good(folder) if world.is_first else None)
+    return [run.step(step) for step in range(first, STEPS)]
+
+
 def misfits(world, folder):
     """What is said of a checkpoint that is not of this model, and of a rank that can't write."""
     saved, found = checkpoint.last_good(folder) if world.is_first else None, {}
@@ -171,9 +189,13 @@ def main(folder, mode):
     torch.set_num_threads(1)
     folder, found = Path(folder), {}
     world = parallel.process_group(timeout_s=60)
+    if mode == "kill" and world.is_first:
+        alone = one_rank(folder / "one")
     with world:
         if mode == "kill":
             found["uninterrupted"] = uninterrupted(world, folder / "uninterrupted")
+            found["from_one_rank"] = from_one_rank(world, folder / "one")
+            found["one_rank"] = alone if world.is_first else None
             found["misfits"] = misfits(world, folder / "uninterrupted")
         else:
             found = {ep: resumed(world, folder / "killed", ep) for ep in (2, 1)}

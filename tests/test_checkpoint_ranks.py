@@ -49,6 +49,15 @@ def test_what_is_loaded_is_what_was_there_when_save_was_called(found):
         assert one["after"] == one["losses"][2:]
 
 
+def test_four_ranks_go_on_where_one_left(found):
+    """Each reads its part of what was saved whole."""
+    expected = found[0]["one_rank"]
+
+    assert expected == pytest.approx(found[0]["uninterrupted"]["losses"], abs=5e-6)
+    for rank in found:
+        assert rank["from_one_rank"] == pytest.approx(expected[2:], abs=5e-6)
+
+
 def test_each_rank_gets_its_random_numbers_back(found):
     drawn = [rank["uninterrupted"]["drawn"] for rank in found]
 

@@ -100,7 +100,7 @@ def uninterrupted(world, folder):
 
 
 def one_rank(folder):
-    """The losses after step 2 of a world of one, which saved that step; before the ranks connect."""
+    """The losses of a world of one, which saved after step 2; before the ranks connect."""
     run = Run(SimpleNamespace(rank=0, world_size=1, is_first=True), 1, seed=0)
     losses = [run.step(step) for step in range(2)]
     with run.saves(folder) as saves:

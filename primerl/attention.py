@@ -1,43 +1,31 @@
 """Attention of packed documents, each to itself, for unmodified Hugging Face models.
 
-Documents lie end to end in one row of tokens. Those of one length attend together in one call, so
-that no mask over the whole pack is ever built. A document may leave out tokens that it begins with
-and that an earlier one holds: their keys and values are taken from there.
+Documents lie end to end in one row of tokens, and no mask over the whole pack is ever built. A
+document may leave out tokens that it begins with and that an earlier one holds: their keys and
+values are taken from there.
 """
 
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from primerl._optional import require
+from primerl.spans import Document, attend
 
 PACKED_ATTENTION = "primerl_packed"
 # An attention of this name knows where documents lie, on this rank and on others.
 CONTEXT_ATTENTION = "primerl_context"
 # These build a square mask over the whole pack; the per-document attention replaces them.
 MASKED_ATTENTION = ("eager", "sdpa")
-# On a CPU, attention to fewer tokens than this is slower in bfloat16 than in float32.
-WIDENED_LENGTH = 256
+# An indexer chooses the keys that queries attend to (primerl.sparse_attention).
+SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 
-
-class Document(NamedTuple):
-    """Rows ``begin .. end - 1``, after the ``shared`` rows that begin at ``root``."""
-
-    begin: int
-    end: int
-    root: int
-    shared: int
-
-    @property
-    def length(self) -> int:
-        """Its tokens, shared ones included."""
-        return self.shared + self.end - self.begin
+_PACKED: ContextVar[bool] = ContextVar("packed", default=False)
 
 
 def find_documents(position_ids: Tensor) -> tuple[Document, ...]:
@@ -74,8 +62,9 @@ def attend_by_document(
 ) -> tuple[Document, ...] | None:
     """Switch a model that attends by ``sdpa`` or ``eager`` to attend document by document.
 
-    Returns what its attention needs, as the model's argument ``documents``: nothing where the rows
-    of a context-parallel model begin and end within documents, which it finds itself.
+    One whose keys an indexer chooses also has them chosen document by document. Returns what its
+    attention needs, as the model's argument ``documents``: nothing where the rows of a
+    context-parallel model begin and end within documents, which it finds itself.
 
     Raises:
         ValueError: the model can't switch, its other layers carry state from one document into
@@ -85,10 +74,15 @@ def attend_by_document(
     if config._attn_implementation.startswith(CONTEXT_ATTENTION):
         return None
     documents = find_documents(position_ids)
+    if is_sparse(model):
+        from primerl.sparse_attention import attend_sparsely  # which builds on this module
+
+        attend_sparsely(model)
+        return documents
     if config._attn_implementation in MASKED_ATTENTION:
         transformers = require("transformers", extra="transformers")
-        transformers.AttentionInterface.register(PACKED_ATTENTION, _packed_attention)
-        transformers.AttentionMaskInterface.register(PACKED_ATTENTION, _padding)
+        transformers.AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+        transformers.AttentionMaskInterface.register(PACKED_ATTENTION, no_mask)
         switch: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
         switch(PACKED_ATTENTION)  # a model that can't only warns
         if config._attn_implementation != PACKED_ATTENTION and len(documents) > 1:
@@ -97,6 +91,7 @@ def attend_by_document(
                 "documents see each other; pack one document per batch"
             )
     if len(documents) > 1:
+        require_positions(model)
         refuse_leaking_layers(model)
     if config._attn_implementation != PACKED_ATTENTION and any(d.shared for d in documents):
         raise ValueError(
@@ -106,6 +101,35 @@ def attend_by_document(
     return documents
 
 
+@contextmanager
+def passing_on(documents: tuple[Document, ...] | None) -> Iterator[None]:
+    """Within it, a model that does not pass ``documents`` on to its attention raises.
+
+    Several would otherwise see each other: to attention, their rows are those of one.
+    """
+    token = _PACKED.set(documents is not None and len(documents) > 1)
+    try:
+        yield
+    finally:
+        _PACKED.reset(token)
+
+
+def require_positions(model: nn.Module) -> None:
+    """Refuse a model that counts positions itself, over all documents.
+
+    Raises:
+        ValueError: its ``forward`` takes no ``position_ids``.
+    """
+    unwrap: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)  # of PEFT
+    base: Any = unwrap() if unwrap else model
+    known = inspect.signature(base.forward).parameters
+    if "input_ids" in known and "position_ids" not in known:
+        raise ValueError(
+            f"{base.config.model_type} takes no position_ids, so it would count positions from the "
+            "first packed document on; pack one document per batch"
+        )
+
+
 def refuse_leaking_layers(model: nn.Module) -> None:
     """Refuse a model some of whose layers let packed documents see each other.
 
@@ -113,21 +137,34 @@ def refuse_leaking_layers(model: nn.Module) -> None:
         ValueError: it has layers of linear attention, or of another recurrence.
     """
     config: Any = model.config
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    carrying = kinds - {"full_attention", "sliding_attention"}
+    carrying = other_layers(model)
     if carrying:
         raise ValueError(
-            f"{config.model_type} has {', '.join(sorted(carrying))} layers, which would carry "
-            "state from one packed document into the next; pack one document per batch"
+            f"{config.model_type} has {', '.join(carrying)} layers, which would carry state from "
+            "one packed document into the next; pack one document per batch"
         )
 
 
-def _padding(*_: Any, attention_mask: Tensor | None = None, **_others: Any) -> Tensor | None:
-    """A caller's padding, for ``_packed_attention`` to refuse: otherwise it would go unseen."""
+def other_layers(model: nn.Module) -> list[str]:
+    """The kinds of a model's layers that are no softmax attention, such as ``linear_attention``."""
+    config: Any = model.config
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    kinds -= {"full_attention", "sliding_attention"}
+    return sorted(kinds - {"indexed_attention"} if is_sparse(model) else kinds)
+
+
+def is_sparse(model: nn.Module) -> bool:
+    """Whether an indexer chooses the model's keys, in a way that ``sparse_attention`` computes."""
+    config: Any = model.config
+    return getattr(config.get_text_config(), "model_type", None) in SPARSE_FAMILIES
+
+
+def no_mask(*_: Any, attention_mask: Tensor | None = None, **_others: Any) -> Tensor | None:
+    """An entry of ``AttentionMaskInterface``: a caller's padding only, for attention to refuse."""
     return None if attention_mask is None or attention_mask.all() else attention_mask
 
 
-def _packed_attention(
+def packed_attention(
     module: nn.Module,
     query: Float[Tensor, "b heads t d"],
     key: Float[Tensor, "b kv_heads s d"],
@@ -137,55 +174,53 @@ def _packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     documents: tuple[Document, ...] | None = None,
-    sliding_window: int | None = None,
-    **other: Any,
+    **asked: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Causal attention within each document: an entry of transformers' ``AttentionInterface``."""
+    batch, _, length, _ = query.shape
     if documents is None:
+        if _PACKED.get():
+            raise ValueError(not_passed_on(module))
         # Plain use of the same model, by a caller who knows nothing of packing.
-        if attention_mask is not None or query.shape[2] != key.shape[2]:
+        if attention_mask is not None or length != key.shape[2]:
             raise ValueError(
                 "this model was switched to packed attention by primerl.loss.model_logprobs; to "
                 "generate or to pad, call model.set_attn_implementation('sdpa') first"
             )
-        length = query.shape[2]
-        begins = range(0, query.shape[0] * length, length)
+        begins = range(0, batch * length, length)
         documents = tuple(Document(begin, begin + length, begin, 0) for begin in begins)
-    _refuse_other_attention(module, documents, {**other, "sliding_window": sliding_window})
-    plan = _by_length(documents, query.device)
-    q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
-    q = q.index_select(1, plan.queries)
-    k, v = (x.index_select(1, plan.keys) for x in (k, v))
-    options: dict[str, Any] = {
-        "dropout_p": dropout,
-        "scale": scaling,
-        "enable_gqa": query.shape[1] != key.shape[1],
-    }
-    outputs, start, start_k = [], 0, 0
-    for count, length, shared in plan.runs:
-        widened = shared + length <= WIDENED_LENGTH and query.device.type == "cpu"
-        qd = _documents(q, start, count, length)
-        kd, vd = (_documents(x, start_k, count, shared + length) for x in (k, v))
-        if widened:
-            qd, kd, vd = _widen(qd), _widen(kd), _widen(vd)
-        mask = causal_lower_right(length, shared + length) if shared else None
-        of_run = F.scaled_dot_product_attention(
-            qd, kd, vd, attn_mask=mask, is_causal=mask is None, **options
-        )
-        outputs.append(of_run.transpose(1, 2).flatten(0, 1).to(query.dtype))
-        start, start_k = start + count * length, start_k + count * (shared + length)
-    attended = torch.cat(outputs).index_select(0, plan.back)
-    return attended.reshape(query.shape[0], query.shape[2], *attended.shape[1:]), None
+    refuse_other_attention(module, documents, asked)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    attended = attend(q, k, v, documents, scaling=scaling, dropout=dropout)
+    return attended.reshape(batch, length, *attended.shape[1:]), None
 
 
-def _refuse_other_attention(
+def not_passed_on(module: nn.Module) -> str:
+    """What to say of a module that was not given the documents."""
+    return (
+        f"{type(module).__name__} is not given the documents that its model was called with, "
+        "because the model's layers don't pass on arguments that they don't know"
+    )
+
+
+def refuse_other_attention(
     module: nn.Module, documents: tuple[Document, ...], asked: dict[str, Any]
 ) -> None:
-    longest, window = max(d.length for d in documents), asked["sliding_window"]
+    """Refuse what a model asks of its attention beyond causal attention within each document.
+
+    Raises:
+        ValueError: a window shorter than a document, sinks, sparse indices, capped scores, or
+            attention to later tokens.
+    """
+    longest, window = max(d.length for d in documents), asked.get("sliding_window")
     if window is not None and longest > window:
         raise ValueError(
             f"a document of {longest} tokens exceeds the attention window of {window}; packed "
             "attention computes full causal attention"
+        )
+    if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ValueError(
+            f"{type(module).__name__} attends to later tokens too; packed attention is causal"
         )
     for name in ("s_aux", "indices", "softcap"):
         if asked.get(name) is not None:
@@ -193,41 +228,3 @@ def _refuse_other_attention(
                 f"{type(module).__name__} asks for {name!r}, which packed attention does not "
                 "compute; use flash attention for this model"
             )
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _documents(x: Tensor, start: int, count: int, length: int) -> Tensor:
-    """Rows ``[heads, t, d]`` from ``start`` on, as ``[documents, heads, length, d]``."""
-    rows = x[:, start : start + count * length]
-    return rows.reshape(x.shape[0], count, length, x.shape[-1]).transpose(0, 1)
-
-
-class _Plan(NamedTuple):
-    """Rows reordered so that documents of one length lie together and attend in one call."""
-
-    queries: Tensor
-    keys: Tensor
-    back: Tensor
-    """The inverse of ``queries``."""
-    runs: list[tuple[int, int, int]]
-    """``(documents, rows of each, rows that each shares)``."""
-
-
-@lru_cache(maxsize=8)  # once per batch, not once per layer
-def _by_length(documents: tuple[Document, ...], device: torch.device) -> _Plan:
-    alike: dict[tuple[int, int], list[Document]] = {}
-    for one in documents:
-        alike.setdefault((one.end - one.begin, one.shared), []).append(one)
-    with torch.inference_mode(False):  # or a later call, in training, could not save them
-        own, seen = [], []
-        for (length, shared), run in alike.items():
-            rows = torch.tensor([d.begin for d in run]).unsqueeze(1) + torch.arange(length)
-            before = torch.tensor([d.root for d in run]).unsqueeze(1) + torch.arange(shared)
-            own.append(rows.flatten())
-            seen.append(torch.cat([before, rows], dim=1).flatten())
-        queries, keys = torch.cat(own), torch.cat(seen)
-        runs = [(len(run), length, shared) for (length, shared), run in alike.items()]
-        return _Plan(queries.to(device), keys.to(device), queries.argsort().to(device), runs)

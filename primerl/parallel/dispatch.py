@@ -1,11 +1,49 @@
 """Sending tokens to the ranks that hold their experts, and what the experts make of them back."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import attrs
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from primerl.parallel.collectives import all_to_all
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""What this rank's experts make of tokens ``[n, h]``, sorted by expert, ``counts[e]`` of each."""
+
+Dispatch = Callable[[Tensor, Tensor, Tensor, Compute], Tensor]
+"""``(hidden[t, h], indices[t, k], weights[t, k], compute) -> [t, h]``: each token by its k experts,
+wherever they are, and their outputs added by weight."""
+
+
+@attrs.frozen(eq=False)
+class AllToAll:
+    """A ``Dispatch`` by collectives of ``torch.distributed``, on any device and backend.
+
+        y_t = sum_k  weights[t, k] * expert_{indices[t, k]}(hidden_t)
+
+    Each choice of an expert travels by itself. Ranks may send any number of tokens anywhere, also
+    none. The host waits for the device once, for the counts.
+    """
+
+    experts: int
+    """Of all ranks; rank r of the group has the r-th equal part of them."""
+    group: dist.ProcessGroup | None = None
+    """None: this rank has them all."""
+
+    def __call__(
+        self,
+        hidden: Float[Tensor, "t h"],
+        indices: Int[Tensor, "t k"],
+        weights: Float[Tensor, "t k"],
+        compute: Compute,
+    ) -> Float[Tensor, "t h"]:
+        """Send tokens, compute and bring back what comes of it."""
+        way = dispatch(hidden, indices, experts=self.experts, group=self.group)
+        return combine(compute(way.tokens, way.counts), way, weights, group=self.group)
 
 
 class Dispatched(NamedTuple):
@@ -31,17 +69,7 @@ def dispatch(
     experts: int,
     group: dist.ProcessGroup | None = None,
 ) -> Dispatched:
-    """Send each token to its k experts, which lie in equal numbers on the ranks of ``group``.
-
-    Ranks may send any number of tokens anywhere, also none. Two collectives: the counts, with the
-    one wait of the host, and the tokens. The gradient takes the same way back.
-
-    Args:
-        hidden: this rank's tokens.
-        indices: the experts of each, 0 to ``experts - 1``.
-        experts: of all ranks; rank r of the group has the r-th equal part of them.
-        group: None: this rank has them all.
-    """
+    """Send each token to its k experts, which lie in equal numbers on the ranks of ``group``."""
     chosen = indices.reshape(-1)
     order = torch.argsort(chosen, stable=True)
     counts = torch.bincount(chosen, minlength=experts)
@@ -49,8 +77,8 @@ def dispatch(
     if group is None:
         return Dispatched(tokens, counts, order, None, [], [])
     ranks = dist.get_world_size(group)
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=group)
+    equal = [counts.numel() // ranks] * ranks
+    theirs = all_to_all(counts, equal, equal, group)
     by_rank = torch.stack([counts.view(ranks, -1).sum(1), theirs.view(ranks, -1).sum(1)])
     sent, received = by_rank.tolist()  # the host waits here, once
     arrived = exchange(tokens, sent, received, group)
@@ -76,7 +104,7 @@ def combine(
         outputs = torch.zeros_like(outputs).index_copy(0, way.arrival, outputs)
         outputs = exchange(outputs, way.received, way.sent, group)
     chosen = torch.zeros_like(outputs).index_copy(0, way.order, outputs)
-    chosen = chosen.view(*weights.shape, -1)
+    chosen = chosen.view(*weights.shape, outputs.shape[1])
     return (chosen * weights.unsqueeze(-1).to(chosen.dtype)).sum(1)
 
 
@@ -92,16 +120,8 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> Tensor:
         ctx.way = (received, sent, group)
-        return _all_to_all(x, sent, received, group)
+        return all_to_all(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(gradient, *ctx.way), None, None, None
-
-
-def _all_to_all(
-    x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    out = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-    return out
+        return all_to_all(gradient, *ctx.way), None, None, None

@@ -1,5 +1,6 @@
 """Fully sharded data parallelism (FSDP2), with divided experts and contexts, for any model."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -9,8 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from primerl.parallel.context import share_context
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.device_mesh import mesh as make_mesh
+from primerl.parallel.dispatch import AllToAll, Dispatch
 from primerl.parallel.experts import GroupedMatmul, divide_experts, expert_modules
 
 M = TypeVar("M", bound=nn.Module)
@@ -21,7 +24,9 @@ def shard(
     mesh: Mesh | None = None,
     *,
     dtype: torch.dtype | None = None,
+    dispatch: Callable[[int, dist.ProcessGroup | None], Dispatch] = AllToAll,
     matmul: GroupedMatmul | None = None,
+    context: str | None = None,
 ) -> M:
     """Divide a model among the ranks of a mesh, in place, and return it.
 
@@ -35,11 +40,16 @@ def shard(
 
     Args:
         model: on this rank's device, the same architecture on every rank. On the ``meta`` device:
-            its parameters stay without values, for ``load_sharded``.
+            its parameters stay without values, for ``weights.load_shards``.
         mesh: made by ``parallel.mesh``; all ranks as one replica by default.
         dtype: that layers compute in, such as ``torch.bfloat16``, while parameters keep theirs and
             gradients are added in float32; None computes in the parameters' dtype.
-        matmul: as for ``divide_experts``.
+        dispatch: how tokens travel to their experts: ``AllToAll``, or ``DeepEP`` on GPUs.
+        matmul: multiplies rows sorted by expert with each expert's matrix, ``(x[n, i],
+            weights[e, i, o], ends[e]) -> [n, o]``; ``torch.nn.functional.grouped_mm`` by default.
+        context: how attention sees the rows of other ranks where ``mesh.cp > 1``: ``"ulysses"``
+            (ranks exchange rows for heads), ``"gathered"`` (each gets all keys and values); None:
+            ``"ulysses"`` where ``cp`` divides the number of query heads.
 
     Raises:
         ValueError: the model is sharded already, a layer shares a weight with another part, from
@@ -57,9 +67,11 @@ def shard(
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             dist.broadcast(tensor.detach(), src=0)
+    if mesh.cp > 1:
+        share_context(model, mesh, method=context)
     experts: dict[nn.Module, DeviceMesh] = {}
     if mesh.experts is not None and (mesh.ep > 1 or matmul is not None):
-        divide_experts(model, mesh.experts["expert"], matmul=matmul)
+        divide_experts(model, mesh.experts["expert"], dispatch=dispatch, matmul=matmul)
         experts = dict.fromkeys(expert_modules(model).values(), _replicated(mesh, "expert_shard"))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
     whole = _replicated(mesh, "shard")

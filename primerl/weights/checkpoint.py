@@ -7,9 +7,10 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from primerl._optional import require
+from primerl.weights.adapters import is_of_adapted_layer, merged, unadapted
+from primerl.weights.gathering import whole
 
 _LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
 
@@ -30,6 +31,7 @@ def checkpoint_tensors(
     Tensors come layer by layer, so a rank holds one layer beyond its shard. Gathering a sharded
     tensor is a collective: every rank iterates to the end. Experts that ``transformers`` fuses
     are taken apart again; a tensor shared under two names comes once; saved buffers come too.
+    Low-rank adapters are added to the weights that they adapt.
 
     Args:
         model: the trainer's, sharded or not.
@@ -37,10 +39,11 @@ def checkpoint_tensors(
             theirs always, because a routing bias in 16 bits would send tokens elsewhere.
     """
     dtypes = _wire_dtypes(model, dtype)
-    tensors = _distinct(model)  # references, no copies
-    for names in _layers(tensors):
-        layer = {name: _whole(tensors[name], dtypes[name]) for name in names}
-        yield from _converted(model, layer).items()
+    tensors = distinct_tensors(model)  # references, no copies
+    for names in layers_of(tensors):
+        layer = {name: _whole(name, tensors[name], dtypes[name]) for name in names}
+        layer = {name: tensor.to(dtypes[name]) for name, tensor in merged(model, layer).items()}
+        yield from converted(model, layer).items()
 
 
 def checkpoint_layout(
@@ -56,19 +59,20 @@ def checkpoint_layout(
     dtypes = _wire_dtypes(model, dtype)
     empty = {
         name: torch.empty(tensor.shape, dtype=dtypes[name], device="meta")
-        for name, tensor in _distinct(model).items()
+        for name, tensor in distinct_tensors(model).items()
     }
+    empty = {name: tensor.to(dtypes[name]) for name, tensor in merged(model, empty).items()}
     by_layer: dict[str, Tensor] = {}
-    for names in _layers(empty):
-        by_layer |= _converted(model, {name: empty[name] for name in names})
-    together = _converted(model, empty)
+    for names in layers_of(empty):
+        by_layer |= converted(model, {name: empty[name] for name in names})
+    together = converted(model, empty)
     if by_layer.keys() != together.keys():
         odd = sorted(by_layer.keys() ^ together.keys())
         raise ValueError(f"{type(model).__name__} cannot be sent layer by layer: {odd[:3]}")
     return {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in by_layer.items()}
 
 
-def _distinct(model: nn.Module) -> dict[str, Tensor]:
+def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Saved tensors by name, a shared one once."""
     distinct = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -76,7 +80,7 @@ def _distinct(model: nn.Module) -> dict[str, Tensor]:
     return {name: t for name, t in state.items() if name in distinct and name not in ignored}
 
 
-def _layers(names: Iterable[str]) -> list[list[str]]:
+def layers_of(names: Iterable[str]) -> list[list[str]]:
     """Names that are gathered together: those of a layer, or of one module outside the layers."""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -87,18 +91,21 @@ def _layers(names: Iterable[str]) -> list[list[str]]:
 
 def _wire_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     parameters = {name for name, _ in model.named_parameters()}
-    return {
+    own = {
         name: dtype if dtype and name in parameters and t.is_floating_point() else t.dtype
-        for name, t in _distinct(model).items()
+        for name, t in distinct_tensors(model).items()
     }
+    return own | {unadapted(name): kind for name, kind in own.items()}
 
 
-def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    cast = tensor.detach().to(dtype)  # before the gather: fewer bytes travel
-    return cast.full_tensor() if isinstance(cast, DTensor) else cast
+def _whole(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if is_of_adapted_layer(name):
+        return whole(tensor.detach())  # to be merged as the trainer computes
+    return whole(tensor.detach().to(dtype))  # before the gather: fewer bytes travel
 
 
-def _converted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def converted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that these of a model make, by ``transformers``' conversion."""
     if not hasattr(model, "save_pretrained"):
         return tensors  # a plain module has no other names
     loading = require("transformers.core_model_loading", extra="transformers")

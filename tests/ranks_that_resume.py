@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import torch
 
-from primerl import checkpoint, parallel, testing
+from primerl import checkpoint, optim, parallel, testing
 from primerl.checkpoint import tensor_file, writing
 
 STEPS = 5
@@ -28,14 +28,22 @@ def rows(step):
     return torch.randint(3, 60, (ROWS, 16), generator=generator)
 
 
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def muon(model):
+    return optim.Muon(optim.muon_parameters(model), lr=1e-2)
+
+
 class Run:
     """A small mixture of experts in training, divided over all ranks."""
 
-    def __init__(self, world, ep, seed):
+    def __init__(self, world, ep, seed, optimizer=adamw):
         self.world = world
         self.model = testing.tiny_model("qwen3_moe", seed=seed)
         parallel.shard(self.model, parallel.mesh(ep=ep))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = optimizer(self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda s: 1 / (1 + s))
 
     def saves(self, folder, **options):
@@ -60,10 +68,8 @@ class Run:
         """All tensors of model and optimizer, gathered."""
         state = {n: p.full_tensor() for n, p in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
-            for key in ("exp_avg", "exp_avg_sq"):
-                if parameter in self.optimizer.state:
-                    value = self.optimizer.state[parameter][key]
-                    state[f"{name} {key}"] = value.full_tensor()
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                state[f"{name} {key}"] = value.full_tensor() if value.ndim else value.clone()
         return state
 
 
@@ -114,6 +120,21 @@ def from_one_rank(world, folder):
     with run.saves(folder) as saves:
         first = saves.load(checkpoint.last_good(folder) if world.is_first else None)
     return [run.step(step) for step in range(first, STEPS)]
+
+
+def by_muon(world, folder):
+    """Whether Muon's state, of stacks of divided experts too, comes back and goes on."""
+    run = Run(world, 2, seed=0, optimizer=muon)
+    run.step(0)
+    with run.saves(folder) as saves:
+        saves.save(1, wait=True)
+    expected = run.whole(), [run.step(step) for step in (1, 2)]
+    again = Run(world, 2, seed=3, optimizer=muon)
+    with again.saves(folder) as saves:
+        saves.load(checkpoint.last_good(folder) if world.is_first else None)
+    whole = again.whole()
+    same = all(torch.equal(whole[name], tensor) for name, tensor in expected[0].items())
+    return same and [again.step(step) for step in (1, 2)] == expected[1]
 
 
 def misfits(world, folder):
@@ -196,6 +217,7 @@ def main(folder, mode):
             found["uninterrupted"] = uninterrupted(world, folder / "uninterrupted")
             found["from_one_rank"] = from_one_rank(world, folder / "one")
             found["one_rank"] = alone if world.is_first else None
+            found["muon"] = by_muon(world, folder / "muon")
             found["misfits"] = misfits(world, folder / "uninterrupted")
         else:
             found = {ep: resumed(world, folder / "killed", ep) for ep in (2, 1)}

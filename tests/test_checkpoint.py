@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from primerl import checkpoint
+from primerl import checkpoint, optim
 from primerl.checkpoint import writing
 from primerl.checkpoint.generators import generator_states, set_generators
 
@@ -50,6 +50,15 @@ OPTIMIZERS = {
     "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
     "plain SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "Muon": lambda p: optim.Muon(
+        [
+            {"params": [one for one in p if one.ndim == 2]},
+            {"params": [one for one in p if one.ndim < 2], "algorithm": "adamw"},
+        ],
+        lr=0.1,
+    ),
+    "states on the host": lambda p: optim.Offload(torch.optim.AdamW(p, lr=0.1)),
+    "CPUAdamW": lambda p: optim.CPUAdamW(p, lr=0.1),
 }
 
 

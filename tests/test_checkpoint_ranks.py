@@ -44,9 +44,13 @@ def test_what_is_loaded_is_what_was_there_when_save_was_called(found):
         one = rank["uninterrupted"]
         assert one["begins"] == 0
         assert one["went_on_at"] == 2
-        assert one["tensors"] == 75
+        assert one["tensors"] == 100  # 25 parameters, of each two moments and a count of steps
         assert one["exact"]
         assert one["after"] == one["losses"][2:]
+
+
+def test_muon_goes_on_exactly(found):
+    assert all(rank["muon"] for rank in found)
 
 
 def test_four_ranks_go_on_where_one_left(found):

@@ -5,7 +5,9 @@ that no mask over the whole pack is ever built. A document may leave out tokens 
 and that an earlier one holds: their keys and values are taken from there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from primerl._optional import require
+from primerl.admission import HARMLESS_LAYERS, layer_kinds, leaks, not_computed
 
 PACKED_ATTENTION = "primerl_packed"
 # An attention of this name knows where documents lie, on this rank and on others.
@@ -24,6 +27,9 @@ CONTEXT_ATTENTION = "primerl_context"
 MASKED_ATTENTION = ("eager", "sdpa")
 # On a CPU, attention to fewer tokens than this is slower in bfloat16 than in float32.
 WIDENED_LENGTH = 256
+# What a model may hand to its attention besides what packed attention computes: it says nothing
+# about which tokens are seen.
+_IGNORED = frozenset({"position_ids", "is_causal", "logits_to_keep"})
 
 
 class Document(NamedTuple):
@@ -106,24 +112,72 @@ def attend_by_document(
     return documents
 
 
+# The documents of the model that runs now, to tell a part of it that is not told of them.
+_RUNNING: ContextVar[tuple[Document, ...] | None] = ContextVar("_RUNNING", default=None)
+
+
+@contextmanager
+def attending(documents: tuple[Document, ...] | None) -> Iterator[None]:
+    """While a model runs on packed documents: parts that it does not tell of them are refused."""
+    token = _RUNNING.set(documents)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
 def refuse_leaking_layers(model: nn.Module) -> None:
     """Refuse a model some of whose layers let packed documents see each other.
 
     Raises:
-        ValueError: it has layers of linear attention, or of another recurrence.
+        ValueError: it has layers of linear attention, or of another recurrence, or the like.
     """
     config: Any = model.config
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    carrying = kinds - {"full_attention", "sliding_attention"}
-    if carrying:
+    odd = layer_kinds(model) - HARMLESS_LAYERS
+    reason = next(leaks(model), None)
+    if odd:
+        reason = (
+            f"has {', '.join(sorted(odd))} layers, which would carry state from one packed "
+            "document into the next, or attend as packed attention does not"
+        )
+    if reason:
+        raise ValueError(f"{config.model_type} {reason}; pack one document per batch")
+
+
+def refuse_unpackable(model: nn.Module) -> None:
+    """Refuse a model that cannot be trained on packed documents, before it is trained.
+
+    Raises:
+        ValueError: its layers leak, or its attention is of a kind that packed attention does not
+            compute, and it is not set to use flash attention.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return
+    refuse_leaking_layers(model)
+    ours = (*MASKED_ATTENTION, PACKED_ATTENTION)
+    attention = str(config._attn_implementation)
+    missing = next(not_computed(model), None)
+    if missing and (attention in ours or attention.startswith(CONTEXT_ATTENTION)):
         raise ValueError(
-            f"{config.model_type} has {', '.join(sorted(carrying))} layers, which would carry "
-            "state from one packed document into the next; pack one document per batch"
+            f"{config.model_type} has {missing}, which packed attention does not compute; use "
+            "flash attention for this model"
         )
 
 
-def _padding(*_: Any, attention_mask: Tensor | None = None, **_others: Any) -> Tensor | None:
-    """A caller's padding, for ``_packed_attention`` to refuse: otherwise it would go unseen."""
+def _padding(
+    *_: Any,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **_others: Any,
+) -> Tensor | None:
+    """A caller's padding, for ``_packed_attention`` to refuse: otherwise it would go unseen.
+
+    So would a window shorter than a document, which some models have in their mask only.
+    """
+    longest = max((d.length for d in _RUNNING.get() or ()), default=0)
+    if local_size is not None and longest > local_size:
+        return torch.zeros(1, 1, 1, 1, dtype=torch.bool)  # refused by the layer that has it
     return None if attention_mask is None or attention_mask.all() else attention_mask
 
 
@@ -141,17 +195,22 @@ def _packed_attention(
     **other: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Causal attention within each document: an entry of transformers' ``AttentionInterface``."""
+    if documents is None and _RUNNING.get() is not None:
+        documents = _by_position(module, other.get("position_ids"))
+    if attention_mask is not None or (documents is None and query.shape[2] != key.shape[2]):
+        raise ValueError(
+            f"{type(module).__name__} attends by a mask, such as a window shorter than a document, "
+            "or by a cache; packed attention computes full causal attention. "
+            "loss.model_logprobs switched this model to it: to generate or to pad, call "
+            "model.set_attn_implementation('sdpa') first"
+        )
     if documents is None:
         # Plain use of the same model, by a caller who knows nothing of packing.
-        if attention_mask is not None or query.shape[2] != key.shape[2]:
-            raise ValueError(
-                "this model was switched to packed attention by primerl.loss.model_logprobs; to "
-                "generate or to pad, call model.set_attn_implementation('sdpa') first"
-            )
         length = query.shape[2]
         begins = range(0, query.shape[0] * length, length)
         documents = tuple(Document(begin, begin + length, begin, 0) for begin in begins)
-    _refuse_other_attention(module, documents, {**other, "sliding_window": sliding_window})
+    _refuse_window(documents, sliding_window)
+    _refuse_other_attention(module, other)
     plan = _by_length(documents, query.device)
     q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
     q = q.index_select(1, plan.queries)
@@ -178,17 +237,31 @@ def _packed_attention(
     return attended.reshape(query.shape[0], query.shape[2], *attended.shape[1:]), None
 
 
-def _refuse_other_attention(
-    module: nn.Module, documents: tuple[Document, ...], asked: dict[str, Any]
-) -> None:
-    longest, window = max(d.length for d in documents), asked["sliding_window"]
+def _by_position(module: nn.Module, position_ids: Tensor | None) -> tuple[Document, ...]:
+    """The documents, for an attention that its layer tells only of positions."""
+    if position_ids is None:
+        raise ValueError(
+            f"{type(module).__name__} is told neither of documents nor of positions, so that packed "
+            "documents would see each other; pack one document per batch"
+        )
+    return find_documents(position_ids.reshape(-1))
+
+
+def _refuse_window(documents: tuple[Document, ...], window: int | None) -> None:
+    longest = max((d.length for d in documents), default=0)
     if window is not None and longest > window:
         raise ValueError(
             f"a document of {longest} tokens exceeds the attention window of {window}; packed "
             "attention computes full causal attention"
         )
-    for name in ("s_aux", "indices", "softcap"):
-        if asked.get(name) is not None:
+
+
+def _refuse_other_attention(module: nn.Module, asked: dict[str, Any]) -> None:
+    """Whatever else the model asks of its attention, flags apart, might be a kind of attention."""
+    if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ValueError(f"{type(module).__name__} attends in both directions; expected causal")
+    for name, value in asked.items():
+        if not (value is None or isinstance(value, bool) or name in _IGNORED):
             raise ValueError(
                 f"{type(module).__name__} asks for {name!r}, which packed attention does not "
                 "compute; use flash attention for this model"

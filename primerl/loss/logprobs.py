@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from primerl.attention import attend_by_document
+from primerl.attention import attend_by_document, attending
 from primerl.loss.arguments import checked
 from primerl.loss.linear_head import FLOOR, check_rows, check_values, head_logprobs
 from primerl.loss.ratio import upcast
@@ -124,12 +124,13 @@ def _score(
     documents = attend_by_document(model, position_ids)
 
     def run() -> Tensor:
-        return model(  # type: ignore[no-any-return]
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=position_ids.unsqueeze(0),
-            use_cache=False,
-            documents=documents,
-        ).logits
+        with attending(documents):
+            return model(  # type: ignore[no-any-return]
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=position_ids.unsqueeze(0),
+                use_cache=False,
+                documents=documents,
+            ).logits
 
     def in_place_of_logits(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         logprobs, entropy = head_logprobs(hidden, weight, labels, temperature, rows)

@@ -11,7 +11,7 @@ import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from primerl import attention, flops, loss, packing, testing
+from primerl import flops, loss, packing, spans, testing
 from primerl.packing import prefixes
 from primerl.types import NOT_SAMPLED, TrainingSample
 
@@ -234,7 +234,7 @@ def test_logprobs_entropies_and_gradients_are_those_of_whole_documents(family):
 
 
 def test_beyond_the_length_that_is_widened_it_is_the_same(monkeypatch):
-    monkeypatch.setattr(attention, "WIDENED_LENGTH", 0)
+    monkeypatch.setattr(spans, "WIDENED_LENGTH", 0)
     model = testing.tiny_model("llama").to(torch.bfloat16)
 
     ours, *_ = scored(model, group(), share_prefixes=True)

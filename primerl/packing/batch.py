@@ -50,6 +50,52 @@ class PackedBatch:
         }
         return PackedBatch(**moved)
 
+    def split(self, parts: int) -> list["PackedBatch"]:
+        """Equal, contiguous parts of the rows, for ranks that share documents.
+
+        Where the rows do not divide by ``parts``, a document of masked rows is added at the end.
+        Every part has the ``cu_seqlens`` of the whole pack, so documents may begin in one part and
+        end in another, and keeps its documents' ``sequence_ids``.
+
+        Raises:
+            ValueError: ``parts`` is below 1.
+        """
+        if parts < 1:
+            raise ValueError(f"parts is {parts}; expected at least 1")
+        padded = self._padded(-len(self.token_ids) % parts)
+        rows = len(padded.token_ids) // parts
+        by_part = {name: torch.split(x, rows) for name, x in padded._rows().items()}
+        return [
+            attrs.evolve(padded, **{name: own[part] for name, own in by_part.items()})
+            for part in range(parts)
+        ]
+
+    def _padded(self, rows: int) -> "PackedBatch":
+        if rows == 0:
+            return self
+        values: dict[str, Any] = {
+            "token_ids": self.token_ids[0],  # any will do that the model knows
+            "versions": NOT_SAMPLED,
+            "temperature": 1.0,
+            "sequence_ids": len(self.cu_seqlens) - 1,
+        }
+        joined = {
+            name: torch.cat([x, x.new_zeros(rows).fill_(values.get(name, 0))])
+            for name, x in self._rows().items()
+        }
+        joined["position_ids"][-rows:] = torch.arange(rows)
+        end = self.cu_seqlens[-1:] + rows
+        return attrs.evolve(self, **joined, cu_seqlens=torch.cat([self.cu_seqlens, end]))
+
+    def _rows(self) -> dict[str, Tensor]:
+        """The fields that have an entry for each row."""
+        return {
+            field.name: value
+            for field in attrs.fields(PackedBatch)
+            for value in [getattr(self, field.name)]
+            if isinstance(value, Tensor) and field.name != "cu_seqlens"
+        }
+
 
 def pack(
     samples: Sequence[TrainingSample],

@@ -10,26 +10,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from primerl.parallel.device_mesh import Mesh
+
 T = TypeVar("T")
 
 
-def scatter(batches: Sequence[Sequence[T]] | None, kind: type[T]) -> list[T]:
-    """Give each rank its micro-batches: ``batches[rank]`` of rank 0, the only one that has them.
+def scatter(
+    batches: Sequence[Sequence[T]] | None, kind: type[T], mesh: Mesh | None = None
+) -> list[T]:
+    """Give each rank its micro-batches, which only rank 0 has.
 
-        packed = packing.pack(samples, ..., ranks=world.world_size) if world.is_first else None
-        for batch in parallel.scatter(packed, packing.PackedBatch): ...
+        packed = packing.pack(samples, ..., ranks=mesh.batches) if world.is_first else None
+        for batch in parallel.scatter(packed, packing.PackedBatch, mesh): ...
 
-    Tensors travel as their bytes, exactly, and arrive on the CPU; a field may also be None or a
-    plain number or text.
+    Rank r gets ``batches[r]``, but with ``mesh.cp > 1`` part ``r % cp`` of ``batches[r // cp]``, as
+    ``batch.split(cp)`` divides it. Tensors travel as their bytes, exactly, and arrive on the CPU; a
+    field may also be None or a plain number or text.
 
     Args:
-        batches: for each rank, equally many; None on every rank but the first.
+        batches: ``mesh.batches`` lists, equally long; None on every rank but the first.
         kind: the attrs class of a batch.
+        mesh: None: a list for each rank.
 
     Raises:
-        ValueError: a rank other than the first passes batches, or the first none, for another
-            number of ranks, or not equally many for each; or a field cannot travel.
+        ValueError: a rank other than the first passes batches, or the first none, another number of
+            lists, or lists of different lengths; a field cannot travel; or batches are to be
+            divided and their class has no ``split``.
     """
+    cp = mesh.cp if mesh else 1
     any_kind: type[Any] = kind
     if not attrs.has(any_kind):
         raise ValueError(f"{kind.__name__} is no attrs class; expected one whose fields travel")
@@ -38,7 +46,15 @@ def scatter(batches: Sequence[Sequence[T]] | None, kind: type[T]) -> list[T]:
         if batches is not None:
             raise ValueError(f"rank {rank} passes batches; only rank 0 has any, the others None")
         return _receive(kind)
-    checked = _checked(batches, world_size)
+    if cp > 1 and not hasattr(kind, "split"):
+        raise ValueError(
+            f"{kind.__name__} has no split(parts), by which each batch would be divided among "
+            f"cp={cp} ranks; use a mesh with cp=1"
+        )
+    checked = _checked(batches, world_size // cp)
+    if cp > 1:
+        divided = [[one.split(cp) for one in mine] for mine in checked]  # type: ignore[attr-defined]
+        checked = [[parts[part] for parts in of_list] for of_list in divided for part in range(cp)]
     if world_size > 1:
         # All are encoded before any is sent, so that a field that cannot travel stops every rank.
         _send([_encode(mine) for mine in checked[1:]])
@@ -75,17 +91,17 @@ def _sum_by_name(x: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: part.reshape(x[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
-def _checked(batches: Sequence[Sequence[T]] | None, world_size: int) -> Sequence[Sequence[T]]:
+def _checked(batches: Sequence[Sequence[T]] | None, lists: int) -> Sequence[Sequence[T]]:
     if batches is None:
         raise ValueError(
             "rank 0 passes no batches. In a world of one that is every process: under torchrun, "
             "call scatter within `with parallel.process_group():`"
         )
     counts = [len(mine) for mine in batches]
-    if len(counts) != world_size:
+    if len(counts) != lists:
         raise ValueError(
-            f"there are batches for {len(counts)} ranks, but {world_size} ranks; pack with "
-            f"ranks={world_size}"
+            f"there are batches for {len(counts)} ranks, but {lists} ranks; pack with "
+            f"ranks={lists}, which is mesh.batches"
         )
     if len(set(counts)) > 1:
         raise ValueError(

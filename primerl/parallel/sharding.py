@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from primerl.attention import refuse_unpackable
+from primerl.parallel.context import share_context
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.device_mesh import mesh as make_mesh
 from primerl.parallel.experts import GroupedMatmul, divide_experts, expert_modules
@@ -23,6 +24,7 @@ def shard(
     *,
     dtype: torch.dtype | None = None,
     matmul: GroupedMatmul | None = None,
+    context: str | None = None,
 ) -> M:
     """Divide a model among the ranks of a mesh, in place, and return it.
 
@@ -41,6 +43,9 @@ def shard(
         dtype: that layers compute in, such as ``torch.bfloat16``, while parameters keep theirs and
             gradients are added in float32; None computes in the parameters' dtype.
         matmul: as for ``divide_experts``.
+        context: how attention sees the rows of other ranks where ``mesh.cp > 1``: ``"ulysses"``
+            (ranks exchange rows for heads), ``"gathered"`` (each gets all keys and values), or None:
+            ``"ulysses"`` where ``cp`` divides the number of query heads.
 
     Raises:
         ValueError: the model is sharded already, a layer shares a weight with another part, from
@@ -59,6 +64,8 @@ def shard(
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             dist.broadcast(tensor.detach(), src=0)
+    if mesh.cp > 1:
+        share_context(model, mesh, method=context)
     experts: dict[nn.Module, DeviceMesh] = {}
     if mesh.experts is not None and (mesh.ep > 1 or matmul is not None):
         divide_experts(model, mesh.experts["expert"], matmul=matmul)

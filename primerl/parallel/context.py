@@ -1,0 +1,164 @@
+"""Context parallelism: documents divided among ranks, for unmodified Hugging Face models.
+
+Each rank has an equal, contiguous part of a pack's rows, and computes all but attention on them
+alone. In attention, either ranks exchange rows for heads (``"ulysses"``: each attends with some of
+the heads over all rows) or all keys and values are gathered (``"gathered"``: each attends with some
+of the queries, about as many pairs of query and key as the others).
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from primerl._optional import require
+from primerl.attention import CONTEXT_ATTENTION, find_documents, no_mask, other_layers
+from primerl.parallel.balancing import divide_attention
+from primerl.parallel.context_attention import ATTENTION, SharedRows, Work
+from primerl.parallel.device_mesh import Mesh
+from primerl.spans import Document, Span
+
+
+def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:
+    """Let a model attend over the rows of all ranks that share documents.
+
+    Before each forward pass the ranks exchange their ``position_ids``, which tell where documents
+    begin. Documents may begin and end on any rank, and share tokens (``packing.pack``).
+
+    Args:
+        model: a ``transformers`` causal language model.
+        mesh: with ``cp > 1``.
+        method: ``"ulysses"``, ``"gathered"``, or None: ``"ulysses"`` where ``cp`` divides the
+            number of query heads. Sources: DeepSpeed-Ulysses, arXiv:2309.14509; Llama 3,
+            arXiv:2407.21783, section 3.3.2 (gathered keys and values).
+
+    Raises:
+        ValueError: ``method`` is no method, ``cp`` does not divide the query heads, or the model's
+            layers pass on from row to row more than this attention does.
+    """
+    config: Any = model.config
+    _require_only_attention(model)
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    divisible = isinstance(heads, int) and heads % mesh.cp == 0
+    method = method or ("ulysses" if divisible else "gathered")
+    if method not in ATTENTION:
+        raise ValueError(f"context is {method!r}; expected one of {list(ATTENTION)}, or None")
+    if method == "ulysses" and not divisible:
+        raise ValueError(
+            f"{config.model_type} has {heads} query heads, which cp={mesh.cp} ranks cannot have in "
+            'equal numbers; use context="gathered"'
+        )
+    name = f"{CONTEXT_ATTENTION}_{method}"
+    transformers = require("transformers", extra="transformers")
+    transformers.AttentionInterface.register(name, ATTENTION[method])
+    transformers.AttentionMaskInterface.register(name, no_mask)
+    switch: Any = model.set_attn_implementation
+    switch(name)  # a model that can't only warns
+    if config.get_text_config()._attn_implementation != name:
+        raise ValueError(
+            f"{config.model_type} has an attention of its own, which would not see the rows of "
+            "other ranks; use a mesh with cp=1"
+        )
+    group = mesh.context_group
+    assert group is not None
+    model.register_forward_pre_hook(
+        functools.partial(_find_rows, group=group, balanced=method == "gathered"), with_kwargs=True
+    )
+
+
+def _require_only_attention(model: nn.Module) -> None:
+    """Refuse a model whose layers pass on from row to row what only attention may."""
+    config: Any = model.config
+    text = config.get_text_config()
+    reason = None
+    kinds = other_layers(model)
+    if getattr(text, "index_topk", None) is not None:
+        reason = "sparse attention, whose indexer scores the keys of all rows"
+    elif kinds:
+        reason = f"{', '.join(kinds)} layers, which this rank would compute from its own rows only"
+    elif any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        reason = "convolutions over rows, which would not see those of other ranks"
+    elif getattr(config, "is_encoder_decoder", False):
+        reason = "an encoder, whose attention looks ahead"
+    else:
+        rope = getattr(text, "rope_parameters", None) or {}
+        types = {rope.get("rope_type"), *(v.get("rope_type") for v in rope.values() if _is_dict(v))}
+        if types & {"dynamic", "longrope"}:
+            reason = "rotary embeddings that depend on the longest position, which ranks differ in"
+    if reason:
+        raise ValueError(f"{config.model_type} has {reason}; use a mesh with cp=1")
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _find_rows(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    group: dist.ProcessGroup,
+    balanced: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A forward pre-hook: finds the documents of all ranks and passes them to the attention."""
+    device = next(model.parameters()).device
+    positions = _gather_positions(kwargs.get("position_ids"), group, device)
+    documents = find_documents(positions)
+    if not balanced:
+        return args, {**kwargs, "documents": SharedRows(documents, group)}
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    workers = divide_attention(positions.numpy(), ranks)
+    spans = spans_of(np.flatnonzero(workers == rank), documents)
+    rows = len(workers) // ranks
+    work = None
+    if (workers != np.repeat(np.arange(ranks), rows)).any():
+        mine = torch.from_numpy(workers[rank * rows : (rank + 1) * rows])
+        order = torch.argsort(mine, stable=True)
+        sent = torch.bincount(mine, minlength=ranks).tolist()
+        received = (workers.reshape(ranks, rows) == rank).sum(1).tolist()
+        work = Work(order.to(device), order.argsort().to(device), sent, received)
+    return args, {**kwargs, "documents": SharedRows(documents, group, spans, work)}
+
+
+def _gather_positions(
+    position_ids: Tensor | None, group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
+    """The positions of all ranks' rows, on the CPU; every rank raises if one cannot pass any."""
+    ranks = dist.get_world_size(group)
+    packed = position_ids is not None and position_ids.ndim == 2 and position_ids.shape[0] == 1
+    rows = torch.tensor([position_ids.shape[1] if packed else 0], device=device)  # type: ignore[union-attr]
+    of_ranks = rows.new_empty(ranks)
+    dist.all_gather_into_tensor(of_ranks, rows, group=group)
+    counts = of_ranks.tolist()
+    if min(counts) == 0:
+        shape = None if position_ids is None else tuple(position_ids.shape)
+        raise ValueError(
+            f"ranks that share documents passed position_ids of {counts} rows, this one of shape "
+            f"{shape}; expected [1, t] on each: the model was sharded with cp={ranks}"
+        )
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"ranks that share documents have {counts} rows; expected equally many: divide each "
+            "batch by parallel.scatter with the mesh, or by PackedBatch.split"
+        )
+    assert position_ids is not None
+    gathered = rows.new_empty(sum(counts))
+    dist.all_gather_into_tensor(gathered, position_ids[0].to(device, torch.int64), group=group)
+    return gathered.cpu()
+
+
+def spans_of(rows: np.ndarray, documents: tuple[Document, ...]) -> tuple[Span, ...]:
+    """The parts of documents that lie in successive ones of ``rows``, which are in order."""
+    begins = np.array([document.begin for document in documents])
+    number = np.searchsorted(begins, rows, side="right") - 1
+    breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(number) != 0)) + 1
+    starts = [0, *breaks.tolist()] if len(rows) else []
+    spans = []
+    for start, end in zip(starts, [*starts[1:], len(rows)], strict=len(rows) > 0):
+        *shared, (begin, _) = documents[number[start]].keys
+        spans.append(Span(start, end, (*shared, (begin, int(rows[end - 1]) + 1))))
+    return tuple(spans)

@@ -75,6 +75,7 @@ EXPORTS = {
         "UpdateGuard",
         "World",
         "all_sum",
+        "clip_gradients",
         "mesh",
         "process_group",
         "scatter",

@@ -5,6 +5,7 @@ world of one rank nothing here costs anything: no group is made and no model is 
 """
 
 from primerl.parallel.device_mesh import Mesh, mesh
+from primerl.parallel.gradients import clip_gradients
 from primerl.parallel.launch import World, process_group
 from primerl.parallel.scattering import all_sum, scatter
 from primerl.parallel.sharding import shard
@@ -15,6 +16,7 @@ __all__ = [
     "UpdateGuard",
     "World",
     "all_sum",
+    "clip_gradients",
     "mesh",
     "process_group",
     "scatter",

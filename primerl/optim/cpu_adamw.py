@@ -1,0 +1,132 @@
+"""AdamW on the CPU, for parameters on any device."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+
+class CPUAdamW(Optimizer):
+    """AdamW whose weights and states are float32 in host memory, where they are also updated.
+
+        g from the device;  w, m, v <- AdamW(w, m, v, g) by torch's fused kernel;  p <- w
+
+    so that the device keeps nothing but parameters and gradients, which may both be bfloat16: small
+    updates are not lost, because they add up in w. A step copies 2 to 4 bytes of each parameter
+    either way; from a CUDA device, through pinned memory, while other parameters are updated.
+    With float32 parameters on a CPU it is ``torch.optim.AdamW(fused=True)``, to the bit.
+
+    Args:
+        params: parameters or groups of them; plain, or divided among ranks.
+        lr: the learning rate.
+        betas: decay of the mean and of the mean square.
+        eps: added to the denominator.
+        weight_decay: decoupled.
+
+    Raises:
+        ValueError: ``lr`` or ``weight_decay`` is negative, or ``betas`` are not within [0, 1).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        if not lr >= 0 or not weight_decay >= 0:
+            raise ValueError(f"lr is {lr}, weight_decay {weight_decay}; expected at least 0")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas are {betas}; expected numbers from 0 to less than 1")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have gradients; returns what ``closure`` returns, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        trained = [
+            (parameter, group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        arriving = [_Arriving(parameter) for parameter, _ in trained[:1]]
+        for n, (parameter, group) in enumerate(trained):
+            gradient = arriving.pop().gradient()
+            arriving += [_Arriving(parameter) for parameter, _ in trained[n + 1 : n + 2]]
+            self._update(parameter, gradient, group)
+            weight = _local(self._state(parameter)["weight"])
+            _local(parameter).copy_(weight, non_blocking=True)
+        return loss
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self._state(parameter)
+        adamw(
+            [_local(state["weight"])],
+            [gradient],
+            [_local(state["exp_avg"])],
+            [_local(state["exp_avg_sq"])],
+            [],
+            [state["step"]],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _state(self, parameter: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for name in ("weight", "exp_avg", "exp_avg_sq"):
+                state[name] = torch.empty_like(
+                    parameter, dtype=torch.float32, device="cpu", pin_memory=parameter.is_cuda
+                ).zero_()
+            _local(state["weight"]).copy_(_local(parameter))
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As for any optimizer, but that states stay float32 and in host memory."""
+        super().load_state_dict({**state_dict, "state": {}})
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, parameter in zip(saved, parameters, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                self._state(parameter)[name].copy_(value)
+
+
+class _Arriving:
+    """A gradient on its way to the host."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = _local(parameter.grad)
+        self._on_host = torch.empty_like(gradient, device="cpu", pin_memory=gradient.is_cuda)
+        self._on_host.copy_(gradient, non_blocking=True)
+        self._copied = torch.cuda.Event() if gradient.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._copied is not None:
+            self._copied.record()
+
+    def gradient(self) -> Tensor:
+        """In float32, once it is there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._on_host.float()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

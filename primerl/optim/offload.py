@@ -1,0 +1,188 @@
+"""Optimizer states in host memory, brought to the device for their part of a step."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+PART_ELEMENTS = 2**28
+
+
+class Offload(Optimizer):
+    """Keep the states of an optimizer in host memory; the update itself stays on the device.
+
+    A step goes through the parameters part by part: the states of the next part come to the device,
+    and those of the last go back, while this one is updated. The update is the optimizer's own, to
+    the bit. Use it in the optimizer's place, for learning-rate schedules and checkpoints, too:
+
+        optimizer = optim.Offload(torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True))
+
+    On a CUDA device, host memory is pinned and copies overlap; on a CPU, states are copied all the
+    same.
+
+    Args:
+        optimizer: that updates each parameter by its own gradient and states, such as ``AdamW``,
+            ``SGD`` or ``Muon``.
+        part_elements: of the parameters in a part, over all ranks. States of two parts are on the
+            device at a time.
+
+    Raises:
+        ValueError: ``part_elements`` is below 1.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, part_elements: int = PART_ELEMENTS) -> None:
+        if part_elements < 1:
+            raise ValueError(f"part_elements is {part_elements}, expected at least 1")
+        super().__init__(optimizer.param_groups, optimizer.defaults)  # the same groups, not copies
+        self._optimizer = optimizer
+        self._part_elements = part_elements
+        self._on_host: dict[Tensor, dict[str, Tensor]] = {}
+        self._copies = _Copies(_parameters(optimizer))
+        self._keep_on_host()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have gradients; returns what ``closure`` returns, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        trained = [p for p in _parameters(self._optimizer) if p.grad is not None]
+        gradients = [parameter.grad for parameter in trained]
+        for parameter in trained:  # without a gradient, a parameter is left out of a step
+            parameter.grad = None
+        parts = list(_parts(trained, gradients, self._part_elements))
+        self._copies.begin()
+        try:
+            for n, part in enumerate(parts):
+                self._fetch([p for p, _ in part] if n == 0 else [])
+                self._copies.arrive()
+                self._fetch([p for p, _ in parts[n + 1]] if n + 1 < len(parts) else [])
+                for parameter, gradient in part:
+                    parameter.grad = gradient
+                self._optimizer.step()
+                for parameter, _ in part:
+                    parameter.grad = None
+                self._store([p for p, _ in part])
+        finally:
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter.grad = gradient
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, whose tensors lie in host memory."""
+        self._copies.finish()
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's; for a moment, all of it is on the device."""
+        self._optimizer.load_state_dict(state_dict)
+        self._keep_on_host()
+
+    def _keep_on_host(self) -> None:
+        """After the optimizer got new groups and states."""
+        self.param_groups = list(self._optimizer.param_groups)
+        self.state = self._optimizer.state
+        self._store(_parameters(self._optimizer))
+
+    def _states(self, parameters: list[Tensor]) -> Iterator[tuple[Tensor, str, Tensor]]:
+        for parameter in parameters:
+            for name, value in list(self._optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, Tensor) and value.ndim:  # a count of steps stays where it is
+                    yield parameter, name, value
+
+    def _fetch(self, parameters: list[Tensor]) -> None:
+        with self._copies.to_device():
+            for parameter, name, value in self._states(parameters):
+                self._optimizer.state[parameter][name] = self._copies.fetched(value)
+
+    def _store(self, parameters: list[Tensor]) -> None:
+        with self._copies.to_host():
+            for parameter, name, value in self._states(parameters):
+                kept = self._on_host.setdefault(parameter, {})
+                if name not in kept:
+                    kept[name] = self._copies.like(value)
+                self._copies.store(value, kept[name])
+                self._optimizer.state[parameter][name] = kept[name]
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _parts(
+    parameters: list[Tensor], gradients: list[Tensor | None], elements: int
+) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
+    """The same ones on every rank, because a sharded parameter counts as a whole."""
+    part: list[tuple[Tensor, Tensor | None]] = []
+    held = 0
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if part and held + parameter.numel() > elements:
+            yield part
+            part, held = [], 0
+        part.append((parameter, gradient))
+        held += parameter.numel()
+    if part:
+        yield part
+
+
+class _Copies:
+    """Copies between host and device, on a stream for each direction where there are streams."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._device = parameters[0].device
+        self._cuda = self._device.type == "cuda"
+        self._in, self._out = _stream(self._device), _stream(self._device)
+
+    def to_device(self) -> torch.cuda.StreamContext:
+        """Within it, copies go in."""
+        return torch.cuda.stream(self._in)
+
+    def to_host(self) -> torch.cuda.StreamContext:
+        """Within it, copies go out, after the update that made them."""
+        if self._out is not None:
+            self._out.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._out)
+
+    def begin(self) -> None:
+        """What goes in waits for what went out in the step before."""
+        if self._in is not None and self._out is not None:
+            self._in.wait_stream(self._out)
+
+    def arrive(self) -> None:
+        """What follows on the device waits for copies that go in."""
+        if self._in is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._in)
+
+    def finish(self) -> None:
+        """Wait until all that goes out has arrived."""
+        if self._out is not None:
+            self._out.synchronize()
+
+    def like(self, value: Tensor) -> Tensor:
+        """Host memory for a state."""
+        return torch.empty_like(value, device="cpu", pin_memory=self._cuda)
+
+    def fetched(self, value: Tensor) -> Tensor:
+        """A state, on the device."""
+        fetched = value.to(self._device, non_blocking=True, copy=True)
+        if self._cuda:  # the update uses what was allocated on another stream
+            _local(fetched).record_stream(torch.cuda.current_stream(self._device))
+        return fetched
+
+    def store(self, value: Tensor, kept: Tensor) -> None:
+        """A state, back in host memory."""
+        _local(kept).copy_(_local(value), non_blocking=True)
+        if self._out is not None:
+            _local(value).record_stream(self._out)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,80 @@
+"""Clipping gradients that lie on different meshes: those of experts and those of the rest."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Float[Tensor, ""]:
+    """Scale gradients down, in place, so that their norm over all ranks is at most ``max_norm``.
+
+        norm = (sum_i |g_i|^2)^(1/2),    g_i <- g_i min(1, max_norm / norm)
+
+    Returns the norm before, in float32 and on the gradients' device: the same on every rank,
+    without waiting for the device. It may be infinite or NaN, and gradients are then NaN or 0:
+    ``UpdateGuard`` decides what happens. Each element counts once, however many ranks hold it.
+    All ranks call it; parameters without a gradient are left out.
+
+        norm = parallel.clip_gradients(model.parameters(), 1.0)
+
+    Args:
+        parameters: plain tensors, whose gradients are taken to be the same on every rank, or
+            shared out over meshes (``DTensor``), also over different ones.
+        max_norm: above 0; ``math.inf`` only measures.
+
+    Raises:
+        ValueError: ``max_norm`` is not above 0, a mesh lacks some of the ranks, or a gradient was
+            not added over its ranks.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}, expected a number above 0")
+    parameters = list(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # Asked of the parameters: a rank without any gradient has to take part in the sum, too.
+    shared_out = any(isinstance(parameter, DTensor) for parameter in parameters)
+    by_copies: dict[int, list[Tensor]] = {}
+    for gradient in gradients:
+        copies = _copies(gradient) if shared_out else 1
+        by_copies.setdefault(copies, []).append(_local(gradient))
+    device = _local(parameters[0]).device if parameters else torch.device("cpu")
+    square = torch.zeros((), device=device)
+    for copies, alike in by_copies.items():
+        norms = torch._foreach_norm(alike, 2, dtype=torch.float32)
+        square += torch.stack([norm.to(device) for norm in norms]).square().sum() / copies
+    if shared_out:
+        dist.all_reduce(square)
+    total = square.sqrt()
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for alike in by_copies.values():
+        torch._foreach_mul_(alike, scale)
+    return total
+
+
+def _copies(gradient: Tensor) -> int:
+    """How many ranks hold each of its elements, of those whose squares are added."""
+    if not isinstance(gradient, DTensor):
+        return dist.get_world_size()
+    mesh = gradient.device_mesh
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"a gradient lies on a mesh of {mesh.size()} ranks, but there are "
+            f"{dist.get_world_size()}; expected meshes of all ranks, as parallel.shard uses them"
+        )
+    if any(isinstance(placement, Partial) for placement in gradient.placements):
+        raise ValueError(
+            f"a gradient was not added over its ranks (placements {gradient.placements}); "
+            "redistribute it before it is clipped"
+        )
+    copies = 1
+    for dimension, placement in enumerate(gradient.placements):
+        copies *= mesh.size(dimension) if isinstance(placement, Replicate) else 1
+    return copies
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,92 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils import clip_grad_norm_
+
+from primerl import parallel
+
+
+def with_gradients(*gradients):
+    parameters = []
+    for gradient in gradients:
+        gradient = torch.as_tensor(gradient)
+        parameter = torch.nn.Parameter(torch.zeros_like(gradient))
+        parameter.grad = gradient
+        parameters.append(parameter)
+    return parameters
+
+
+def test_by_hand():
+    a, b, absent = *with_gradients([3.0, 0.0], [[4.0]]), torch.nn.Parameter(torch.zeros(2))
+
+    norm = parallel.clip_gradients([a, b, absent], 2.5)
+
+    assert norm == 5.0
+    assert norm.shape == ()
+    assert a.grad.tolist() == pytest.approx([1.5, 0.0])
+    assert b.grad.tolist() == [pytest.approx([2.0])]
+    assert absent.grad is None
+
+
+def test_a_small_norm_is_left_alone():
+    (a,) = with_gradients([0.3, 0.4])
+
+    assert parallel.clip_gradients([a], 0.6) == pytest.approx(0.5)
+    assert torch.equal(a.grad, torch.tensor([0.3, 0.4]))
+
+
+@given(
+    st.lists(st.lists(st.floats(-1e3, 1e3, width=32), max_size=5), min_size=1, max_size=4),
+    st.floats(0.1, 10),
+)
+def test_as_torch_does(gradients, max_norm):
+    ours = with_gradients(*(torch.tensor(g) for g in gradients))
+    theirs = with_gradients(*(torch.tensor(g) for g in gradients))
+
+    norm = parallel.clip_gradients(iter(ours), max_norm)
+
+    assert norm.item() == pytest.approx(clip_grad_norm_(theirs, max_norm).item(), rel=1e-6)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=0)
+
+
+def test_the_norm_of_half_precision_gradients_is_not_rounded_to_it():
+    (a,) = with_gradients(torch.full((1000,), 0.01, dtype=torch.bfloat16))
+    exact = a.grad.double().norm().item()
+
+    norm = parallel.clip_gradients([a], 1.0)
+
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(exact, rel=1e-6)
+    assert a.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_is_reported_to_the_guard(value):
+    (a,) = with_gradients([1.0, value])
+
+    norm = parallel.clip_gradients([a], 1.0)
+
+    assert not norm.isfinite()
+    assert not parallel.UpdateGuard(on_nonfinite="skip").allows(0.0, norm)
+
+
+def test_infinity_only_measures():
+    (a,) = with_gradients([3.0, 4.0])
+
+    assert parallel.clip_gradients([a], math.inf) == 5.0
+    assert a.grad.tolist() == [3.0, 4.0]
+
+
+def test_without_gradients_the_norm_is_0():
+    assert parallel.clip_gradients([], 1.0) == 0.0
+    assert parallel.clip_gradients([torch.nn.Parameter(torch.ones(1))], 1.0) == 0.0
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
+def test_a_norm_that_is_not_positive_is_refused(max_norm):
+    with pytest.raises(ValueError, match="max_norm is .*, expected a number above 0"):
+        parallel.clip_gradients([], max_norm)

@@ -24,7 +24,7 @@ CONTEXT_ATTENTION = "primerl_context"
 # These build a square mask over the whole pack; the per-document attention replaces them.
 MASKED_ATTENTION = ("eager", "sdpa")
 # What a model may hand to its attention that says nothing about which tokens are seen.
-_IGNORED = frozenset({"position_ids", "logits_to_keep"})
+_IGNORED = frozenset({"position_ids", "logits_to_keep", "dropout"})
 _LONGEST: ContextVar[int] = ContextVar("_LONGEST", default=0)
 """Tokens of the longest packed document of the model that runs now; 0: none runs."""
 

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from primerl._optional import require
+from primerl.attention import refuse_unpackable
 
 VOCABULARY = 96
 HEADS = 4
+# What another library's constructors and models may raise.
+BUILD_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
+                RuntimeError, TypeError, ValueError)  # fmt: skip
 MAX_PARAMETERS = 4_000_000
 
 # The largest that each size may be; settings that a family lacks are left out.
@@ -103,11 +107,10 @@ def tiny_config(source: str | os.PathLike[str], **settings: Any) -> Any:
     if not Path(source).exists():
         left_out = {k: v for k, v in _LEFT_OUT.items() if small.get(k, 0) is None}
         small |= left_out | _USUAL.get(config.model_type, {})
-    errors = (TypeError, ValueError, require("huggingface_hub.errors", extra="transformers")
-              .StrictDataclassError)  # fmt: skip
+    strict = require("huggingface_hub.errors", extra="transformers").StrictDataclassError
     try:
         return type(config).from_dict({**small, **settings})
-    except errors as error:
+    except (strict, TypeError, ValueError) as error:
         raise ValueError(f"no tiny version of {os.fspath(source)}: {error}") from error
 
 
@@ -127,13 +130,21 @@ def full_config(source: str | os.PathLike[str]) -> Any:
     elif transformers.CONFIG_MAPPING[name] not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"transformers has no causal language model of {name}")
     else:
-        config = transformers.AutoConfig.for_model(name)
+        config = _default(transformers, name)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"transformers has no causal language model of {config.model_type}")
     if config.is_encoder_decoder:
         raise ValueError(f"{config.model_type} is an encoder with a decoder; expected a decoder")
     text = config.get_text_config(decoder=True)
     return text if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else config
+
+
+def _default(transformers: Any, model_type: str) -> Any:
+    strict = require("huggingface_hub.errors", extra="transformers").StrictDataclassError
+    try:
+        return transformers.AutoConfig.for_model(model_type)
+    except (strict, TypeError, ValueError) as error:
+        raise ValueError(f"{model_type} has no configuration by default: {error}") from error
 
 
 def tiny_family(source: str | os.PathLike[str], *, seed: int = 0, **settings: Any) -> Any:
@@ -171,11 +182,24 @@ def tiny_family(source: str | os.PathLike[str], *, seed: int = 0, **settings: An
     return model
 
 
+def refuse_full_size(source: str | os.PathLike[str]) -> None:
+    """Refuse a family that has no tiny version for what it is, if it would be.
+
+    Raises:
+        ValueError: as ``parallel.shard`` would.
+    """
+    import torch
+
+    transformers = require("transformers", extra="transformers")
+    with torch.device("meta"):
+        model = _built(transformers, full_config(source), source)
+    refuse_unpackable(model)
+
+
 def _built(transformers: Any, config: Any, source: Any) -> Any:
     try:
         return transformers.AutoModelForCausalLM.from_config(config)
-    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
-            ValueError) as error:  # fmt: skip  # whatever another library's constructor says
+    except BUILD_ERRORS as error:
         raise ValueError(
             f"no tiny version of {os.fspath(source)}: {type(error).__name__}: {error}"
         ) from error

@@ -72,6 +72,7 @@ class Training:
     """What a few steps of training did."""
 
     losses: list[float]
+    """Of this rank's rows."""
     norms: list[float]
     logprobs: Tensor
     """Of the first step, ``[batches, rows]``; 0 in masked rows, and in rows of other ranks."""
@@ -167,10 +168,10 @@ def train(
         if step == 0:
             gradients = {n: whole(p.grad).clone() for n, p in model.named_parameters()
                          if p.grad is not None}  # fmt: skip
-        norms.append(_clip(list(model.parameters())))
+        norms.append(parallel.clip_gradients(model.parameters(), MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(parallel.all_sum(total).item())
+        losses.append(total.item())
     return Training(
         losses=losses,
         norms=norms,
@@ -244,6 +245,8 @@ def on_mesh(
     share = [all_batches[index :: mesh.batches] for index in range(mesh.batches)]
     mine = parallel.scatter(share if rank == 0 else None, PackedBatch, mesh)
     ours = train(model, mine, packed, trained=tokens_of(all_batches))
+    losses = parallel.all_sum(torch.tensor(ours.losses, dtype=torch.float64))
+    ours = attrs.evolve(ours, losses=losses.tolist())
     found = list(differences(ours, reference))
     worst = torch.tensor([figure for _, figure in found], dtype=torch.float64)
     torch.distributed.all_reduce(worst.nan_to_num_(math.inf), torch.distributed.ReduceOp.MAX)
@@ -296,22 +299,6 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 def _are_indices(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()
-
-
-def _clip(parameters: list[nn.Parameter]) -> float:
-    """Clip gradients, over all meshes; their norm before."""
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            groups.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norms = [
-        whole(torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]))
-        for group in groups.values()
-    ]
-    total = torch.stack(norms).norm()
-    for group in groups.values():
-        torch.nn.utils.clip_grads_with_norm_(group, MAX_NORM, total)
-    return total.item()
 
 
 def _sup(value: float) -> float:

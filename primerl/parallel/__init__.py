@@ -4,7 +4,11 @@ The same script runs as ``python recipe.py`` and as ``torchrun --nproc-per-node 
 world of one rank nothing here costs anything: no group is made and no model is touched.
 """
 
+from primerl.parallel.deep_ep import DeepEP
 from primerl.parallel.device_mesh import Mesh, mesh
+from primerl.parallel.dispatch import AllToAll
+from primerl.parallel.expert_load import balance_experts, load_statistics
+from primerl.parallel.experts import divide_experts, take_expert_counts
 from primerl.parallel.gradients import clip_gradients
 from primerl.parallel.launch import World, process_group
 from primerl.parallel.scattering import all_sum, scatter
@@ -12,13 +16,19 @@ from primerl.parallel.sharding import shard
 from primerl.parallel.updates import UpdateGuard
 
 __all__ = [
+    "AllToAll",
+    "DeepEP",
     "Mesh",
     "UpdateGuard",
     "World",
     "all_sum",
+    "balance_experts",
     "clip_gradients",
+    "divide_experts",
+    "load_statistics",
     "mesh",
     "process_group",
     "scatter",
     "shard",
+    "take_expert_counts",
 ]

@@ -1,11 +1,47 @@
 """Sending tokens to the ranks that hold their experts, and what the experts make of them back."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import attrs
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""What this rank's experts make of tokens ``[n, h]``, sorted by expert, ``counts[e]`` of each."""
+
+Dispatch = Callable[[Tensor, Tensor, Tensor, Compute], Tensor]
+"""``(hidden[t, h], indices[t, k], weights[t, k], compute) -> [t, h]``: each token by its k experts,
+wherever they are, and their outputs added by weight."""
+
+
+@attrs.frozen(eq=False)
+class AllToAll:
+    """A ``Dispatch`` by collectives of ``torch.distributed``, on any device and backend.
+
+        y_t = sum_k  weights[t, k] * expert_{indices[t, k]}(hidden_t)
+
+    Each choice of an expert travels by itself. Ranks may send any number of tokens anywhere, also
+    none. The host waits for the device once, for the counts.
+    """
+
+    experts: int
+    """Of all ranks; rank r of the group has the r-th equal part of them."""
+    group: dist.ProcessGroup | None = None
+    """None: this rank has them all."""
+
+    def __call__(
+        self,
+        hidden: Float[Tensor, "t h"],
+        indices: Int[Tensor, "t k"],
+        weights: Float[Tensor, "t k"],
+        compute: Compute,
+    ) -> Float[Tensor, "t h"]:
+        """Send tokens, compute and bring back what comes of it."""
+        way = dispatch(hidden, indices, experts=self.experts, group=self.group)
+        return combine(compute(way.tokens, way.counts), way, weights, group=self.group)
 
 
 class Dispatched(NamedTuple):
@@ -31,17 +67,7 @@ def dispatch(
     experts: int,
     group: dist.ProcessGroup | None = None,
 ) -> Dispatched:
-    """Send each token to its k experts, which lie in equal numbers on the ranks of ``group``.
-
-    Ranks may send any number of tokens anywhere, also none. Two collectives: the counts, with the
-    one wait of the host, and the tokens. The gradient takes the same way back.
-
-    Args:
-        hidden: this rank's tokens.
-        indices: the experts of each, 0 to ``experts - 1``.
-        experts: of all ranks; rank r of the group has the r-th equal part of them.
-        group: None: this rank has them all.
-    """
+    """Send each token to its k experts, which lie in equal numbers on the ranks of ``group``."""
     chosen = indices.reshape(-1)
     order = torch.argsort(chosen, stable=True)
     counts = torch.bincount(chosen, minlength=experts)
@@ -76,7 +102,7 @@ def combine(
         outputs = torch.zeros_like(outputs).index_copy(0, way.arrival, outputs)
         outputs = exchange(outputs, way.received, way.sent, group)
     chosen = torch.zeros_like(outputs).index_copy(0, way.order, outputs)
-    chosen = chosen.view(*weights.shape, -1)
+    chosen = chosen.view(*weights.shape, outputs.shape[1])
     return (chosen * weights.unsqueeze(-1).to(chosen.dtype)).sum(1)
 
 

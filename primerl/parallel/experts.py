@@ -4,7 +4,8 @@
 the ranks of their experts (``dispatch``), multiplies there, and brings the results back.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 
 from primerl._optional import require
-from primerl.parallel.dispatch import combine, dispatch
+from primerl.parallel.dispatch import AllToAll, Dispatch
 
 IMPLEMENTATION = "primerl_experts"
 
@@ -33,7 +34,7 @@ class _Placement:
 
     experts: int
     """Of all ranks."""
-    group: dist.ProcessGroup | None
+    dispatch: Dispatch
     matmul: GroupedMatmul
     chosen: Tensor | None = None
     """How often each expert was chosen on this rank since it was last asked."""
@@ -56,6 +57,7 @@ def divide_experts(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
     *,
+    dispatch: Callable[[int, dist.ProcessGroup | None], Dispatch] = AllToAll,
     matmul: GroupedMatmul | None = None,
 ) -> None:
     """Leave each rank its part of every layer's experts, and send tokens to where theirs are.
@@ -64,6 +66,8 @@ def divide_experts(
         model: whose experts are called through ``transformers``' registry of experts functions.
         mesh: of one dimension: the ranks that hold a layer's experts among them, in order. None:
             this rank has them all, and only their computation is replaced.
+        dispatch: how tokens travel, from the number of experts and the group: ``AllToAll`` or
+            ``DeepEP``.
         matmul: multiplies rows sorted by expert with each expert's matrix;
             ``torch.nn.functional.grouped_mm`` by default.
 
@@ -85,8 +89,12 @@ def divide_experts(
                 f"{name} has {experts} experts, which {ranks} ranks cannot hold in equal numbers; "
                 f"choose an ep that divides {experts}"
             )
+    for module in modules.values():
+        experts = next(module.parameters()).shape[0]
         group = mesh.get_group() if mesh is not None and ranks > 1 else None
-        _PLACEMENTS[module] = _Placement(experts, group, matmul or grouped_matmul)
+        _PLACEMENTS[module] = _Placement(
+            experts, dispatch(experts, group), matmul or grouped_matmul
+        )
         if mesh is not None and ranks > 1:
             distribute_module(module, mesh, _keep_own_experts)
     registry = require("transformers.integrations.moe", extra="transformers")
@@ -119,13 +127,11 @@ def _experts_forward(
             f"this {type(module).__name__} was not prepared; call parallel.shard with the mesh"
         )
     _count(placement, indices)
-    way = dispatch(hidden, indices, experts=placement.experts, group=placement.group)
-    outputs = _compute(module, way.tokens, way.counts, placement.matmul)
-    mixed = combine(outputs, way, weights, group=placement.group)
-    return mixed.to(hidden.dtype)
+    compute = functools.partial(_compute, module, placement.matmul)
+    return placement.dispatch(hidden, indices, weights, compute).to(hidden.dtype)
 
 
-def _compute(module: Any, x: Tensor, counts: Tensor, matmul: GroupedMatmul) -> Tensor:
+def _compute(module: Any, matmul: GroupedMatmul, x: Tensor, counts: Tensor) -> Tensor:
     """The experts of this rank, each on its rows."""
     ends = counts.cumsum(0).to(torch.int32)
     up = "gate_up_proj" if module.has_gate else "up_proj"
@@ -170,7 +176,15 @@ def _count(placement: _Placement, indices: Tensor) -> None:
     placement.chosen = chosen if placement.chosen is None else placement.chosen + chosen
 
 
-def _placements(model: nn.Module) -> Iterator[tuple[str, nn.Module, _Placement]]:
+def take_expert_counts(model: nn.Module) -> dict[str, Int[Tensor, " experts"]]:
+    """How often each layer's experts were chosen on this rank since this was last asked, by name.
+
+    Choices that were replayed count as they were replayed. Layers of which none were computed since
+    are left out.
+    """
+    taken = {}
     for name, module in expert_modules(model).items():
-        if module in _PLACEMENTS:
-            yield name, module, _PLACEMENTS[module]
+        placement = _PLACEMENTS.get(module)
+        if placement is not None and placement.chosen is not None:
+            taken[name], placement.chosen = placement.chosen, None
+    return taken

@@ -1,5 +1,6 @@
 """Fully sharded data parallelism (FSDP2), with divided experts and contexts, for any model."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from primerl.attention import refuse_unpackable
 from primerl.parallel.context import share_context
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.device_mesh import mesh as make_mesh
+from primerl.parallel.dispatch import AllToAll, Dispatch
 from primerl.parallel.experts import GroupedMatmul, divide_experts, expert_modules
 
 M = TypeVar("M", bound=nn.Module)
@@ -23,6 +25,7 @@ def shard(
     mesh: Mesh | None = None,
     *,
     dtype: torch.dtype | None = None,
+    dispatch: Callable[[int, dist.ProcessGroup | None], Dispatch] = AllToAll,
     matmul: GroupedMatmul | None = None,
     context: str | None = None,
 ) -> M:
@@ -42,7 +45,9 @@ def shard(
         mesh: made by ``parallel.mesh``; all ranks as one replica by default.
         dtype: that layers compute in, such as ``torch.bfloat16``, while parameters keep theirs and
             gradients are added in float32; None computes in the parameters' dtype.
-        matmul: as for ``divide_experts``.
+        dispatch: how tokens travel to their experts: ``AllToAll``, or ``DeepEP`` on GPUs.
+        matmul: multiplies rows sorted by expert with each expert's matrix, ``(x[n, i],
+            weights[e, i, o], ends[e]) -> [n, o]``; ``torch.nn.functional.grouped_mm`` by default.
         context: how attention sees the rows of other ranks where ``mesh.cp > 1``: ``"ulysses"``
             (ranks exchange rows for heads), ``"gathered"`` (each gets all keys and values), or None:
             ``"ulysses"`` where ``cp`` divides the number of query heads.
@@ -68,7 +73,7 @@ def shard(
         share_context(model, mesh, method=context)
     experts: dict[nn.Module, DeviceMesh] = {}
     if mesh.experts is not None and (mesh.ep > 1 or matmul is not None):
-        divide_experts(model, mesh.experts["expert"], matmul=matmul)
+        divide_experts(model, mesh.experts["expert"], dispatch=dispatch, matmul=matmul)
         experts = dict.fromkeys(expert_modules(model).values(), _replicated(mesh, "expert_shard"))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
     whole = _replicated(mesh, "shard")

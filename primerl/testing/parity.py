@@ -18,7 +18,10 @@ from typing import Any
 import attrs
 
 from primerl._optional import require
+from primerl.parallel.experts import expert_modules
+from primerl.testing.families import tiny_family
 from primerl.testing.parity_checks import Finding
+from primerl.testing.parity_table import page, terminal_table, versions
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2", "glm_moe_dsa")
 ADMITTED, FAILED, REFUSED = 0, 1, 3
@@ -76,12 +79,31 @@ def parts(*, replicate: int = 1, ep: int = 1, cp: int = 1) -> list[MeshPlan]:
     return list(dict.fromkeys(single))
 
 
-def matrix(world: int) -> list[MeshPlan]:
+def all_kinds(world: int) -> list[MeshPlan]:
     """All kinds of meshes of a world, with recomputation."""
     sizes = [{}, {"replicate": 2}, {"ep": 2}, {"ep": 4}, {"cp": 2}, {"ep": 2, "cp": 2}]
     fits = [s for s in sizes if world % (s.get("replicate", 1) * s.get("cp", 1)) == 0]
     fits = [s for s in fits if s.get("ep", 1) <= world // s.get("replicate", 1)]
     return [MeshPlan(**s, recompute=True) for s in fits]
+
+
+SURVEY = [MeshPlan(recompute=True), MeshPlan(ep=2, recompute=True), MeshPlan(cp=2, recompute=True)]
+"""The meshes, of two ranks, of the table of all families."""
+
+
+def of_use(family: str, meshes: Sequence[MeshPlan]) -> list[MeshPlan]:
+    """Meshes without divided experts, for a family that has none."""
+    try:
+        experts = bool(expert_modules(tiny_family(family)))
+    except ValueError:  # its refusal comes with the others
+        experts = False
+    return [mesh for mesh in meshes if experts or mesh.ep == 1]
+
+
+def all_families() -> list[str]:
+    """Every ``model_type`` of which transformers has a causal language model."""
+    auto = require("transformers.models.auto.modeling_auto", extra="transformers")
+    return sorted(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def compare(tasks: Sequence[Task], *, world: int = 4, timeout_s: float = 60.0) -> list[Finding]:
@@ -168,3 +190,71 @@ def _cases_done(findings: Sequence[Finding], task: Task) -> int:
         return 1 + len(task.meshes)
     return ("1 process" in names) + sum(mesh.name in names for mesh in task.meshes)
 
+
+
+def main(
+    families: tuple[str, ...] = (),
+    /,
+    *,
+    world: int = 4,
+    replicate: int = 1,
+    ep: int = 1,
+    cp: int = 1,
+    matrix: bool = False,
+    table: Path | None = None,
+    timeout_s: float = 60.0,
+) -> int:
+    """Is a family trained on several ranks as one process of plain code would train it?
+
+    Prints what came out. The exit status is 0 if all is equal (admitted), 1 if it is not, and 3 if
+    the family or the mesh is refused; the last line says why.
+
+    Args:
+        families: each a model_type, such as qwen3_moe, or a model folder, whose config.json is
+            shrunk.
+        world: ranks, on the CPU of this computer.
+        replicate: copies of the model (HSDP).
+        ep: ranks among which experts are divided.
+        cp: ranks among which the rows of each micro-batch are divided.
+        matrix: all kinds of meshes, with recomputation; of seven families, if none are named.
+        table: write a Markdown table of these families, or of all that transformers has.
+        timeout_s: how long ranks wait for each other.
+    """
+    console = require("rich.console", extra="recipes").Console(width=120)
+    started = time.monotonic()
+    if table is not None:
+        world, planned = 2, {f: of_use(f, SURVEY) for f in families or all_families()}
+    elif matrix:
+        planned = {f: of_use(f, all_kinds(world)) for f in families or FAMILIES}
+    elif families:
+        planned = dict.fromkeys(families, parts(replicate=replicate, ep=ep, cp=cp))
+    else:
+        print("name a family: a model_type, such as qwen3_moe, or a model folder")  # noqa: T201
+        return 2
+    tasks = [Task(family=family, meshes=meshes) for family, meshes in planned.items()]
+    findings = compare(tasks, world=world, timeout_s=timeout_s)
+    if table is not None:
+        table.write_text(page(findings))
+    console.print(terminal_table(findings))
+    console.print(f"{versions()}; {time.monotonic() - started:.0f} s")
+    return _concluded(findings)
+
+
+def _concluded(findings: Sequence[Finding]) -> int:
+    """Print the last line, and return the exit status."""
+    bad = [f for f in findings if f.result == "FAIL"]
+    refused = [f for f in findings if f.result == "refused"]
+    if bad:
+        one = bad[0]
+        print(f"failed: {one.family}, {one.mesh}: {one.check} {one.note or one.figure}")  # noqa: T201
+        return FAILED
+    if refused:
+        one = refused[0]
+        print(f"refused: {one.family}, {one.mesh}: {one.note}")  # noqa: T201
+        return REFUSED
+    print("admitted: " + ", ".join(dict.fromkeys(f.family for f in findings)))  # noqa: T201
+    return ADMITTED
+
+
+if __name__ == "__main__":
+    sys.exit(require("tyro", extra="recipes").cli(main))

@@ -60,6 +60,25 @@ def markdown_table(findings: Sequence[Finding]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def page(findings: Sequence[Finding]) -> str:
+    """A page of the documentation."""
+    return PAGE.format(versions=versions(), table=markdown_table(findings))
+
+
+PAGE = """# Families of models
+
+Made by `python -m primerl.testing.parity --table docs/families.md`, with {versions}, for every
+`model_type` of which transformers has a causal language model. Each family's tiny version is
+trained for three steps of AdamW on packed documents, on two gloo ranks, with recomputation of
+activations, and compared with one process that computes each document alone in plain Hugging Face
+code: losses, gradient norms, gradients, the experts that each token goes to, parameters after the
+steps, and a checkpoint's round trip. `loss` and `gradient norm` are the largest relative
+differences. A family with windows of attention is admitted for documents that fit into them;
+longer ones are refused when they come.
+
+{table}"""
+
+
 def versions() -> str:
     """Of what the findings were made with."""
     torch, transformers = require("torch", extra="transformers"), None

@@ -9,6 +9,7 @@ from primerl.weights.pretrained import load_pretrained, save_pretrained
 from primerl.weights.probing import Prober
 from primerl.weights.proven import Proven, transport_to
 from primerl.weights.receipts import Fetcher, Receipt
+from primerl.weights.sharded_loading import empty_model, load_shards
 from primerl.weights.shared_memory import Receiver, SharedMemory
 from primerl.weights.wiring import GroupWiring, WiringReport, wiring_test
 
@@ -28,7 +29,9 @@ __all__ = [
     "Verdict",
     "WiringReport",
     "checkpoint_tensors",
+    "empty_model",
     "load_pretrained",
+    "load_shards",
     "save_pretrained",
     "transport_to",
     "wiring_test",

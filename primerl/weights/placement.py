@@ -1,7 +1,6 @@
 """Where each tensor of a Hugging Face checkpoint lies within a model's parameters."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import attrs
 import torch
@@ -23,28 +22,29 @@ class Piece:
     source: str
     """Its name in the checkpoint."""
     axes: tuple[int | None, ...]
-    """For each axis of the parameter, the source's axis that runs along it; None: a single index."""
-    starts: tuple[float, ...]
-    """Where the part begins on each axis: an index, or a share of an axis that the source follows."""
+    """For each axis of the parameter, the source's axis along it; None: a single index."""
+    begins: tuple[float, ...]
+    """Where the part begins: an index, or a share of an axis that the source follows."""
+    ends: tuple[float, ...]
 
     def region(self, shape: torch.Size, source_shape: Iterable[int]) -> Region:
         """The part of a parameter of this shape.
 
         Raises:
-            ValueError: a source of this shape does not fit.
+            ValueError: the source's shape is not that of the part.
         """
-        sizes, found = list(source_shape), []
-        if {axis for axis in self.axes if axis is not None} != set(range(len(sizes))):
-            raise ValueError(f"{self.source} has shape {sizes}, expected {len(set(self.axes))} axes")
-        for axis, start, whole in zip(self.axes, self.starts, shape, strict=True):
-            first = int(start) if axis is None else round(start * whole)
-            last = first + (1 if axis is None else sizes[axis])
-            if last > whole:
-                raise ValueError(
-                    f"{self.source} of shape {sizes} does not fit into a parameter of shape "
-                    f"{list(shape)}; was the checkpoint made with another configuration?"
-                )
-            found.append(slice(first, last))
+        expected = [1] * sum(axis is not None for axis in self.axes)
+        found = []
+        for axis, begin, end, whole in zip(self.axes, self.begins, self.ends, shape, strict=True):
+            scale = 1 if axis is None else whole
+            found.append(slice(round(begin * scale), round(end * scale)))
+            if axis is not None:
+                expected[axis] = found[-1].stop - found[-1].start
+        if list(source_shape) != expected:
+            raise ValueError(
+                f"{self.source} of the checkpoint has shape {list(source_shape)}, but the model's "
+                f"configuration asks for {expected}"
+            )
         return tuple(found)
 
 
@@ -52,7 +52,7 @@ def pieces(model: nn.Module) -> dict[str, list[Piece]]:
     """For each parameter and saved buffer, the tensors of the checkpoint that it is made of.
 
     ``transformers`` fuses experts when it loads and takes them apart when it saves. Its own
-    conversion is applied to small numbered stand-ins, and where the numbers come out tells the rest.
+    conversion is applied to small numbered stand-ins; where the numbers come out tells the rest.
 
     Raises:
         ValueError: a tensor of the checkpoint is more than a block of one parameter.
@@ -115,7 +115,7 @@ def _owner(numbered: dict[str, Tensor], numbers: Tensor) -> str | None:
 def _piece(source: str, numbers: Tensor, whole: Tensor, shape: torch.Size) -> Piece:
     where = torch.unravel_index(numbers - whole.reshape(-1)[:1], whole.shape) if whole.ndim else ()
     axes: list[int | None] = []
-    starts: list[float] = []
+    spans: list[tuple[float, float]] = []
     for axis, along in enumerate(where):
         moves = {k: along.diff(dim=k) for k in range(numbers.ndim) if numbers.shape[k] > 1}
         follows = [k for k, steps in moves.items() if (steps != 0).any()]
@@ -123,13 +123,13 @@ def _piece(source: str, numbers: Tensor, whole: Tensor, shape: torch.Size) -> Pi
             follows = [k for k in range(numbers.ndim) if k not in moves and k not in axes][:1]
         elif len(follows) == 1 and (moves[follows[0]] != 1).any():
             follows = []  # not in one piece
-        first = int(along.reshape(-1)[0])
+        first, last = int(along.min()), int(along.max()) + 1
         if follows:
             axes.append(follows[0])
-            starts.append(first / whole.shape[axis])
-        elif (along == first).all() and whole.shape[axis] == shape[axis]:
+            spans.append((first / whole.shape[axis], last / whole.shape[axis]))
+        elif last == first + 1 and whole.shape[axis] == shape[axis]:
             axes.append(None)
-            starts.append(first)
+            spans.append((first, last))
         else:
             raise ValueError(f"{source} of the checkpoint is no block of a parameter")
-    return Piece(source, tuple(axes), tuple(starts))
+    return Piece(source, tuple(axes), tuple(b for b, _ in spans), tuple(e for _, e in spans))

@@ -1,0 +1,150 @@
+"""Sending tokens to their experts by the DeepEP library, over NVLink and RDMA."""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from primerl._optional import require
+from primerl.parallel.dispatch import Compute
+
+INSTALL = (
+    "build it from https://github.com/deepseek-ai/DeepEP (see docs/parallel.md); the packages of "
+    "similar names on PyPI are placeholders"
+)
+# What is called of deep_ep.Buffer, and with which arguments.
+SIGNATURES = {
+    "get_dispatch_layout": ["topk_idx", "num_experts"],
+    "dispatch": [
+        *["x", "handle", "num_tokens_per_rank", "num_tokens_per_rdma_rank", "is_token_in_rank"],
+        *["num_tokens_per_expert", "topk_idx", "topk_weights"],
+    ],
+    "combine": ["x", "handle", "topk_weights"],
+}
+
+
+class DeepEP:
+    """A ``Dispatch`` by DeepEP's kernels (https://github.com/deepseek-ai/DeepEP), for GPUs.
+
+        parallel.shard(model, mesh, dispatch=parallel.DeepEP)
+
+    A token travels once to each rank that has any of its experts, and what those make of it is
+    added up there, by weight, before it travels back: fewer bytes than one journey for each choice.
+
+    Args:
+        experts: of all ranks.
+        group: the ranks that hold them, NCCL's.
+
+    Raises:
+        ImportError: it is not installed.
+        ValueError: there is no group, or the installed version has another interface.
+    """
+
+    def __init__(self, experts: int, group: dist.ProcessGroup | None) -> None:
+        self._library: Any = _library()
+        if group is None:
+            raise ValueError("DeepEP sends tokens between ranks; use a mesh with ep above 1")
+        self.experts = experts
+        self.group = group
+        self._buffer: Any = None
+
+    def __call__(
+        self,
+        hidden: Float[Tensor, "t h"],
+        indices: Int[Tensor, "t k"],
+        weights: Float[Tensor, "t k"],
+        compute: Compute,
+    ) -> Float[Tensor, "t h"]:
+        """Send tokens, compute and bring back what comes of it."""
+        buffer = self._buffer_for(hidden)
+        arrived, local, theirs, counts, handle = _Dispatch.apply(  # type: ignore[no-untyped-call]
+            hidden, weights.float(), indices, self.experts, buffer
+        )
+        choices = local.reshape(-1)
+        # Choices of other ranks' experts, -1, go last; how many are ours the host knows already.
+        ours = torch.argsort(choices.where(choices >= 0, self.experts), stable=True)
+        ours = ours[: sum(counts)]
+        rows = ours // local.shape[1]
+        per_expert = torch.tensor(counts, device=hidden.device)
+        outputs = compute(arrived[rows], per_expert)
+        weighted = outputs * theirs.reshape(-1)[ours].unsqueeze(-1).to(outputs.dtype)
+        mixed = torch.zeros_like(arrived).index_add(0, rows, weighted.to(arrived.dtype))
+        combined: Tensor = _Combine.apply(mixed, handle, buffer)  # type: ignore[no-untyped-call]
+        return combined
+
+    def _buffer_for(self, hidden: Tensor) -> Any:
+        """Made at the first call, when the size of a token is known."""
+        if self._buffer is None:
+            token = hidden.shape[1] * max(hidden.element_size(), 2)
+            ranks = dist.get_world_size(self.group)
+            of_kind = self._library.Buffer
+            configs = [of_kind.get_dispatch_config(ranks), of_kind.get_combine_config(ranks)]
+            nvlink = max(c.get_nvl_buffer_size_hint(token, ranks) for c in configs)
+            rdma = max(c.get_rdma_buffer_size_hint(token, ranks) for c in configs)
+            self._buffer = of_kind(self.group, nvlink, rdma)
+        return self._buffer
+
+
+def _library() -> Any:
+    try:
+        library = require("deep_ep", extra="deep_ep")
+    except ImportError as error:
+        raise ImportError(f"DeepEP is not installed: {INSTALL}") from error
+    buffer = getattr(library, "Buffer", None)
+    for method, needed in SIGNATURES.items():
+        function = getattr(buffer, method, None)
+        has = inspect.signature(function).parameters if function is not None else {}
+        missing = [name for name in needed if name not in has]
+        if function is None or missing:
+            raise ValueError(
+                f"the installed deep_ep has no Buffer.{method} with {', '.join(missing)}: another "
+                f"version, or a placeholder; {INSTALL}"
+            )
+    return library
+
+
+class _Dispatch(torch.autograd.Function):
+    """Backward, gradients take the way of outputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weights: Tensor, indices: Tensor, experts: int, buffer: Any
+    ) -> tuple[Any, ...]:
+        per_rank, per_node, per_expert, goes_to, _ = buffer.get_dispatch_layout(indices, experts)
+        arrived, local, theirs, counts, handle, _ = buffer.dispatch(
+            hidden,
+            topk_idx=indices,
+            topk_weights=weights,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=goes_to,
+            num_tokens_per_expert=per_expert,
+        )
+        ctx.buffer, ctx.handle, ctx.weights_dtype = buffer, handle, weights.dtype
+        ctx.mark_non_differentiable(local)
+        return arrived, local, theirs, counts, handle
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None, None, None]:
+        of_tokens, _, of_weights, *_ = gradients
+        hidden, weights, _ = ctx.buffer.combine(
+            of_tokens.contiguous(), ctx.handle, topk_weights=of_weights.float()
+        )
+        return hidden, weights.to(ctx.weights_dtype), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Backward, gradients take the way of tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, handle: Any, buffer: Any) -> Tensor:
+        ctx.handle, ctx.buffer = handle, buffer
+        combined: Tensor = buffer.combine(mixed, handle)[0]
+        return combined
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.buffer.dispatch(gradient.contiguous(), handle=ctx.handle)[0], None, None

@@ -178,20 +178,21 @@ def packed_attention(
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Causal attention within each document: an entry of transformers' ``AttentionInterface``."""
     batch, _, length, _ = query.shape
-    if attention_mask is not None or (documents is None and length != key.shape[2]):
+    if documents is None and _LONGEST.get():
+        documents = _by_position(module, asked.get("position_ids"))
+    cached = documents is None and length != key.shape[2]
+    if documents is None:
+        # Plain use of the same model, by a caller who knows nothing of packing.
+        begins = range(0, batch * length, length)
+        documents = tuple(Document(begin, begin + length, begin, 0) for begin in begins)
+    refuse_other_attention(module, documents, asked)
+    if cached or attention_mask is not None:
         raise ValueError(
             f"{type(module).__name__} attends by a mask, such as a window shorter than a document, "
             "or by a cache; packed attention computes full causal attention. "
             "loss.model_logprobs switched this model to it: to generate or to pad, call "
             "model.set_attn_implementation('sdpa') first"
         )
-    if documents is None and _LONGEST.get():
-        documents = _by_position(module, asked.get("position_ids"))
-    if documents is None:
-        # Plain use of the same model, by a caller who knows nothing of packing.
-        begins = range(0, batch * length, length)
-        documents = tuple(Document(begin, begin + length, begin, 0) for begin in begins)
-    refuse_other_attention(module, documents, asked)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     attended = attend(q, k, v, documents, scaling=scaling, dropout=dropout)
     return attended.reshape(batch, length, *attended.shape[1:]), None

@@ -5,11 +5,12 @@
 
 import json
 
+import attrs
 import pytest
 import torch
 
 from primerl import attention, testing
-from primerl.testing import parity, parity_checks
+from primerl.testing import parity, parity_checks, parity_training
 from primerl.testing.families import tiny_family
 from primerl.testing.parity import MeshPlan, Task
 from primerl.testing.parity_checks import Finding
@@ -125,12 +126,12 @@ def test_a_leak_is_found(monkeypatch):
 def test_other_experts_are_found(monkeypatch):
     """A token that goes elsewhere in one layer, of one step, is counted."""
     model = tiny_family("qwen3_moe")
-    batches = parity_checks.batches_of(model)
-    ours = parity_checks.train(model, batches, parity_checks.packed, trained=100, steps=1)
+    batches = parity_training.batches_of(model)
+    ours = parity_training.train(model, batches, parity_training.packed, trained=100, steps=1)
     (name, *_) = ours.choices
     moved = {**ours.choices, name: ours.choices[name].clone()}
     moved[name][0, 5] = torch.tensor([0, 7])
-    other = parity_checks.attrs.evolve(ours, choices=moved)
+    other = attrs.evolve(ours, choices=moved)
     assert dict(parity_checks.differences(other, ours))["expert choices"] == 1
     assert dict(parity_checks.differences(ours, ours))["expert choices"] == 0
 
@@ -164,11 +165,11 @@ LEAKING = {
 @pytest.mark.parametrize("family", LEAKING)
 def test_what_leaks_is_refused_before_training_and_at_each_call(family):
     model = tiny_family(family)
-    batch = parity_checks.batches_of(model)[0]
+    batch = parity_training.batches_of(model)[0]
     with pytest.raises(ValueError, match=LEAKING[family]):
         attention.refuse_unpackable(model)
     with pytest.raises(ValueError, match="packed attention|packed document|pack one document"):
-        parity_checks.packed(model, batch)
+        parity_training.packed(model, batch)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_what_leaks_is_refused_before_training_and_at_each_call(family):
 def test_what_no_rule_foresees_is_refused_as_it_happens(family, settings, message):
     model = tiny_family(family, **settings)
     with pytest.raises(ValueError, match=message):
-        parity_checks.packed(model, parity_checks.batches_of(model)[0])
+        parity_training.packed(model, parity_training.batches_of(model)[0])
 
 
 def test_a_window_that_no_layer_uses_is_no_reason_to_refuse():

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from primerl._optional import require
-from primerl.attention import refuse_unpackable
 
 VOCABULARY = 96
 HEADS = 4
@@ -101,7 +100,6 @@ def tiny_config(source: str | os.PathLike[str], **settings: Any) -> Any:
         ValueError: there is no such family or folder, it is no causal language model's, or it has
             no tiny version.
     """
-    transformers = require("transformers", extra="transformers")
     config = full_config(source)
     small = _shrunk(config.to_dict())
     if not Path(source).exists():
@@ -190,6 +188,8 @@ def refuse_full_size(source: str | os.PathLike[str]) -> None:
     """
     import torch
 
+    from primerl.attention import refuse_unpackable
+
     transformers = require("transformers", extra="transformers")
     with torch.device("meta"):
         model = _built(transformers, full_config(source), source)
@@ -245,9 +245,7 @@ def _fewer_layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[s
         kept = kept * 2
     elif len(kept) == 1:
         kept = [0, min(1, depth - 1)][: max(depth, 1)]
-    fewer: dict[str, Any] = {
-        key: [small[key][layer] for layer in kept] for key in per_layer
-    }
+    fewer: dict[str, Any] = {key: [small[key][layer] for layer in kept] for key in per_layer}
     for layers in _LAYERS:
         if isinstance(config.get(layers), int):
             fewer[layers] = min(config[layers], len(kept))

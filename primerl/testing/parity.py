@@ -1,6 +1,6 @@
-"""``python -m primerl.testing.parity``: is a family of models trained as one process would train it?
+"""Is a family of models trained on several ranks as one process of plain code would train it?
 
-It builds the family's tiny version, trains it on packed documents on several ranks of this
+``python -m primerl.testing.parity qwen3_moe --ep 2 --cp 2`` builds the family's tiny version, trains it on packed documents on several ranks of this
 computer (gloo, CPU), and compares with plain Hugging Face code that computes each document alone,
 in one process. A family that passes is admitted.
 """
@@ -189,7 +189,6 @@ def _cases_done(findings: Sequence[Finding], task: Task) -> int:
     if any(f.mesh == "1 process" and f.figure is None for f in mine):
         return 1 + len(task.meshes)
     return ("1 process" in names) + sum(mesh.name in names for mesh in task.meshes)
-
 
 
 def main(

@@ -19,13 +19,11 @@ import torch.distributed as dist
 from primerl import parallel
 from primerl.attention import refuse_unpackable
 from primerl.testing.families import BUILD_ERRORS, refuse_full_size, tiny_family
-from primerl.testing.parity_checks import (
-    Finding,
+from primerl.testing.parity_checks import Finding, differences, on_mesh
+from primerl.testing.parity_training import (
     Training,
     batches_of,
-    differences,
     each_alone,
-    on_mesh,
     packed,
     tokens_of,
     train,

@@ -56,8 +56,9 @@ def _layer_modules(model: Any) -> Iterator[nn.Module]:
     """The modules of the language model's layers: images and sound have layers of their own."""
     find: Callable[[], Any] | None = getattr(model, "get_decoder", None)
     found = find() if find is not None else None
-    language = found if isinstance(found, nn.Module) else model
+    language: nn.Module = found if isinstance(found, nn.Module) else model
     depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     lists = [m for m in language.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    for part in lists or [language]:
+    parts: list[nn.Module] = [*lists] or [language]
+    for part in parts:
         yield from part.modules()

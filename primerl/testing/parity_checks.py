@@ -103,7 +103,7 @@ def on_mesh(
     settings: dict[str, Any],
     reference: Training,
     *,
-    mesh: parallel.Mesh,
+    sizes: dict[str, int],
     recompute: bool,
     folder: Path | None,
 ) -> list[tuple[str, float]]:
@@ -113,14 +113,14 @@ def on_mesh(
         family: as for ``tiny_family``, which takes the settings too.
         settings: of its configuration.
         reference: of one process.
-        mesh: of all ranks.
+        sizes: of the mesh, as ``parallel.mesh`` takes them.
         recompute: whether layers recompute their activations (gradient checkpointing).
         folder: where rank 0 saves the model; None on the others.
 
     Raises:
         ValueError: the family, or this mesh, is refused.
     """
-    rank = torch.distributed.get_rank()
+    mesh, rank = parallel.mesh(**sizes), torch.distributed.get_rank()
     model = tiny_family(family, seed=rank, **settings)  # only rank 0's parameters count
     if recompute and model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -148,9 +148,8 @@ def _furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     for name in ours.keys() | theirs.keys():
         here, there = ours.get(name), theirs.get(name)
         apart.append(here if there is None else there if here is None else here - there)
-    return max(
-        (_sup(x.abs().max().item()) for x in apart if x is not None and x.numel()), default=0
-    )
+    largest = (x.abs().max().item() for x in apart if x is not None and x.numel())
+    return max(map(_sup, largest), default=0.0)
 
 
 def _relative(ours: list[float], theirs: list[float], *, least: float = 1.0) -> float:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,17 +61,9 @@ def _family(task: dict[str, Any], control: dist.ProcessGroup, folder: Path | Non
     for number, mesh in enumerate(task["meshes"]):
         if number < task["done"]:
             continue
-        found, trouble = _agreed(
-            lambda mesh=mesh: on_mesh(
-                family,
-                settings,
-                reference[0],
-                mesh=parallel.mesh(**mesh["sizes"]),
-                recompute=mesh["recompute"],
-                folder=folder and folder / "saved",
-            ),
-            control,
-        )
+        saved = folder and folder / "saved"
+        how = {"recompute": mesh["recompute"], "sizes": mesh["sizes"], "folder": saved}
+        found, trouble = _agreed(partial(on_mesh, family, settings, reference[0], **how), control)
         if found is None:
             yield [_trouble(name, mesh["name"], trouble)]
         else:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -19,7 +20,7 @@ ROWS = 32
 STEPS = 3
 MAX_NORM = 1.0
 # eps: a gradient that is 0 but for rounding must not become a step of the size of the others.
-ADAMW = {"lr": 1e-3, "eps": 1e-6}
+ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-6}
 
 
 @attrs.frozen(kw_only=True)
@@ -70,7 +71,7 @@ def each_alone(model: Any, batch: PackedBatch) -> Tensor:
     """The logprobs of a pack's labels, each document computed alone by the model as it is."""
     bounds = batch.cu_seqlens.tolist()
     parts = []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         logits = model(input_ids=batch.token_ids[None, begin:end], use_cache=False).logits[0]
         log_p = logits.float().log_softmax(-1)
         parts.append(log_p.gather(1, batch.labels[begin:end, None]).squeeze(1))
@@ -118,7 +119,7 @@ def train(
             if step == 0:
                 logprobs[rows] = of_rows.detach()
             mean = -of_rows.sum() / trained
-            mean.backward()
+            mean.backward()  # type: ignore[no-untyped-call]
             total += mean.detach().double()
         if step == 0:
             gradients = {n: whole(p.grad).clone() for n, p in model.named_parameters()

@@ -4,7 +4,6 @@
 miss, ``python -m primerl.testing.parity`` finds.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,9 +31,6 @@ def leaks(model: nn.Module) -> Iterator[str]:
         yield "has convolutions over tokens, which mix the ends of neighbouring documents"
     if any(getattr(part, "is_causal", True) is False for part in parts):
         yield "attends in both directions, as no causal language model does"
-    takes = inspect.signature(any_model.forward).parameters
-    if "position_ids" not in takes:
-        yield "takes no position_ids, by which packed documents are told apart"
     can_switch: Callable[[], bool] | None = getattr(model, "_can_set_attn_implementation", None)
     if can_switch is not None and not can_switch():
         yield "has an attention of its own, which would let packed documents see each other"

@@ -5,6 +5,7 @@ document may leave out tokens that it begins with and that an earlier one holds:
 values are taken from there.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,7 +27,9 @@ MASKED_ATTENTION = ("eager", "sdpa")
 # What a model may hand to its attention that says nothing about which tokens are seen.
 _IGNORED = frozenset({"position_ids", "logits_to_keep", "dropout"})
 _LONGEST: ContextVar[int] = ContextVar("_LONGEST", default=0)
-"""Tokens of the longest packed document of the model that runs now; 0: none runs."""
+"""Tokens of the longest document of the model that runs now, as far as this rank sees."""
+_PACKED: ContextVar[bool] = ContextVar("_PACKED", default=False)
+"""Whether a model runs on several documents."""
 
 
 def find_documents(position_ids: Tensor) -> tuple[Document, ...]:
@@ -96,13 +99,34 @@ def attend_by_document(
 
 
 @contextmanager
-def attending(position_ids: Tensor) -> Iterator[None]:
-    """While a model runs on packed documents: what it does without telling of them is refused."""
-    token = _LONGEST.set(int(position_ids.max()) + 1)
+def passing_on(documents: tuple[Document, ...] | None, position_ids: Tensor) -> Iterator[None]:
+    """Within it, a model that does not tell its attention of ``documents`` raises.
+
+    Several would otherwise see each other: to attention, their rows are those of one.
+    """
+    packed = documents is not None and len(documents) > 1
+    before = _PACKED.set(packed), _LONGEST.set(int(position_ids.max()) + 1)
     try:
         yield
     finally:
-        _LONGEST.reset(token)
+        _PACKED.reset(before[0])
+        _LONGEST.reset(before[1])
+
+
+def require_positions(model: nn.Module) -> None:
+    """Refuse a model that counts positions itself, over all documents.
+
+    Raises:
+        ValueError: its ``forward`` takes no ``position_ids``.
+    """
+    unwrap: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)  # of PEFT
+    base: Any = unwrap() if unwrap else model
+    known = inspect.signature(base.forward).parameters
+    if "input_ids" in known and "position_ids" not in known:
+        raise ValueError(
+            f"{base.config.model_type} takes no position_ids, so it would count positions from the "
+            "first packed document on; pack one document per batch"
+        )
 
 
 def refuse_leaking_layers(model: nn.Module) -> None:
@@ -112,6 +136,7 @@ def refuse_leaking_layers(model: nn.Module) -> None:
         ValueError: it has layers of linear attention, or of another recurrence, or the like.
     """
     config: Any = model.config
+    require_positions(model)
     carrying = other_layers(model)
     reason = next(leaks(model), None)
     if carrying:
@@ -178,8 +203,11 @@ def packed_attention(
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Causal attention within each document: an entry of transformers' ``AttentionInterface``."""
     batch, _, length, _ = query.shape
-    if documents is None and _LONGEST.get():
-        documents = _by_position(module, asked.get("position_ids"))
+    positions = asked.get("position_ids")
+    if documents is None and _PACKED.get():
+        if positions is None:
+            raise ValueError(not_passed_on(module))
+        documents = find_documents(positions.reshape(-1))
     cached = documents is None and length != key.shape[2]
     if documents is None:
         # Plain use of the same model, by a caller who knows nothing of packing.
@@ -198,14 +226,12 @@ def packed_attention(
     return attended.reshape(batch, length, *attended.shape[1:]), None
 
 
-def _by_position(module: nn.Module, position_ids: Tensor | None) -> tuple[Document, ...]:
-    """The documents, for an attention that its layer tells only of positions."""
-    if position_ids is None:
-        raise ValueError(
-            f"{type(module).__name__} is told neither of documents nor of positions, so that "
-            "packed documents would see each other; pack one document per batch"
-        )
-    return find_documents(position_ids.reshape(-1))
+def not_passed_on(module: nn.Module) -> str:
+    """What to say of a module that was not given the documents."""
+    return (
+        f"{type(module).__name__} is not given the documents that its model was called with, "
+        "because the model's layers don't pass on arguments that they don't know"
+    )
 
 
 def refuse_other_attention(

@@ -168,7 +168,10 @@ def _attend_end_to_end(
             copies = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     width = max(query.shape[-1], value.shape[-1])  # the kernel has one for all three
-    q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    q, k, v = (
+        F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+        for x in (query, key, value)
+    )
     outputs: list[Tensor] = [
         kernel(
             q[run.begin : run.end],

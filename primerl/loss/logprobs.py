@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from primerl.attention import attend_by_document, attending
+from primerl.attention import attend_by_document, passing_on
 from primerl.loss.arguments import checked
 from primerl.loss.linear_head import FLOOR, check_rows, check_values, head_logprobs
 from primerl.loss.ratio import upcast
@@ -124,7 +124,7 @@ def _score(
     documents = attend_by_document(model, position_ids)
 
     def run() -> Tensor:
-        with attending(position_ids):
+        with passing_on(documents, position_ids):
             return model(  # type: ignore[no-any-return]
                 input_ids=token_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),

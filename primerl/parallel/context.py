@@ -15,9 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from primerl._optional import require
-from primerl.attention import CONTEXT_ATTENTION, find_documents, no_mask, other_layers
+from primerl.attention import (
+    CONTEXT_ATTENTION,
+    find_documents,
+    no_mask,
+    other_layers,
+    require_positions,
+)
 from primerl.parallel.balancing import divide_attention
-from primerl.parallel.context_attention import ATTENTION, SharedRows, Work
+from primerl.parallel.context_attention import ATTENTION, SharedRows, Work, all_gather
 from primerl.parallel.device_mesh import Mesh
 from primerl.spans import Document, Span
 
@@ -40,6 +46,7 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
             layers pass on from row to row more than this attention does.
     """
     config: Any = model.config
+    require_positions(model)
     _require_only_attention(model)
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     divisible = isinstance(heads, int) and heads % mesh.cp == 0
@@ -132,7 +139,7 @@ def _gather_positions(
     packed = position_ids is not None and position_ids.ndim == 2 and position_ids.shape[0] == 1
     rows = torch.tensor([position_ids.shape[1] if packed else 0], device=device)  # type: ignore[union-attr]
     of_ranks = rows.new_empty(ranks)
-    dist.all_gather_into_tensor(of_ranks, rows, group=group)
+    all_gather(of_ranks, rows, group=group)
     counts = of_ranks.tolist()
     if min(counts) == 0:
         shape = None if position_ids is None else tuple(position_ids.shape)
@@ -147,7 +154,7 @@ def _gather_positions(
         )
     assert position_ids is not None
     gathered = rows.new_empty(sum(counts))
-    dist.all_gather_into_tensor(gathered, position_ids[0].to(device, torch.int64), group=group)
+    all_gather(gathered, position_ids[0].to(device, torch.int64), group=group)
     return gathered.cpu()
 
 

@@ -9,9 +9,13 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from primerl.attention import refuse_other_attention
+from primerl.attention import not_passed_on, refuse_other_attention
 from primerl.parallel.dispatch import exchange
 from primerl.spans import Document, Span, attend
+
+# Names of torch 2.13, where the others are deprecated, and of torch 2.11.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @attrs.frozen(eq=False)
@@ -30,7 +34,7 @@ class Work:
 # No tuple, so that what passes it on, such as FSDP, does not walk through its documents.
 @attrs.frozen(eq=False)
 class SharedRows:
-    """One forward pass's rows, of which each rank has a part: the model's argument ``documents``."""
+    """The rows of a forward pass, of all ranks: the model's argument ``documents``."""
 
     documents: tuple[Document, ...]
     """Of all ranks."""
@@ -123,10 +127,12 @@ def _checked(
     rows: SharedRows | None,
     asked: dict[str, Any],
 ) -> SharedRows:
-    if rows is None or attention_mask is not None or query.shape[2] != key.shape[2]:
+    if rows is None:
+        raise ValueError(f"{not_passed_on(module)}, or was called without its model")
+    if attention_mask is not None or query.shape[2] != key.shape[2]:
         raise ValueError(
-            "this model was divided by parallel.shard with cp > 1: call it as a whole, with "
-            "position_ids, without padding and without a cache"
+            "this model was divided by parallel.shard with cp > 1, which computes neither padding "
+            "nor a cache of keys; call it with packed documents and use_cache=False"
         )
     if asked.get("dropout"):
         raise ValueError(
@@ -144,7 +150,7 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        all_gather(out, x.contiguous(), group=group)
         return out
 
     @staticmethod
@@ -152,5 +158,5 @@ class _AllGather(torch.autograd.Function):
         own = gradient.new_empty(
             gradient.shape[0] // dist.get_world_size(ctx.group), *gradient.shape[1:]
         )
-        dist.reduce_scatter_tensor(own, gradient.contiguous(), group=ctx.group)
+        reduce_scatter(own, gradient.contiguous(), group=ctx.group)
         return own, None

@@ -41,16 +41,16 @@ def scatter(
     any_kind: type[Any] = kind
     if not attrs.has(any_kind):
         raise ValueError(f"{kind.__name__} is no attrs class; expected one whose fields travel")
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if rank > 0:
-        if batches is not None:
-            raise ValueError(f"rank {rank} passes batches; only rank 0 has any, the others None")
-        return _receive(kind)
     if cp > 1 and not hasattr(kind, "split"):
         raise ValueError(
             f"{kind.__name__} has no split(parts), by which each batch would be divided among "
             f"cp={cp} ranks; use a mesh with cp=1"
         )
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if rank > 0:
+        if batches is not None:
+            raise ValueError(f"rank {rank} passes batches; only rank 0 has any, the others None")
+        return _receive(kind)
     checked = _checked(batches, world_size // cp)
     if cp > 1:
         divided = [[one.split(cp) for one in mine] for mine in checked]  # type: ignore[attr-defined]

@@ -49,7 +49,7 @@ def shard(
         matmul: multiplies rows sorted by expert with each expert's matrix, ``(x[n, i],
             weights[e, i, o], ends[e]) -> [n, o]``; ``torch.nn.functional.grouped_mm`` by default.
         context: how attention sees the rows of other ranks where ``mesh.cp > 1``: ``"ulysses"``
-            (ranks exchange rows for heads), ``"gathered"`` (each gets all keys and values), or None:
+            (ranks exchange rows for heads), ``"gathered"`` (each gets all keys and values); None:
             ``"ulysses"`` where ``cp`` divides the number of query heads.
 
     Raises:

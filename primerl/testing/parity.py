@@ -1,8 +1,9 @@
 """Is a family of models trained on several ranks as one process of plain code would train it?
 
-``python -m primerl.testing.parity qwen3_moe --ep 2 --cp 2`` builds the family's tiny version, trains it on packed documents on several ranks of this
-computer (gloo, CPU), and compares with plain Hugging Face code that computes each document alone,
-in one process. A family that passes is admitted.
+``python -m primerl.testing.parity qwen3_moe --ep 2 --cp 2`` builds the family's tiny version,
+trains it on packed documents on several ranks of this computer (gloo, CPU), and compares with plain
+Hugging Face code that computes each document alone, in one process. A family that passes is
+admitted.
 """
 
 import json

@@ -23,7 +23,6 @@ def layer_kinds(model: nn.Module) -> set[str]:
 
 def leaks(model: nn.Module) -> Iterator[str]:
     """Why packed documents would see each other, whichever attention the model has."""
-    any_model: Any = model
     if getattr(model, "_is_stateful", False):
         yield "has recurrent layers, which carry state from one packed document into the next"
     parts = list(_layer_modules(model))

@@ -136,7 +136,6 @@ def refuse_leaking_layers(model: nn.Module) -> None:
         ValueError: it has layers of linear attention, or of another recurrence, or the like.
     """
     config: Any = model.config
-    require_positions(model)
     carrying = other_layers(model)
     reason = next(leaks(model), None)
     if carrying:
@@ -146,6 +145,7 @@ def refuse_leaking_layers(model: nn.Module) -> None:
         )
     if reason:
         raise ValueError(f"{config.model_type} {reason}; pack one document per batch")
+    require_positions(model)
 
 
 def refuse_unpackable(model: nn.Module) -> None:

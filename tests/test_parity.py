@@ -156,8 +156,8 @@ LEAKING = {
     "minimax_m3_vl_text": "minimax_m3_sparse layers",
     "recurrent_gemma": "recurrent layers",
     "xlstm": "recurrent layers",
-    "bloom": "takes no position_ids",
-    "gptj": "an attention of its own",
+    "bloom": "an attention of its own",
+    "trocr": "an attention of its own",
     "roberta": "attends in both directions",
 }
 
@@ -178,7 +178,7 @@ def test_what_leaks_is_refused_before_training_and_at_each_call(family):
         ("mixtral", {"sliding_window": 8}, "exceeds the attention window of 8"),
         ("phimoe", {"sliding_window": 8}, "a window shorter than a document"),
         ("doge", {}, "attends by a mask"),
-        ("moshi", {}, "neither of documents nor of positions"),
+        ("moshi", {}, "is not given the documents"),
     ],
 )
 def test_what_no_rule_foresees_is_refused_as_it_happens(family, settings, message):

@@ -6,6 +6,7 @@ transformers has it. Everything else is compared with it.
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def on_mesh(
     Raises:
         ValueError: the family, or this mesh, is refused.
     """
-    mesh, rank = parallel.mesh(**sizes), torch.distributed.get_rank()
+    mesh, rank = _mesh(tuple(sizes.items())), torch.distributed.get_rank()
     model = tiny_family(family, seed=rank, **settings)  # only rank 0's parameters count
     if recompute and model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -136,6 +137,11 @@ def on_mesh(
     torch.distributed.all_reduce(worst.nan_to_num_(math.inf), torch.distributed.ReduceOp.MAX)
     figures = [(check, value) for (check, _), value in zip(found, worst.tolist(), strict=True)]
     return [*figures, *round_trip(model, folder)]
+
+
+@cache  # its connections stay open
+def _mesh(sizes: tuple[tuple[str, int], ...]) -> parallel.Mesh:
+    return parallel.mesh(**dict(sizes))
 
 
 def _sup(value: float) -> float:

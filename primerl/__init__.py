@@ -2,8 +2,8 @@
 
 Each package is imported on first use, so ``import primerl`` is instant and loads no torch:
 
-    from primerl import advantage, filters, loss, packing, parallel, rollout, track, types
-    from primerl import weights
+    from primerl import advantage, filters, loss, optim, packing, parallel, rollout, track
+    from primerl import types, weights
 
 Data flows from ``rollout`` through ``filters``, ``advantage``, ``packing``, ``loss``, an optimizer
 and ``weights`` back to ``rollout``. No package imports another: the short scripts in ``recipes/``
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     )
     from primerl import (
         loss as loss,
+    )
+    from primerl import (
+        optim as optim,
     )
     from primerl import (
         packing as packing,
@@ -54,6 +57,7 @@ __all__ = [
     "filters",
     "flops",
     "loss",
+    "optim",
     "packing",
     "parallel",
     "rollout",

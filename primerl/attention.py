@@ -250,7 +250,9 @@ def refuse_other_attention(
             "attention computes full causal attention"
         )
     if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise ValueError(f"{type(module).__name__} attends in both directions; expected causal")
+        raise ValueError(
+            f"{type(module).__name__} attends to later tokens too; packed attention is causal"
+        )
     for name, value in asked.items():
         known = name in _IGNORED or name == "sliding_window" or value is None
         if not (known or isinstance(value, bool)):  # flags, such as use_cache

@@ -8,6 +8,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import ast
 import asyncio
 import importlib.util
+import json
 import random
 import subprocess
 import sys
@@ -127,3 +128,14 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"size report: {len(rows)} beyond the goals")
     for row in rows:
         terminalreporter.write_line(f"  {row}")
+
+
+@pytest.fixture(scope="session")
+def optimized(root, tmp_path_factory):
+    """What tests/ranks_that_optimize.py found on each of four ranks, in one launch."""
+    folder = tmp_path_factory.mktemp("optimized")
+    script = root / "tests" / "ranks_that_optimize.py"
+    done = torchrun(script, folder, ranks=4, cwd=folder, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert "Warning" not in done.stderr, done.stderr[-5000:]
+    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(4)]

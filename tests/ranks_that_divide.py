@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import fake_deep_ep
+import peft
 import torch
 import torch.distributed as dist
 import transformers
@@ -126,6 +127,41 @@ def halved(world):
     return [(logprobs - reference).abs().max().item(), sorted(kinds)]
 
 
+def train(model, ranks, steps=2):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.3)
+    losses = []
+    for _ in range(steps):
+        value = -loss.model_logprobs(model, *tokens()).sum() / ranks / 32
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item() * ranks)
+    return losses
+
+
+def adapters(folder, world):
+    """Training LoRA adapters of a sharded model, against doing so in one process."""
+    config = {"r": 4, "target_modules": ["q_proj", "o_proj"], "init_lora_weights": False}
+
+    def make():
+        torch.manual_seed(0)
+        return peft.inject_adapter_in_model(
+            peft.LoraConfig(**config), testing.tiny_model("qwen3_moe")
+        )
+
+    alone, model = make(), make()
+    frozen = model.model.layers[0].mlp.experts.gate_up_proj.detach().clone()
+    parallel.shard(model, parallel.mesh(ep=2))
+    # Every rank has the same rows here, so that their sum is what one process would do.
+    expected, ours = train(alone, 1), train(model, world.world_size)
+    weights.save_adapters(model, folder / "adapter" if world.is_first else None)
+    kept = torch.equal(whole(model.model.layers[0].mlp.experts.gate_up_proj.detach()), frozen)
+    sent = dict(weights.checkpoint_tensors(model))
+    gap = max((sent[n] - t).abs().max().item() for n, t in weights.checkpoint_tensors(alone))
+    return [expected, ours, kept, gap]
+
+
 def refusals(folder):
     tiny, shard, mesh = testing.tiny_model, parallel.shard, parallel.mesh
     mixed = testing.tiny_model("llama")
@@ -183,6 +219,7 @@ def main(folder):
         found["halved"] = halved(world)
         found["refusals"] = refusals(folder)
         found["balanced"] = balanced()
+        found["adapters"] = adapters(folder, world)
     (folder / f"found-{world.rank}.json").write_text(json.dumps(found))
 
 

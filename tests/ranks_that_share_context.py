@@ -14,7 +14,7 @@ from primerl.parallel.context import share_context
 from primerl.types import NOT_SAMPLED, TrainingSample
 
 # One document is longer than any rank's rows, and some have one token.
-LENGTHS = [62, 5, 1, 21, 2, 44, 9, 1, 13, 30, 3, 8]
+LENGTHS = [62, 5, 1, 21, 2, 44, 9, 1, 13, 40, 3, 8]
 STEPS = 3
 MANY_HEADS = {"num_attention_heads": 12, "num_key_value_heads": 6}
 ODD_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
@@ -47,9 +47,9 @@ def samples():
     prompt = rng.integers(2, 60, 20)
     made = []
     for length in LENGTHS:
-        mask = np.arange(length) >= 1 + length // 3
+        mask = np.arange(length) >= 1 + length // 2
         token_ids = rng.integers(2, 60, length)
-        untrained = min(length // 3, len(prompt))
+        untrained = min(length // 2, len(prompt))
         token_ids[:untrained] = prompt[:untrained]  # which documents may share
         made.append(
             TrainingSample(
@@ -222,7 +222,7 @@ def main(folder):
     references = {}
     if world.is_first:
         for name, (kind, _, _, config) in CASES.items():
-            key = (kind, *config, name in BY_SEQUENCE)
+            key = (kind, *config.items(), name in BY_SEQUENCE)
             if key not in references:
                 references[key] = reference(kind, config, by_sequence=key[-1])
     found = {}
@@ -230,7 +230,7 @@ def main(folder):
         for name, (kind, _, _, config) in CASES.items():
             found[name] = divided(name, world)
             if world.is_first:
-                found[name]["single"] = references[kind, *config, name in BY_SEQUENCE]
+                found[name]["single"] = references[kind, *config.items(), name in BY_SEQUENCE]
         found["interleaved"] = interleaved(world)
         found["refusals"] = refusals(world)
     (folder / f"found-{world.rank}.json").write_text(json.dumps(found))

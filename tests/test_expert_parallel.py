@@ -85,6 +85,14 @@ def test_a_routing_bias_moves_towards_an_even_load(found):
         parallel.balance_experts(testing.tiny_model("qwen3_moe"), counts, rate=1e-3)
 
 
+def test_adapters_of_a_sharded_model_learn_as_alone(found):
+    expected, ours, kept, gap = found[0]["adapters"]
+    assert ours == pytest.approx(expected, abs=1e-5)
+    assert expected[1] < expected[0]
+    assert kept
+    assert gap < 1e-5
+
+
 def test_measures_of_load():
     counts = {"a": torch.tensor([4, 0, 2, 2]), "b": torch.tensor([1, 1]), "c": torch.zeros(2)}
 

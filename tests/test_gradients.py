@@ -90,3 +90,16 @@ def test_without_gradients_the_norm_is_0():
 def test_a_norm_that_is_not_positive_is_refused(max_norm):
     with pytest.raises(ValueError, match="max_norm is .*, expected a number above 0"):
         parallel.clip_gradients([], max_norm)
+
+
+MESHES = ["fsdp", "hsdp", "ep", "ep of all", "ep, hsdp", "few experts"]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_sharded_gradients_have_the_norm_of_one_process_on_every_rank(optimized, mesh):
+    for found in optimized:
+        one = found["clipped"][mesh]
+        assert one["norm"] == pytest.approx(1.0, rel=1e-6)
+        assert one["distinct"] == 1
+        assert one["after"] == pytest.approx(0.5, rel=1e-5)
+        assert one["placements"] == (1 if mesh in ("fsdp", "hsdp") else 2)

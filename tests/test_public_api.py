@@ -69,6 +69,7 @@ EXPORTS = {
         "topr",
         "veto",
     ],
+    "primerl.optim": ["CPUAdamW", "Muon", "Offload", "muon_parameters"],
     "primerl.packing": ["PackedBatch", "bins", "pack"],
     "primerl.parallel": [
         "AllToAll",
@@ -83,6 +84,7 @@ EXPORTS = {
         "load_statistics",
         "mesh",
         "process_group",
+        "recompute",
         "scatter",
         "shard",
         "take_expert_counts",
@@ -157,6 +159,7 @@ EXPORTS = {
         "empty_model",
         "load_pretrained",
         "load_shards",
+        "save_adapters",
         "save_pretrained",
         "transport_to",
         "wiring_test",

@@ -178,8 +178,9 @@ class _Exchange:
     def return_parts(self, mine: dict[int, Tensor], results: list[Tensor]) -> None:
         """Send the parts of this rank's results to where they belong, and write those received."""
         split = [
-            mine[i].split(self._divisions[i].sizes, dim=self._divisions[i].dimension - 1)
+            torch.split(mine[i], list(of.sizes), dim=of.dimension - 1)
             for i in self._mine
+            for of in [self._divisions[i]]
         ]
         ranks = range(len(self._of_rank))
         sent = [[parts[rank] for parts in split] for rank in ranks]
@@ -191,7 +192,7 @@ class _Exchange:
     def _all_to_all(
         self, sent: list[list[Tensor]], indices: list[list[int]], parts_of: Iterable[int]
     ) -> list[list[Tensor]]:
-        """From each rank, of the matrices ``indices[rank]``, the parts of rank ``parts_of[rank]``."""
+        """From each rank r: of the matrices ``indices[r]``, the parts of rank ``parts_of[r]``."""
         like = self._tensors[0]
         flat = [tensor.reshape(-1) for of_rank in sent for tensor in of_rank]
         shapes = [
@@ -208,8 +209,14 @@ class _Exchange:
             group=self._group,
         )
         return [
-            [part.view(shape) for part, shape in zip(of_rank.split(size), shape_of, strict=True)]
+            [
+                part.view(shape)
+                for part, shape in zip(torch.split(of_rank, size), shape_of, strict=True)
+            ]
             for of_rank, size, shape_of in zip(
-                received.split([sum(of_rank) for of_rank in sizes]), sizes, shapes, strict=True
+                torch.split(received, [sum(of_rank) for of_rank in sizes]),
+                sizes,
+                shapes,
+                strict=True,
             )
         ]

@@ -4,6 +4,7 @@ The same script runs as ``python recipe.py`` and as ``torchrun --nproc-per-node 
 world of one rank nothing here costs anything: no group is made and no model is touched.
 """
 
+from primerl.parallel.activation import recompute
 from primerl.parallel.deep_ep import DeepEP
 from primerl.parallel.device_mesh import Mesh, mesh
 from primerl.parallel.dispatch import AllToAll
@@ -28,6 +29,7 @@ __all__ = [
     "load_statistics",
     "mesh",
     "process_group",
+    "recompute",
     "scatter",
     "shard",
     "take_expert_counts",

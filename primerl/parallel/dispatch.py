@@ -9,6 +9,8 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from primerl.parallel.collectives import all_to_all
+
 Compute = Callable[[Tensor, Tensor], Tensor]
 """What this rank's experts make of tokens ``[n, h]``, sorted by expert, ``counts[e]`` of each."""
 
@@ -75,8 +77,8 @@ def dispatch(
     if group is None:
         return Dispatched(tokens, counts, order, None, [], [])
     ranks = dist.get_world_size(group)
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=group)
+    equal = [counts.numel() // ranks] * ranks
+    theirs = all_to_all(counts, equal, equal, group)
     by_rank = torch.stack([counts.view(ranks, -1).sum(1), theirs.view(ranks, -1).sum(1)])
     sent, received = by_rank.tolist()  # the host waits here, once
     arrived = exchange(tokens, sent, received, group)
@@ -118,16 +120,8 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> Tensor:
         ctx.way = (received, sent, group)
-        return _all_to_all(x, sent, received, group)
+        return all_to_all(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(gradient, *ctx.way), None, None, None
-
-
-def _all_to_all(
-    x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    out = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-    return out
+        return all_to_all(gradient, *ctx.way), None, None, None

@@ -41,7 +41,7 @@ def shard(
 
     Args:
         model: on this rank's device, the same architecture on every rank. On the ``meta`` device:
-            its parameters stay without values, for ``load_sharded``.
+            its parameters stay without values, for ``weights.load_shards``.
         mesh: made by ``parallel.mesh``; all ranks as one replica by default.
         dtype: that layers compute in, such as ``torch.bfloat16``, while parameters keep theirs and
             gradients are added in float32; None computes in the parameters' dtype.

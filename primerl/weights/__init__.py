@@ -1,5 +1,6 @@
 """Weights on the move: from the trainer into running engines, and to and from disk."""
 
+from primerl.weights.adapters import save_adapters
 from primerl.weights.canary import Canary, ReplicaVerdict, Verdict
 from primerl.weights.checkpoint import checkpoint_tensors
 from primerl.weights.disk import Disk
@@ -32,6 +33,7 @@ __all__ = [
     "empty_model",
     "load_pretrained",
     "load_shards",
+    "save_adapters",
     "save_pretrained",
     "transport_to",
     "wiring_test",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from primerl._optional import require
+from primerl.weights.adapters import is_of_adapted_layer, merged, unadapted
 from primerl.weights.gathering import whole
 
 _LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
@@ -30,6 +31,7 @@ def checkpoint_tensors(
     Tensors come layer by layer, so a rank holds one layer beyond its shard. Gathering a sharded
     tensor is a collective: every rank iterates to the end. Experts that ``transformers`` fuses
     are taken apart again; a tensor shared under two names comes once; saved buffers come too.
+    Low-rank adapters are added to the weights that they adapt.
 
     Args:
         model: the trainer's, sharded or not.
@@ -39,7 +41,8 @@ def checkpoint_tensors(
     dtypes = _wire_dtypes(model, dtype)
     tensors = distinct_tensors(model)  # references, no copies
     for names in layers_of(tensors):
-        layer = {name: _whole(tensors[name], dtypes[name]) for name in names}
+        layer = {name: _whole(name, tensors[name], dtypes[name]) for name in names}
+        layer = {name: tensor.to(dtypes[name]) for name, tensor in merged(model, layer).items()}
         yield from converted(model, layer).items()
 
 
@@ -58,6 +61,7 @@ def checkpoint_layout(
         name: torch.empty(tensor.shape, dtype=dtypes[name], device="meta")
         for name, tensor in distinct_tensors(model).items()
     }
+    empty = {name: tensor.to(dtypes[name]) for name, tensor in merged(model, empty).items()}
     by_layer: dict[str, Tensor] = {}
     for names in layers_of(empty):
         by_layer |= converted(model, {name: empty[name] for name in names})
@@ -87,13 +91,16 @@ def layers_of(names: Iterable[str]) -> list[list[str]]:
 
 def _wire_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     parameters = {name for name, _ in model.named_parameters()}
-    return {
+    own = {
         name: dtype if dtype and name in parameters and t.is_floating_point() else t.dtype
         for name, t in distinct_tensors(model).items()
     }
+    return own | {unadapted(name): kind for name, kind in own.items()}
 
 
-def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _whole(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if is_of_adapted_layer(name):
+        return whole(tensor.detach())  # to be merged as the trainer computes
     return whole(tensor.detach().to(dtype))  # before the gather: fewer bytes travel
 
 

@@ -1,20 +1,27 @@
 """A model's tensors, whole, whether or not they are sharded."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 
-def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(
+    model: nn.Module, wanted: Callable[[str], Any] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Each parameter and saved buffer by name, one at a time; a shared one once.
 
     Gathering a sharded tensor is a collective: every rank iterates to the end.
+
+    Args:
+        model: sharded or not.
+        wanted: says of a name whether it is; all are by default.
     """
     distinct = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     for name, tensor in model.state_dict().items():
-        if name in distinct:
+        if name in distinct and (wanted is None or wanted(name)):
             yield name, whole(tensor)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from primerl._optional import require
+from primerl.weights.adapters import has_adapters
 from primerl.weights.checkpoint import distinct_tensors
 from primerl.weights.placement import Piece, Region, local_region, pieces
 
@@ -63,6 +64,8 @@ def load_shards(
         ValueError: the folder has no safetensors, they lack a tensor or have one of another shape,
             or are quantized.
     """
+    if has_adapters(model):
+        raise ValueError("load the values before peft adds adapters, which no checkpoint has")
     if any(tensor.is_meta for tensor in distinct_tensors(model).values()):
         _materialize(model, torch.device(device))
     with _Checkpoint(Path(folder)) as checkpoint:

@@ -1,0 +1,167 @@
+"""One packed RL step: its model FLOP utilisation (MFU), by a formula that is stated.
+
+    python -m pytest bench/test_train_step.py -m "" --benchmark-only -s
+
+A step is ``model_logprobs``, ``dppo``, backward, clipping and AdamW, on one micro-batch whose every
+token but the first of each document is trained. On a CPU, a toy; on a GPU, the shape of Qwen3-0.6B
+in bfloat16, with random weights.
+
+    MFU = FLOPs / (seconds * peak)
+    ours:      primerl.flops.training(config, lengths): three forward passes, causal pairs within
+               each document, the real head size; what is recomputed does not count
+    prime-rl:  tokens (6 active + 12 layers heads (hidden // heads) t), where each token attends to
+               all t of the micro-batch, and heads are taken to be hidden // heads wide
+               (its trainer/perf.py, as read for this comparison)
+
+The peak is 989 TFLOP/s on an H100 or H200 (bfloat16, dense, NVIDIA's data sheet); elsewhere, that
+of a matrix product in the same run. STEP_RECOMPUTE: none, full or selective. STEP_COMPILE=0: layers
+are not compiled. Compiled ones are warmed up before the clock starts.
+"""
+
+import os
+import statistics
+import time
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from primerl import flops, loss, packing, parallel
+from primerl.types import NOT_SAMPLED, TrainingSample
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPE = torch.bfloat16 if GPU else torch.float32
+RECOMPUTE = os.environ.get("STEP_RECOMPUTE")
+COMPILE = os.environ.get("STEP_COMPILE", "1" if GPU else "0") == "1"
+ROUNDS = 10 if GPU else 5
+SHAPES = {
+    "toy": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 8192,
+    },
+    "Qwen3-0.6B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+    },
+}
+TOY = [("toy", [512]), ("toy", [230, 120, 64, 64, 20, 14])]
+REAL = [
+    ("Qwen3-0.6B", [16_384]),
+    ("Qwen3-0.6B", [65_536]),
+    ("Qwen3-0.6B", [30_000, 16_000, 8_000, 6_000, 3_000, 2_536]),
+]
+# What NVIDIA states for bfloat16 without sparsity.
+PEAKS = {"H100": 989e12, "H200": 989e12}
+
+
+def build(shape, tokens):
+    config = transformers.Qwen3Config(
+        **SHAPES[shape], max_position_embeddings=tokens, tie_word_embeddings=True
+    )
+    with torch.device(DEVICE):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+    how = RECOMPUTE or ("full" if tokens > 32_768 else "none")
+    if how != "none":
+        parallel.recompute(model, selective=how == "selective")
+    if COMPILE:
+        for layer in model.model.layers:
+            layer.compile()
+    return model, how
+
+
+def batch_of(lengths, vocabulary):
+    rng = np.random.default_rng(0)
+    samples = []
+    for length in lengths:
+        mask = np.arange(length) > 0
+        samples.append(
+            TrainingSample(
+                token_ids=rng.integers(0, vocabulary, length),
+                loss_mask=mask,
+                behavior_logprobs=np.where(mask, -np.log(vocabulary), 0.0),
+                versions=np.where(mask, 0, NOT_SAMPLED),
+                advantages=np.where(mask, rng.standard_normal(length), 0.0),
+            )
+        )
+    ((batch,),) = packing.pack(samples, max_tokens=sum(lengths), ranks=1)
+    return batch.to(DEVICE)
+
+
+def step(model, optimizer, b):
+    trained = int(b.loss_mask.sum())
+    logprobs = loss.model_logprobs(
+        model, b.token_ids, b.position_ids, b.labels, temperature=b.temperature, rows=b.loss_mask
+    )
+    per_token, _ = loss.dppo(logprobs, b.behavior_logprobs, b.advantages)
+    loss.token_mean(per_token, b.loss_mask, denom=trained).backward()
+    norm = parallel.clip_gradients(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.item()  # and wait for the device
+
+
+def peak():
+    """FLOP/s: stated by the vendor, or of a matrix product here and now."""
+    for name, stated in PEAKS.items():
+        if GPU and name in torch.cuda.get_device_name():
+            return stated, "stated"
+    n = 8192 if GPU else 1024
+    a = torch.randn(n, n, device=DEVICE, dtype=DTYPE)
+    seconds = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        (a @ a)[0, 0].item()
+        seconds.append(time.perf_counter() - begin)
+    return 2 * n**3 / min(seconds), "measured"
+
+
+def theirs(config, tokens):
+    heads = config.num_attention_heads
+    per_pair = config.num_hidden_layers * heads * (config.hidden_size // heads)
+    return tokens * (6 * flops.parameters(config).active + 12 * per_pair * tokens)
+
+
+@pytest.mark.benchmark(group="train step", warmup=False)
+@pytest.mark.parametrize(
+    ("shape", "lengths"), TOY + (REAL if GPU else []), ids=lambda x: str(x).replace(" ", "")
+)
+def test_model_flop_utilisation(benchmark, shape, lengths):
+    tokens = sum(lengths)
+    model, how = build(shape, tokens)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    b = batch_of(lengths, SHAPES[shape]["vocab_size"])
+    for _ in range(3 if GPU else 1):
+        step(model, optimizer, b)
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
+    benchmark.pedantic(step, args=(model, optimizer, b), rounds=ROUNDS, iterations=1)
+    seconds = statistics.median(benchmark.stats.stats.data)
+    per_second, source = peak()
+    ours = float(flops.training(model.config, lengths).sum())
+    row = {
+        "tokens_per_s": round(tokens / seconds),
+        "mfu": ours / (seconds * per_second),
+        "mfu_by_prime_rl": theirs(model.config, tokens) / (seconds * per_second),
+        "peak_tflops": per_second / 1e12,
+        "peak": source,
+        "recompute": how,
+        "compiled": COMPILE,
+        "gib": torch.cuda.max_memory_allocated() / 2**30 if GPU else None,
+    }
+    benchmark.extra_info.update(row)
+    print(f"\n{shape} {lengths}: {seconds:.3f} s, {row}")
+    assert 0 < row["mfu"] < 1
+    if shape != "toy" and source == "stated":
+        assert row["mfu"] >= (0.5 if tokens > 32_768 else 0.4)

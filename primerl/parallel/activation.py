@@ -1,0 +1,210 @@
+"""Activations: which are kept for the backward pass, where, and which are computed again."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+M = TypeVar("M", bound=nn.Module)
+
+ORDER = "fp8 -> replay -> recompute -> shard -> compile"
+# Products, attention, what came from other ranks, and the choice of experts.
+KEPT_OPERATIONS = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::_grouped_mm",
+        "aten::topk",
+    }
+)
+KEPT_PREFIXES = (
+    "aten::_scaled_dot_product_",
+    "aten::_flash_attention_",
+    "aten::_efficient_attention_",
+    "torch_attn::",
+    "flash_attn",
+    "_c10d_functional::",
+    "primerl::",
+)
+SMALLEST_OFFLOADED = 2**16
+"""Bytes: smaller activations stay on the device."""
+
+_RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
+
+
+def recompute(model: M, *, selective: bool = False, every: int = 1, offload: bool = False) -> M:
+    """Compute layers' activations again in the backward pass, instead of keeping them.
+
+    Of each layer (``transformers``' ``gradient_checkpointing_enable``), its input is kept. Losses
+    and gradients stay the same, to the bit, and all ranks recompute the same, in the same order.
+    Call it before ``shard``:
+
+        parallel.shard(parallel.recompute(model), mesh)
+
+    Args:
+        model: a Hugging Face model in training mode, on any device.
+        selective: keep the results of matrix products, attention and exchanges with other ranks as
+            well, and compute the rest again: more memory, and nearly no computation.
+        every: 2 treats every second layer so, 3 every third, and keeps the activations of the
+            others whole.
+        offload: move layers' inputs, and whatever else is kept outside of layers, to pinned host
+            memory, on a stream of its own while the device computes, and back before it is needed.
+
+    Raises:
+        ValueError: the model is sharded already, is in evaluation mode (in which nothing is
+            recomputed), or does not support it; or ``every`` is below 1.
+    """
+    if every < 1:
+        raise ValueError(f"every is {every}, expected at least 1")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(f"the model is sharded already; the order is {ORDER}")
+    if not model.training:
+        raise ValueError(
+            "the model is in evaluation mode, in which transformers recomputes nothing; call "
+            "model.train() first"
+        )
+    enable: Callable[..., None] | None = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise ValueError(
+            f"{type(model).__name__} has no gradient_checkpointing_enable; expected a model of "
+            "transformers"
+        )
+    arguments: dict[str, Any] = {
+        "use_reentrant": False,
+        "context_fn": _selective_contexts if selective else _contexts,
+    }
+    of_layers = {} if every == 1 else {"every_n_layers": every}
+    if of_layers and "every_n_layers" not in inspect.signature(enable).parameters:
+        raise ValueError(f"every is {every}, but this version of transformers takes 1 only")
+    enable(gradient_checkpointing_kwargs=arguments, **of_layers)
+    if offload:
+        _Offloading().attach(model)
+    return model
+
+
+def recomputing() -> bool:
+    """Whether this code runs a second time, for the backward pass."""
+    return _RECOMPUTING.get()
+
+
+@contextmanager
+def _flagged(inner: AbstractContextManager[Any]) -> Iterator[None]:
+    token = _RECOMPUTING.set(True)
+    try:
+        with inner:
+            yield
+    finally:
+        _RECOMPUTING.reset(token)
+
+
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return nullcontext(), _flagged(nullcontext())
+
+
+def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    make: Callable[..., Any] = create_selective_checkpoint_contexts
+    first, again = make(_policy)
+    return first, _flagged(again)
+
+
+def _policy(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    name = operation.name()
+    # Overloads are told apart by a suffix: aten::topk.values
+    kept = name.partition(".")[0] in KEPT_OPERATIONS or name.startswith(KEPT_PREFIXES)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Kept:
+    """One activation in host memory."""
+
+    def __init__(self, tensor: Tensor, on_host: Tensor, before: "_Kept | None") -> None:
+        self.on_host = on_host
+        self.device, self.strides = tensor.device, tensor.stride()
+        self.before = before
+        """The one that was kept before it, and is needed after it."""
+        self.fetched: Tensor | None = None
+
+
+class _Offloading:
+    """Moves activations that a model's forward pass saves to host memory, and back."""
+
+    def __init__(self) -> None:
+        self._last: _Kept | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._entered: list[saved_tensors_hooks] = []
+
+    def attach(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, *_: Any) -> None:
+        self._last = None
+        hooks = saved_tensors_hooks(self._keep, self._bring_back)
+        hooks.__enter__()
+        self._entered.append(hooks)
+
+    def _end(self, *_: Any) -> None:
+        self._entered.pop().__exit__()
+        self._last = None
+
+    def _keep(self, tensor: Tensor) -> Any:
+        if not _is_activation(tensor):
+            return tensor
+        if tensor.is_cuda and self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self._wait(tensor)
+        with torch.cuda.stream(self._stream):
+            on_host.copy_(tensor, non_blocking=True)
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+        self._last = _Kept(tensor, on_host, self._last)
+        return self._last
+
+    def _bring_back(self, kept: Any) -> Tensor:
+        if not isinstance(kept, _Kept):
+            tensor: Tensor = kept
+            return tensor
+        fetched = kept.fetched if kept.fetched is not None else self._fetch(kept)
+        kept.fetched = None
+        if self._stream is not None:
+            current = torch.cuda.current_stream(kept.device)
+            current.wait_stream(self._stream)
+            fetched.record_stream(current)
+        if kept.before is not None and kept.before.fetched is None:
+            kept.before.fetched = self._fetch(kept.before)  # while this one is used
+        return fetched
+
+    def _fetch(self, kept: _Kept) -> Tensor:
+        like = kept.on_host
+        with torch.cuda.stream(self._stream):
+            # As it lay before: a product of rows that lie apart may round otherwise.
+            fetched = torch.empty_strided(
+                like.shape, kept.strides, dtype=like.dtype, device=kept.device
+            )
+            return fetched.copy_(like, non_blocking=True)
+
+    def _wait(self, tensor: Tensor) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _is_activation(tensor: Tensor) -> bool:
+    """Not a parameter, a view of one, or a tensor whose elements share memory."""
+    whole = tensor if tensor._base is None else tensor._base
+    return (
+        not isinstance(tensor, DTensor)
+        and not isinstance(whole, nn.Parameter)
+        and 0 not in tensor.stride()
+        and tensor.nbytes >= SMALLEST_OFFLOADED
+    )

@@ -203,12 +203,12 @@ def packed_attention(
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Causal attention within each document: an entry of transformers' ``AttentionInterface``."""
     batch, _, length, _ = query.shape
-    positions = asked.get("position_ids")
+    positions, cached = asked.get("position_ids"), length != key.shape[2]
+    if documents is None and not cached and positions is not None and positions.numel() == length:
+        # Some layers pass on positions only; also when they compute again, in the backward pass.
+        documents = find_documents(positions.reshape(-1)) if batch == 1 else None
     if documents is None and _PACKED.get():
-        if positions is None:
-            raise ValueError(not_passed_on(module))
-        documents = find_documents(positions.reshape(-1))
-    cached = documents is None and length != key.shape[2]
+        raise ValueError(not_passed_on(module))
     if documents is None:
         # Plain use of the same model, by a caller who knows nothing of packing.
         begins = range(0, batch * length, length)

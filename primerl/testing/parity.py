@@ -36,7 +36,7 @@ class MeshPlan:
     ep: int = 1
     cp: int = 1
     recompute: bool = False
-    """Whether layers recompute their activations (gradient checkpointing)."""
+    """Whether layers recompute their activations (``parallel.recompute``)."""
 
     @property
     def sizes(self) -> dict[str, int]:

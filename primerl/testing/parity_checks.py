@@ -115,7 +115,7 @@ def on_mesh(
         settings: of its configuration.
         reference: of one process.
         sizes: of the mesh, as ``parallel.mesh`` takes them.
-        recompute: whether layers recompute their activations (gradient checkpointing).
+        recompute: whether layers recompute their activations.
         folder: where rank 0 saves the model; None on the others.
 
     Raises:
@@ -123,8 +123,8 @@ def on_mesh(
     """
     mesh, rank = _mesh(tuple(sizes.items())), torch.distributed.get_rank()
     model = tiny_family(family, seed=rank, **settings)  # only rank 0's parameters count
-    if recompute and model.supports_gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if recompute:
+        parallel.recompute(model)
     parallel.shard(model, mesh)
     all_batches = batches_of(model)
     share = [all_batches[index :: mesh.batches] for index in range(mesh.batches)]

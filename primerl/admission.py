@@ -25,14 +25,16 @@ def leaks(model: nn.Module) -> Iterator[str]:
     """Why packed documents would see each other, whichever attention the model has."""
     if getattr(model, "_is_stateful", False):
         yield "has recurrent layers, which carry state from one packed document into the next"
-    parts = list(_layer_modules(model))
-    if any(isinstance(part, nn.Conv1d) for part in parts):
+    if any(isinstance(part, nn.Conv1d) for part in _layer_modules(model)):
         yield "has convolutions over tokens, which mix the ends of neighbouring documents"
-    if any(getattr(part, "is_causal", True) is False for part in parts):
-        yield "attends in both directions, as no causal language model does"
     can_switch: Callable[[], bool] | None = getattr(model, "_can_set_attn_implementation", None)
     if can_switch is not None and not can_switch():
         yield "has an attention of its own, which would let packed documents see each other"
+
+
+def looks_ahead(model: nn.Module) -> bool:
+    """Whether a layer attends to later tokens, or to those of an encoder."""
+    return any(getattr(part, "is_causal", True) is False for part in _layer_modules(model))
 
 
 def not_computed(model: nn.Module) -> Iterator[str]:

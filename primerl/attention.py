@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from primerl._optional import require
-from primerl.admission import HARMLESS_LAYERS, layer_kinds, leaks, not_computed
+from primerl.admission import HARMLESS_LAYERS, layer_kinds, leaks, looks_ahead, not_computed
 from primerl.spans import Document, attend
 
 PACKED_ATTENTION = "primerl_packed"
@@ -146,6 +146,8 @@ def refuse_leaking_layers(model: nn.Module) -> None:
     if reason:
         raise ValueError(f"{config.model_type} {reason}; pack one document per batch")
     require_positions(model)
+    if looks_ahead(model):
+        raise ValueError(f"{config.model_type} attends in both directions; expected causal layers")
 
 
 def refuse_unpackable(model: nn.Module) -> None:

@@ -168,7 +168,9 @@ def test_what_leaks_is_refused_before_training_and_at_each_call(family):
     batch = parity_training.batches_of(model)[0]
     with pytest.raises(ValueError, match=LEAKING[family]):
         attention.refuse_unpackable(model)
-    with pytest.raises(ValueError, match="packed attention|packed document|pack one document"):
+    with pytest.raises(
+        ValueError, match="packed attention|packed document|pack one document|both directions"
+    ):
         parity_training.packed(model, batch)
 
 

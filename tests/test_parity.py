@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from primerl import attention, testing
+from primerl import attention
 from primerl.testing import parity, parity_checks, parity_training
 from primerl.testing.families import tiny_family
 from primerl.testing.parity import MeshPlan, Task
@@ -235,13 +235,42 @@ def test_what_is_no_family_is_refused(source, message):
         tiny_family(source)
 
 
-def test_a_folder_of_another_size_is_shrunk(tmp_path):
-    settings = {"hidden_size": 4096, "num_hidden_layers": 40, "rope_theta": 5e6}
-    testing.tiny_model("mistral").config.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
-    config = tiny_family(tmp_path).config
-    assert (config.hidden_size, config.num_hidden_layers) == (64, 2)
+RELEASED = {
+    "phi3": {
+        "hidden_size": 3072,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 32,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 48,
+            "long_factor": [2.0] * 48,
+        },
+        "partial_rotary_factor": 0.75,
+    },
+    "deepseek_v3": {"hidden_size": 7168, "quantization_config": {"quant_method": "fp8"}},
+    "smollm3": {"num_hidden_layers": 36, "no_rope_layers": [1, 1, 1, 0] * 9},
+}
+
+
+@pytest.mark.parametrize("kind", RELEASED)
+def test_the_configuration_of_a_large_model_is_shrunk(tmp_path, kind):
+    written = {"model_type": kind, "architectures": ["X"], **RELEASED[kind]}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    model = tiny_family(tmp_path)
+    assert model.num_parameters() < 500_000
+    if kind == "phi3":
+        assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (4, 2)
+    if kind == "smollm3":
+        assert model.config.no_rope_layers == [1, 0]
+    assert parity_training.each_alone(model, parity_training.batches_of(model)[0]).isfinite().all()
+
+
+def test_a_folder_that_no_version_of_transformers_knows_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such"}))
+    with pytest.raises(ValueError, match="no configuration that can be read"):
+        tiny_family(tmp_path)
 
 
 PASSED = Finding(family="a", mesh="fsdp", check="loss", figure=0.0)

@@ -5,7 +5,7 @@ attention, shared experts, groups of experts, biases, ties) and shrinks every si
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +102,13 @@ def tiny_config(source: str | os.PathLike[str], **settings: Any) -> Any:
     """
     config = full_config(source)
     small = _shrunk(config.to_dict())
-    if not Path(source).exists():
+    small.pop("quantization_config", None)
+    if not Path(source, "config.json").is_file():
         left_out = {k: v for k, v in _LEFT_OUT.items() if small.get(k, 0) is None}
         small |= left_out | _USUAL.get(config.model_type, {})
-    strict = require("huggingface_hub.errors", extra="transformers").StrictDataclassError
     try:
         return type(config).from_dict({**small, **settings})
-    except (strict, TypeError, ValueError) as error:
+    except _config_errors() as error:
         raise ValueError(f"no tiny version of {os.fspath(source)}: {error}") from error
 
 
@@ -120,15 +120,15 @@ def full_config(source: str | os.PathLike[str]) -> Any:
     transformers = require("transformers", extra="transformers")
     name, folder = os.fspath(source), Path(source)
     if (folder / "config.json").is_file():
-        config = transformers.AutoConfig.from_pretrained(name)
-    elif folder.exists() or "/" in name or os.sep in name:
-        raise ValueError(f"{name} is no model folder: it has no config.json")
+        config = _made(transformers.AutoConfig.from_pretrained, name, trust_remote_code=False)
     elif name not in transformers.CONFIG_MAPPING:
+        if folder.exists() or "/" in name or os.sep in name:
+            raise ValueError(f"{name} is no model folder: it has no config.json")
         raise ValueError(f"transformers {transformers.__version__} knows no model_type {name!r}")
     elif transformers.CONFIG_MAPPING[name] not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"transformers has no causal language model of {name}")
     else:
-        config = _default(transformers, name)
+        config = _made(transformers.AutoConfig.for_model, name)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"transformers has no causal language model of {config.model_type}")
     if config.is_encoder_decoder:
@@ -137,12 +137,16 @@ def full_config(source: str | os.PathLike[str]) -> Any:
     return text if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else config
 
 
-def _default(transformers: Any, model_type: str) -> Any:
-    strict = require("huggingface_hub.errors", extra="transformers").StrictDataclassError
+def _made(make: Callable[..., Any], name: str, **options: Any) -> Any:
     try:
-        return transformers.AutoConfig.for_model(model_type)
-    except (strict, TypeError, ValueError) as error:
-        raise ValueError(f"{model_type} has no configuration by default: {error}") from error
+        return make(name, **options)
+    except _config_errors() as error:
+        raise ValueError(f"{name} has no configuration that can be read: {error}") from error
+
+
+def _config_errors() -> tuple[type[Exception], ...]:
+    strict = require("huggingface_hub.errors", extra="transformers").StrictDataclassError
+    return (strict, AttributeError, LookupError, OSError, TypeError, ValueError)
 
 
 def tiny_family(source: str | os.PathLike[str], *, seed: int = 0, **settings: Any) -> Any:
@@ -235,10 +239,8 @@ def _fewer_layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[s
         for key, value in config.items()
         if isinstance(value, list | tuple) and len(value) == depth and depth > 2
     }
-    kinds = [
-        tuple(str(value[layer]) for value in per_layer.values() if isinstance(value[0], str | bool))
-        for layer in range(depth)
-    ]
+    of_kinds = [v for v in per_layer.values() if isinstance(v[0], str) or set(v) <= {0, 1}]
+    kinds = [tuple(str(value[layer]) for value in of_kinds) for layer in range(depth)]
     kept = sorted({kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values())
     shared = int(bool(config.get("num_kv_shared_layers"))) * len(kept)
     if shared:
@@ -283,8 +285,17 @@ def _smaller(name: str, value: Any) -> Any:
     if isinstance(value, list) and value and all(type(v) is int for v in value):
         largest = _LARGEST.get(name, HEADS if name.startswith("num_attention_heads") else None)
         return value if largest is None else [min(v, largest) for v in value]
+    if isinstance(value, Mapping) and name in ("rope_parameters", "rope_scaling"):
+        return {k: _smaller_rotary(value, k, v) for k, v in value.items()}
     if isinstance(value, int) and name in _LARGEST:
         return min(value, _LARGEST[name])
     if isinstance(value, Mapping) and name.endswith("_config") and name != "quantization_config":
         return _shrunk(value)
+    return value
+
+
+def _smaller_rotary(rope: Mapping[str, Any], name: str, value: Any) -> Any:
+    """One factor for each pair of rotated dimensions, of which heads have 16."""
+    if name in ("short_factor", "long_factor"):
+        return value[: int(16 * (rope.get("partial_rotary_factor") or 1.0)) // 2]
     return value

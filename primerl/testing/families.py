@@ -102,6 +102,9 @@ def tiny_config(source: str | os.PathLike[str], **settings: Any) -> Any:
     """
     config = full_config(source)
     small = _shrunk(config.to_dict())
+    alias = type(config).attribute_map  # a setting under two names is given by either
+    small = {alias.get(name, name): value for name, value in small.items()}
+    settings = {alias.get(name, name): value for name, value in settings.items()}
     small.pop("quantization_config", None)
     if not Path(source, "config.json").is_file():
         left_out = {k: v for k, v in _LEFT_OUT.items() if small.get(k, 0) is None}

@@ -93,11 +93,14 @@ SURVEY = [MeshPlan(recompute=True), MeshPlan(ep=2, recompute=True), MeshPlan(cp=
 
 
 def of_use(family: str, meshes: Sequence[MeshPlan]) -> list[MeshPlan]:
-    """Meshes without divided experts, for a family that has none."""
+    """Meshes without divided experts or recomputation, for a family that has none."""
     try:
-        experts = bool(expert_modules(tiny_family(family)))
+        model = tiny_family(family)
     except ValueError:  # its refusal comes with the others
-        experts = False
+        return list(meshes)
+    if not model.supports_gradient_checkpointing:
+        meshes = [attrs.evolve(mesh, recompute=False) for mesh in meshes]
+    experts = bool(expert_modules(model))
     return [mesh for mesh in meshes if experts or mesh.ep == 1]
 
 
@@ -107,7 +110,13 @@ def all_families() -> list[str]:
     return sorted(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def compare(tasks: Sequence[Task], *, world: int = 4, timeout_s: float = 60.0) -> list[Finding]:
+def compare(
+    tasks: Sequence[Task],
+    *,
+    world: int = 4,
+    timeout_s: float = 60.0,
+    findings: Path | None = None,
+) -> list[Finding]:
     """Compare families on meshes, in one launch of ``world`` ranks (and one more where it dies).
 
     Args:
@@ -115,11 +124,13 @@ def compare(tasks: Sequence[Task], *, world: int = 4, timeout_s: float = 60.0) -
             it has none) is better left out.
         world: ranks, on the CPU of this computer.
         timeout_s: how long ranks wait for each other, in seconds.
+        findings: a file (JSON Lines) that keeps them; what it has is not done again.
     """
     with tempfile.TemporaryDirectory() as name:
-        plan, results = Path(name, "plan.json"), Path(name, "findings.jsonl")
+        plan, results = Path(name, "plan.json"), findings or Path(name, "findings.jsonl")
         results.touch()
-        done = [0] * len(tasks)  # cases: the reference, and then the meshes
+        # Cases: the reference, and then the meshes.
+        done = [_cases_done(_read(results), task) for task in tasks]
         while any(count <= len(task.meshes) for count, task in zip(done, tasks, strict=True)):
             left = [i for i, task in enumerate(tasks) if done[i] <= len(task.meshes)]
             plan.write_text(_plan([(tasks[i], done[i]) for i in left], timeout_s))
@@ -174,7 +185,7 @@ def _launch(world: int, plan: Path, results: Path, *, timeout_s: float) -> str:
     if ended.returncode == 0:
         return "the ranks left it out"
     lines = ended.stderr.splitlines()
-    failed = [line for line in lines if "rank" in line and "failed: " in line]
+    failed = [line for line in lines if "Error: rank" in line and "failed: " in line]
     errors = [line for line in lines if "Error: " in line]
     return (failed or errors or lines or [f"exit status {ended.returncode}"])[0].strip()
 
@@ -203,6 +214,7 @@ def main(
     matrix: bool = False,
     table: Path | None = None,
     timeout_s: float = 60.0,
+    findings: Path | None = None,
 ) -> int:
     """Is a family trained on several ranks as one process of plain code would train it?
 
@@ -219,6 +231,7 @@ def main(
         matrix: all kinds of meshes, with recomputation; of seven families, if none are named.
         table: write a Markdown table of these families, or of all that transformers has.
         timeout_s: how long ranks wait for each other.
+        findings: a file that keeps what came out; what it has is not done again.
     """
     console = require("rich.console", extra="recipes").Console(width=120)
     started = time.monotonic()
@@ -232,12 +245,12 @@ def main(
         print("name a family: a model_type, such as qwen3_moe, or a model folder")  # noqa: T201
         return 2
     tasks = [Task(family=family, meshes=meshes) for family, meshes in planned.items()]
-    findings = compare(tasks, world=world, timeout_s=timeout_s)
+    found = compare(tasks, world=world, timeout_s=timeout_s, findings=findings)
     if table is not None:
-        table.write_text(page(findings))
-    console.print(terminal_table(findings))
+        table.write_text(page(found))
+    console.print(terminal_table(found))
     console.print(f"{versions()}; {time.monotonic() - started:.0f} s")
-    return _concluded(findings)
+    return _concluded(found)
 
 
 def _concluded(findings: Sequence[Finding]) -> int:

@@ -91,7 +91,8 @@ def round_trip(model: Any, folder: Path | None) -> Iterator[tuple[str, float]]:
     if folder is None:
         return
     load_file = require("safetensors.torch", extra="transformers").load_file
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    of_family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+    loaded = of_family.from_pretrained(folder, dtype=torch.float32)
     yield "saved and loaded", float(_unequal(loaded.state_dict(), state))
     written: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):

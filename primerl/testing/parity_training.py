@@ -113,7 +113,8 @@ def train(
             with _recorded(model) as choices:
                 of_rows = logprobs_of(model, batch)
             for name, parts in choices.items():
-                ids = torch.cat(parts).sort(-1).values
+                # The last: a model that turns out to need its logits runs a second time.
+                ids = torch.cat(parts)[-len(rows) :].sort(-1).values
                 blank = torch.full((steps, len(LENGTHS) * ROWS, ids.shape[1]), -1)
                 chosen.setdefault(name, blank)[step, rows] = ids.to(torch.int64)
             if step == 0:

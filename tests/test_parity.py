@@ -107,9 +107,15 @@ def test_the_whole_matrix():
 
 
 def one_process(family, **settings):
-    from primerl.testing import parity_ranks
-
-    return dict(parity_ranks._one_process(family, settings)[1])
+    """How one step on packed documents differs from one on each document alone."""
+    trained = [
+        parity_training.train(
+            model, parity_training.batches_of(model), logprobs_of, trained=100, steps=1
+        )
+        for logprobs_of in (parity_training.packed, parity_training.each_alone)
+        for model in [tiny_family(family, **settings)]
+    ]
+    return dict(parity_checks.differences(*trained))
 
 
 def test_a_leak_is_found(monkeypatch):
@@ -298,7 +304,9 @@ def test_the_command_names_the_meshes():
     kinds = [mesh.name.removesuffix(", recompute") for mesh in parity.all_kinds(4)]
     assert kinds == ["fsdp", "hsdp 2", "ep 2", "ep 4", "cp 2", "ep 2, cp 2"]
     assert all(mesh.recompute for mesh in parity.all_kinds(4))
-    assert [m.ep for m in parity.of_use("llama", parity.all_kinds(4))] == [1, 1, 1]
+    of_llama = parity.of_use("llama", parity.all_kinds(4))
+    assert [(m.ep, m.recompute) for m in of_llama] == [(1, True)] * 3
+    assert not any(m.recompute for m in parity.of_use("ctrl", parity.all_kinds(4)))
 
 
 def test_a_launch_that_dies_is_gone_on_with(monkeypatch):

@@ -24,6 +24,8 @@ PACKED_ATTENTION = "primerl_packed"
 CONTEXT_ATTENTION = "primerl_context"
 # These build a square mask over the whole pack; the per-document attention replaces them.
 MASKED_ATTENTION = ("eager", "sdpa")
+# An indexer chooses the keys that queries attend to (primerl.sparse_attention).
+SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 # What a model may hand to its attention that says nothing about which tokens are seen.
 _IGNORED = frozenset({"position_ids", "logits_to_keep", "dropout"})
 _LONGEST: ContextVar[int] = ContextVar("_LONGEST", default=0)
@@ -66,8 +68,9 @@ def attend_by_document(
 ) -> tuple[Document, ...] | None:
     """Switch a model that attends by ``sdpa`` or ``eager`` to attend document by document.
 
-    Returns what its attention needs, as the model's argument ``documents``: nothing where the rows
-    of a context-parallel model begin and end within documents, which it finds itself.
+    One whose keys an indexer chooses also has them chosen document by document. Returns what its
+    attention needs, as the model's argument ``documents``: nothing where the rows of a
+    context-parallel model begin and end within documents, which it finds itself.
 
     Raises:
         ValueError: the model can't switch, its other layers carry state from one document into
@@ -77,6 +80,11 @@ def attend_by_document(
     if config._attn_implementation.startswith(CONTEXT_ATTENTION):
         return None
     documents = find_documents(position_ids)
+    if is_sparse(model):
+        from primerl.sparse_attention import attend_sparsely  # which builds on this module
+
+        attend_sparsely(model)
+        return documents
     if config._attn_implementation in MASKED_ATTENTION:
         transformers = require("transformers", extra="transformers")
         transformers.AttentionInterface.register(PACKED_ATTENTION, packed_attention)
@@ -172,7 +180,14 @@ def refuse_unpackable(model: nn.Module) -> None:
 
 def other_layers(model: nn.Module) -> list[str]:
     """The kinds of a model's layers that are no softmax attention, such as ``linear_attention``."""
-    return sorted(layer_kinds(model) - HARMLESS_LAYERS)
+    kinds = layer_kinds(model) - HARMLESS_LAYERS
+    return sorted(kinds - {"indexed_attention"} if is_sparse(model) else kinds)
+
+
+def is_sparse(model: nn.Module) -> bool:
+    """Whether an indexer chooses the model's keys, in a way that ``sparse_attention`` computes."""
+    config: Any = model.config
+    return getattr(config.get_text_config(), "model_type", None) in SPARSE_FAMILIES
 
 
 def no_mask(

@@ -82,6 +82,7 @@ EXPORTS = {
         "clip_gradients",
         "divide_experts",
         "load_statistics",
+        "freeze_indexer",
         "mesh",
         "process_group",
         "recompute",

@@ -63,8 +63,9 @@ def model_logprobs(
     document sees another. But one that begins at position n > 0 continues the first n tokens of the
     last that began at 0, as ``packing.pack(share_prefixes=True)`` lays them out. A model that
     attends by ``sdpa`` or ``eager`` is switched, by its public ``set_attn_implementation``, to
-    attend document by document, so that no t x t mask is ever built; flash attention reads the
-    positions itself and is left alone. The logits are not held either: ``linear_logprobs`` stands
+    attend document by document, so that no t x t mask is ever built (where an indexer chooses keys,
+    it does that document by document too); flash attention reads the positions itself and is left
+    alone. The logits are not held either: ``linear_logprobs`` stands
     in for the model's head. Where that is no plain linear layer, or the model goes on to scale or
     cap its logits (which its first call finds out, and then runs again), they are computed as the
     model has it. To recompute activations, checkpoint the layers, as

@@ -10,6 +10,7 @@ from primerl.parallel.device_mesh import Mesh, mesh
 from primerl.parallel.dispatch import AllToAll
 from primerl.parallel.expert_load import balance_experts, load_statistics
 from primerl.parallel.experts import divide_experts, take_expert_counts
+from primerl.parallel.freezing import freeze_indexer
 from primerl.parallel.gradients import clip_gradients
 from primerl.parallel.launch import World, process_group
 from primerl.parallel.scattering import all_sum, scatter
@@ -27,6 +28,7 @@ __all__ = [
     "clip_gradients",
     "divide_experts",
     "load_statistics",
+    "freeze_indexer",
     "mesh",
     "process_group",
     "recompute",

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 
 from primerl._optional import require
+from primerl.parallel.activation import recomputing
 from primerl.parallel.dispatch import AllToAll, Dispatch
 
 IMPLEMENTATION = "primerl_experts"
@@ -126,7 +127,8 @@ def _experts_forward(
         raise ValueError(
             f"this {type(module).__name__} was not prepared; call parallel.shard with the mesh"
         )
-    _count(placement, indices)
+    if not recomputing():
+        _count(placement, indices)
     compute = functools.partial(_compute, module, placement.matmul)
     return placement.dispatch(hidden, indices, weights, compute).to(hidden.dtype)
 

@@ -82,17 +82,15 @@ def differences(ours: Training, reference: Training) -> Iterator[tuple[str, floa
     yield "parameters", _furthest(ours.parameters, reference.parameters)
 
 
-def round_trip(model: Any, folder: Path | None) -> Iterator[tuple[str, float]]:
+def round_trip(model: Any, kind: Any, folder: Path | None) -> Iterator[tuple[str, float]]:
     """How many tensors a sharded model's checkpoint changes: saved and loaded, and streamed."""
-    transformers = require("transformers", extra="transformers")
     weights.save_pretrained(model, folder, tokenizer=character_tokenizer("abc"))
     streamed = {name: tensor.clone() for name, tensor in weights.checkpoint_tensors(model)}
     state = {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}
     if folder is None:
         return
     load_file = require("safetensors.torch", extra="transformers").load_file
-    of_family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
-    loaded = of_family.from_pretrained(folder, dtype=torch.float32)
+    loaded = kind.from_pretrained(folder, dtype=torch.float32)
     yield "saved and loaded", float(_unequal(loaded.state_dict(), state))
     written: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -124,6 +122,7 @@ def on_mesh(
     """
     mesh, rank = _mesh(tuple(sizes.items())), torch.distributed.get_rank()
     model = tiny_family(family, seed=rank, **settings)  # only rank 0's parameters count
+    kind = type(model)  # sharding makes another class of it
     if recompute:
         parallel.recompute(model)
     parallel.shard(model, mesh)
@@ -137,7 +136,7 @@ def on_mesh(
     worst = torch.tensor([figure for _, figure in found], dtype=torch.float64)
     torch.distributed.all_reduce(worst.nan_to_num_(math.inf), torch.distributed.ReduceOp.MAX)
     figures = [(check, value) for (check, _), value in zip(found, worst.tolist(), strict=True)]
-    return [*figures, *round_trip(model, folder)]
+    return [*figures, *round_trip(model, kind, folder)]
 
 
 @cache  # its connections stay open

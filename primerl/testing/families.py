@@ -83,6 +83,8 @@ _LEFT_OUT: dict[str, Any] = {
     "moe_topk": 2,
 }
 _USUAL: dict[str, dict[str, Any]] = {
+    "flex_olmo": {"num_experts": 8},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},

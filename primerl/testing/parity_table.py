@@ -1,7 +1,7 @@
 """The tables of ``parity``: on the terminal, and of all families in Markdown."""
 
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from primerl._optional import require
@@ -38,25 +38,26 @@ def terminal_table(findings: Sequence[Finding]) -> Any:
 
 def markdown_table(findings: Sequence[Finding]) -> str:
     """Families that are admitted, with the worst figures of all meshes; then those refused."""
-    families = list(dict.fromkeys(finding.family for finding in findings))
-    meshes = list(dict.fromkeys(f.mesh for f in findings if f.mesh != ALONE))
-    admitted, refused = [], []
-    for family in families:
-        mine = [finding for finding in findings if finding.family == family]
+    by_family: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_family.setdefault(finding.family, []).append(finding)
+    meshes = list(dict.fromkeys(_plain(f.mesh) for f in findings if f.mesh != ALONE))
+    rows, remarks, refused = [], [], []
+    for family, mine in by_family.items():
         alone = [finding for finding in mine if finding.mesh == ALONE]
         if any(finding.figure is None for finding in alone):
-            refused.append(f"| `{family}` | {_result(alone)}{_notes(alone)} |")
+            refused.append(f"| `{family}` | {_cell(alone[0].note)} |")
             continue
-        cells = [_result(alone), *(_result([f for f in mine if f.mesh == m]) for m in meshes)]
-        figures = [f"{_worst(mine, check):.0e}" for check in ("loss", "gradient norm")]
-        admitted.append(f"| `{family}` | {' | '.join([*cells, *figures])} |{_notes(mine)}")
-    notes = [line.rpartition(" |")[2] for line in admitted]
-    rows = [line.rpartition(" |")[0] + " |" for line in admitted]
+        cells = [_result(alone)]
+        cells += [_result([f for f in mine if _plain(f.mesh) == mesh]) for mesh in meshes]
+        cells += [f"{_worst(mine, check):.0e}" for check in ("loss", "gradient norm")]
+        rows.append(f"| `{family}` | {' | '.join(cells)} |")
+        remarks += [f"- `{family}`, {_plain(f.mesh)}: {f.note}" for f in mine if f.note]
     heads = ["family", "packed", *meshes, "loss", "gradient norm"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *rows, ""]
-    remarks = dict.fromkeys(note for note in notes if note)
-    lines += [*(f"- {remark.strip()}" for remark in remarks), ""] if remarks else []
-    lines += ["## Refused", "", "| family | reason |", "|---|---|", *refused]
+    lines += [*remarks, ""] if remarks else []
+    if refused:
+        lines += ["## Refused", "", "| family | reason |", "|---|---|", *refused]
     return "\n".join(lines) + "\n"
 
 
@@ -67,12 +68,13 @@ def page(findings: Sequence[Finding]) -> str:
 
 PAGE = """# Families of models
 
-Made by `python -m primerl.testing.parity --table docs/families.md`, with {versions}, for every
-`model_type` of which transformers has a causal language model. Each family's tiny version is
-trained for three steps of AdamW on packed documents, on two gloo ranks, with recomputation of
-activations, and compared with one process that computes each document alone in plain Hugging Face
-code: losses, gradient norms, gradients, the experts that each token goes to, parameters after the
-steps, and a checkpoint's round trip. `loss` and `gradient norm` are the largest relative
+Made by `python -m primerl.testing.parity --table docs/families.md` for every `model_type` of which
+transformers has a causal language model, with {versions}.
+
+Each family's tiny version is trained for three steps of AdamW on packed documents, on two gloo
+ranks, with recomputation of activations, and compared with one process that computes each document
+alone in plain Hugging Face code: losses, gradient norms, gradients, the experts that each token
+goes to, parameters after the steps, and a checkpoint's round trip. `loss` and `gradient norm` are the largest relative
 differences. A family with windows of attention is admitted for documents that fit into them;
 longer ones are refused when they come.
 
@@ -94,12 +96,12 @@ def _result(findings: Sequence[Finding]) -> str:
     return next((r for r in ("FAIL", "refused", "pass") if r in results), "")
 
 
-def _notes(findings: Iterable[Finding]) -> str:
-    return "; ".join(dict.fromkeys(_short(f.note) for f in findings if f.note))
+def _plain(mesh: str) -> str:
+    return mesh.removesuffix(", recompute")
 
 
-def _short(note: str) -> str:
-    return note.replace("|", "\\|")
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _worst(findings: Sequence[Finding], check: str) -> float:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from primerl import loss, parallel, testing, weights
 
-# Each rank's documents: of these, the longer ones have more tokens than index_topk.
+# Four packs: of these documents, the longer ones have more tokens than index_topk.
 LENGTHS = [[7, 5, 20], [16, 16], [3, 9, 11, 9], [32]]
 MODELS = {
     "glm_moe_dsa": {"indexer_types": ["full", "shared", "full"], "num_hidden_layers": 3},
@@ -18,19 +18,32 @@ MODELS = {
 }
 SMALL = {"index_topk": 8, "index_n_heads": 8, "index_head_dim": 16, "initializer_range": 0.2}
 MESHES = {
-    "glm_moe_dsa": {"fsdp": {}, "ep 2": {"ep": 2, "replicate": 2}, "ep 4": {"ep": 4}},
-    "deepseek_v32": {"ep 2": {"ep": 2}},
+    "glm_moe_dsa": {
+        "fsdp": {},
+        "ep 2": {"ep": 2, "replicate": 2},
+        "ep 4": {"ep": 4},
+        "cp 2": {"cp": 2, "ep": 2},
+    },
+    "deepseek_v32": {"ep 2": {"ep": 2}, "cp 4": {"cp": 4}},
 }
 STEPS = 3
 
 
-def rows_of(rank):
-    lengths = LENGTHS[rank]
-    token_ids = torch.randint(2, 60, (32,), generator=torch.Generator().manual_seed(rank))
+def pack(number):
+    lengths = LENGTHS[number]
+    token_ids = torch.randint(2, 60, (32,), generator=torch.Generator().manual_seed(number))
     position_ids = torch.cat([torch.arange(n) for n in lengths])
+    if number == 2:  # its last document continues 5 tokens of the one before
+        position_ids[-9:] += 5
     scored = torch.ones(32, dtype=torch.bool)
     scored[torch.tensor(lengths).cumsum(0) - 1] = False
     return token_ids, position_ids, token_ids.roll(-1), scored
+
+
+def packs_of(rank, cp=1):
+    """A rank's rows of the packs that it trains on with its context peers."""
+    first, part = rank // cp * cp, rank % cp
+    return [[x.chunk(cp)[part] for x in pack(first + i)] for i in range(cp)]
 
 
 def clip(parameters, limit):
@@ -44,14 +57,13 @@ def clip(parameters, limit):
     return norm.item()
 
 
-def choices(model, ranks):
+def choices(model, packs):
     """The experts that each layer chooses for each token, before any step."""
     found = []
     routers = [m for name, m in model.named_modules() if name.endswith("mlp.gate")]
     hooks = [m.register_forward_hook(lambda *a: found.append(a[2][2].sort()[0])) for m in routers]
     with torch.no_grad():
-        for rank in ranks:
-            token_ids, position_ids, labels, _ = rows_of(rank)
+        for token_ids, position_ids, labels, _ in packs:
             loss.model_logprobs(model, token_ids, position_ids, labels)
     for hook in hooks:
         hook.remove()
@@ -60,7 +72,7 @@ def choices(model, ranks):
     return [x.tolist() for x in found]
 
 
-def train(model, ranks):
+def train(model, packs):
     """Loss and gradient norm of steps of AdamW, whose decay would move what is not frozen."""
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -69,8 +81,7 @@ def train(model, ranks):
     history = []
     for _ in range(STEPS):
         total = torch.zeros(())
-        for rank in ranks:
-            token_ids, position_ids, labels, rows = rows_of(rank)
+        for token_ids, position_ids, labels, rows in packs:
             logprobs = loss.model_logprobs(model, token_ids, position_ids, labels, rows=rows)
             mean = -logprobs.sum() / scored
             mean.backward()
@@ -93,7 +104,8 @@ def main(folder):
     for kind, config in MODELS.items() if world.is_first else ():
         model = testing.tiny_model(kind, **SMALL, **config)
         parallel.freeze_indexer(model)
-        single[kind] = (choices(model, range(4)), train(model, range(4)), published(model))
+        packs = [pack(number) for number in range(4)]
+        single[kind] = (choices(model, packs), train(model, packs), published(model))
     found = {}
     with world:
         for kind, config in MODELS.items():
@@ -104,8 +116,9 @@ def main(folder):
                 parallel.shard(model, parallel.mesh(**sizes))
                 frozen = parallel.freeze_indexer(model)
                 before = published(model)
-                chosen = choices(model, [world.rank])
-                history = train(model, [world.rank])
+                packs = packs_of(world.rank, sizes.get("cp", 1))
+                chosen = choices(model, packs)
+                history = train(model, packs)
                 history = [[parallel.all_sum(total).item(), norm] for total, norm in history]
                 after = published(model)
                 of_rank = {"chosen": chosen, "history": history}

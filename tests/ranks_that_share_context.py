@@ -188,10 +188,10 @@ def refusals(world):
     """What each rank says of what it cannot compute, with nobody left waiting."""
     mesh = parallel.mesh(cp=4)
 
-    def call(kind, rows=8, *, positions=True, **config):
+    def call(kind, rows=8, *, positions=True, batch=1, **config):
         model = testing.tiny_model(kind, **config)
         share_context(model, mesh)
-        ids = torch.full((1, rows), 5)
+        ids = torch.full((batch, rows), 5)
         begin = world.rank * 8
         where = {"position_ids": torch.arange(begin, begin + rows)[None]} if positions else {}
         return refusal(lambda: model(input_ids=ids, use_cache=False, **where))
@@ -199,6 +199,7 @@ def refusals(world):
     found = {
         "uneven": call("qwen3", 8 + world.rank % 2),
         "no positions": call("qwen3", positions=world.rank != 1),
+        "two": call("qwen3", batch=2 if world.rank == 3 else 1),
         "sinks": call("gpt_oss"),
         "window": call("mistral", sliding_window=16),
         "dropout": call("qwen3", attention_dropout=0.1),

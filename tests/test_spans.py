@@ -170,6 +170,13 @@ def test_a_model_that_does_not_pass_on_where_documents_lie_is_refused():
     assert loss.model_logprobs(model, ids, torch.arange(4), ids).shape == (4,)
 
 
+def test_a_model_that_attends_to_later_tokens_is_refused():
+    ids, positions = torch.tensor([5, 6, 7, 8]), torch.tensor([0, 1, 0, 1])
+
+    with pytest.raises(ValueError, match="attends to later tokens too"):
+        loss.model_logprobs(testing.tiny_model("bert"), ids, positions, ids)
+
+
 def test_a_model_that_takes_no_positions_is_refused():
     ids, positions = torch.tensor([5, 6, 7, 8]), torch.tensor([0, 1, 0, 1])
 

@@ -39,8 +39,8 @@ def divide_attention(
     for part in np.flatnonzero(surplus > tolerance * cost.sum() / parts):
         dearest = np.argsort(-by_part[part], kind="stable")
         taken = np.cumsum(by_part[part][dearest])
-        # As many of them as come nearest to the surplus, perhaps none.
-        number = np.abs(np.append(0, taken) - surplus[part]).argmin()
+        # As many of them as come nearest to the surplus, perhaps none, but not all.
+        number = np.abs(np.append(0, taken[:-1]) - surplus[part]).argmin()
         given[part, dearest[:number]] = True
     rows = np.flatnonzero(given)
     if len(rows):

@@ -18,6 +18,7 @@ from primerl._optional import require
 from primerl.attention import (
     CONTEXT_ATTENTION,
     find_documents,
+    is_sparse,
     no_mask,
     other_layers,
     require_positions,
@@ -25,6 +26,7 @@ from primerl.attention import (
 from primerl.parallel.balancing import divide_attention
 from primerl.parallel.context_attention import ATTENTION, SharedRows, Work, all_gather
 from primerl.parallel.device_mesh import Mesh
+from primerl.parallel.sparse_context import share_sparse_context
 from primerl.spans import Document, Span
 
 
@@ -47,6 +49,16 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
     """
     config: Any = model.config
     require_positions(model)
+    if is_sparse(model):
+        if method not in (None, "gathered"):
+            raise ValueError(
+                f"{config.model_type} has sparse attention, for which keys are gathered; expected "
+                f'context="gathered" or None, not {method!r}'
+            )
+        assert mesh.context_group is not None
+        share_sparse_context(model, mesh.context_group)
+        _find_rows_first(model, mesh, balanced=False)
+        return
     _require_only_attention(model)
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     divisible = isinstance(heads, int) and heads % mesh.cp == 0
@@ -69,10 +81,14 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
             f"{config.model_type} has an attention of its own, which would not see the rows of "
             "other ranks; use a mesh with cp=1"
         )
+    _find_rows_first(model, mesh, balanced=method == "gathered")
+
+
+def _find_rows_first(model: nn.Module, mesh: Mesh, *, balanced: bool) -> None:
     group = mesh.context_group
     assert group is not None
     model.register_forward_pre_hook(
-        functools.partial(_find_rows, group=group, balanced=method == "gathered"), with_kwargs=True
+        functools.partial(_find_rows, group=group, balanced=balanced), with_kwargs=True
     )
 
 
@@ -92,15 +108,11 @@ def _require_only_attention(model: nn.Module) -> None:
         reason = "an encoder, whose attention looks ahead"
     else:
         rope = getattr(text, "rope_parameters", None) or {}
-        types = {rope.get("rope_type"), *(v.get("rope_type") for v in rope.values() if _is_dict(v))}
-        if types & {"dynamic", "longrope"}:
+        each = [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]
+        if {one.get("rope_type") for one in each} & {"dynamic", "longrope"}:
             reason = "rotary embeddings that depend on the longest position, which ranks differ in"
     if reason:
         raise ValueError(f"{config.model_type} has {reason}; use a mesh with cp=1")
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _find_rows(
@@ -112,13 +124,13 @@ def _find_rows(
     balanced: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A forward pre-hook: finds the documents of all ranks and passes them to the attention."""
-    device = next(model.parameters()).device
-    positions = _gather_positions(kwargs.get("position_ids"), group, device)
+    positions = _gather_positions(model, kwargs, group)
     documents = find_documents(positions)
     if not balanced:
         return args, {**kwargs, "documents": SharedRows(documents, group)}
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     workers = divide_attention(positions.numpy(), ranks)
+    device = kwargs["position_ids"].device
     spans = spans_of(np.flatnonzero(workers == rank), documents)
     rows = len(workers) // ranks
     work = None
@@ -131,30 +143,33 @@ def _find_rows(
     return args, {**kwargs, "documents": SharedRows(documents, group, spans, work)}
 
 
-def _gather_positions(
-    position_ids: Tensor | None, group: dist.ProcessGroup, device: torch.device
-) -> Tensor:
+def _gather_positions(model: nn.Module, kwargs: dict[str, Any], group: dist.ProcessGroup) -> Tensor:
     """The positions of all ranks' rows, on the CPU; every rank raises if one cannot pass any."""
     ranks = dist.get_world_size(group)
-    packed = position_ids is not None and position_ids.ndim == 2 and position_ids.shape[0] == 1
-    rows = torch.tensor([position_ids.shape[1] if packed else 0], device=device)  # type: ignore[union-attr]
+    position_ids = kwargs.get("position_ids")
+    tokens = [x for x in map(kwargs.get, ("input_ids", "inputs_embeds")) if x is not None]
+    shapes = {None if x is None else tuple(x.shape[:2]) for x in (position_ids, *tokens)}
+    count = 0
+    if position_ids is not None and len(shapes) == 1 and len(position_ids) == 1:
+        count = position_ids.shape[1]
+    device = next(iter([*tokens, *model.parameters()])).device
+    rows = torch.tensor([count], device=device)
     of_ranks = rows.new_empty(ranks)
     all_gather(of_ranks, rows, group=group)
     counts = of_ranks.tolist()
     if min(counts) == 0:
-        shape = None if position_ids is None else tuple(position_ids.shape)
         raise ValueError(
-            f"ranks that share documents passed position_ids of {counts} rows, this one of shape "
-            f"{shape}; expected [1, t] on each: the model was sharded with cp={ranks}"
+            f"ranks that share documents passed position_ids of {counts} rows; expected tokens and "
+            f"position_ids [1, t] on each, because the model was sharded with cp={ranks}"
         )
     if len(set(counts)) > 1:
         raise ValueError(
             f"ranks that share documents have {counts} rows; expected equally many: divide each "
             "batch by parallel.scatter with the mesh, or by PackedBatch.split"
         )
-    assert position_ids is not None
+    assert isinstance(position_ids, Tensor)
     gathered = rows.new_empty(sum(counts))
-    all_gather(gathered, position_ids[0].to(device, torch.int64), group=group)
+    all_gather(gathered, position_ids[0].to(rows), group=group)
     return gathered.cpu()
 
 

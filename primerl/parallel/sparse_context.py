@@ -1,0 +1,54 @@
+"""Sparse attention over the rows of several ranks, for unmodified Hugging Face models.
+
+Each rank chooses keys and attends for its own rows. The keys of the indexer, and the keys and
+values of attention, are gathered from all ranks that share documents, so every row chooses among
+the keys of its whole document.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from primerl._optional import require
+from primerl.document_indexer import CONTEXT_SPARSE_ATTENTION, parts_of
+from primerl.parallel.context_attention import SharedRows, _AllGather, _apart, _checked, all_gather
+from primerl.sparse_attention import attend_sparsely, attend_to_chosen
+
+
+def share_sparse_context(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let a model choose keys and attend over the rows of all ranks of a group."""
+    transformers = require("transformers", extra="transformers")
+    transformers.AttentionInterface.register(CONTEXT_SPARSE_ATTENTION, _sparse)
+    attend_sparsely(model, others=functools.partial(_rows_of_all, group))
+
+
+def _rows_of_all(group: dist.ProcessGroup, rows: Tensor) -> tuple[Tensor, int]:
+    every = rows.new_empty(dist.get_world_size(group) * len(rows), *rows.shape[1:])
+    all_gather(every, rows.contiguous(), group=group)
+    return every, dist.get_rank(group)
+
+
+def _sparse(
+    module: nn.Module,
+    query: Float[Tensor, "b heads t d"],
+    key: Float[Tensor, "b kv_heads s d"],
+    value: Float[Tensor, "b kv_heads s dv"],
+    attention_mask: Tensor | None,  # noqa: ARG001
+    *,
+    indices: Int[Tensor, "b t k"],
+    scaling: float | None = None,
+    documents: SharedRows | None = None,
+    **asked: Any,
+) -> tuple[Float[Tensor, "b t heads dv"], None]:
+    rows = _checked(module, query, key, None, documents, asked)
+    q, *own = (x[0].transpose(0, 1) for x in (query, key, value))
+    fused = torch.cat([x.flatten(1) for x in own], dim=1)
+    every = _AllGather.apply(fused, rows.group)  # type: ignore[no-untyped-call]
+    k, v = _apart(every, [x.shape[1:] for x in own])
+    parts = parts_of(rows.documents, dist.get_rank(rows.group) * len(q), len(q))
+    attended = attend_to_chosen(q, k, v, parts, indices[0], scaling=scaling)
+    return attended.unsqueeze(0), None

@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from primerl._optional import require
+from primerl.admission import HARMLESS_LAYERS, layer_kinds, leaks, looks_ahead, not_computed
 from primerl.spans import Document, attend
 
 PACKED_ATTENTION = "primerl_packed"
@@ -24,8 +26,12 @@ CONTEXT_ATTENTION = "primerl_context"
 MASKED_ATTENTION = ("eager", "sdpa")
 # An indexer chooses the keys that queries attend to (primerl.sparse_attention).
 SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
-
-_PACKED: ContextVar[bool] = ContextVar("packed", default=False)
+# What a model may hand to its attention that says nothing about which tokens are seen.
+_IGNORED = frozenset({"position_ids", "logits_to_keep", "dropout"})
+_LONGEST: ContextVar[int] = ContextVar("_LONGEST", default=0)
+"""Tokens of the longest document of the model that runs now, as far as this rank sees."""
+_PACKED: ContextVar[bool] = ContextVar("_PACKED", default=False)
+"""Whether a model runs on several documents."""
 
 
 def find_documents(position_ids: Tensor) -> tuple[Document, ...]:
@@ -91,7 +97,6 @@ def attend_by_document(
                 "documents see each other; pack one document per batch"
             )
     if len(documents) > 1:
-        require_positions(model)
         refuse_leaking_layers(model)
     if config._attn_implementation != PACKED_ATTENTION and any(d.shared for d in documents):
         raise ValueError(
@@ -102,16 +107,18 @@ def attend_by_document(
 
 
 @contextmanager
-def passing_on(documents: tuple[Document, ...] | None) -> Iterator[None]:
-    """Within it, a model that does not pass ``documents`` on to its attention raises.
+def passing_on(documents: tuple[Document, ...] | None, position_ids: Tensor) -> Iterator[None]:
+    """Within it, a model that does not tell its attention of ``documents`` raises.
 
     Several would otherwise see each other: to attention, their rows are those of one.
     """
-    token = _PACKED.set(documents is not None and len(documents) > 1)
+    packed = documents is not None and len(documents) > 1
+    before = _PACKED.set(packed), _LONGEST.set(int(position_ids.max()) + 1)
     try:
         yield
     finally:
-        _PACKED.reset(token)
+        _PACKED.reset(before[0])
+        _LONGEST.reset(before[1])
 
 
 def require_positions(model: nn.Module) -> None:
@@ -134,22 +141,46 @@ def refuse_leaking_layers(model: nn.Module) -> None:
     """Refuse a model some of whose layers let packed documents see each other.
 
     Raises:
-        ValueError: it has layers of linear attention, or of another recurrence.
+        ValueError: it has layers of linear attention, or of another recurrence, or the like.
     """
     config: Any = model.config
     carrying = other_layers(model)
+    reason = next(leaks(model), None)
     if carrying:
+        reason = (
+            f"has {', '.join(carrying)} layers, which would carry state from one packed document "
+            "into the next, or attend as packed attention does not"
+        )
+    if reason:
+        raise ValueError(f"{config.model_type} {reason}; pack one document per batch")
+    require_positions(model)
+    if looks_ahead(model):
+        raise ValueError(f"{config.model_type} attends in both directions; expected causal layers")
+
+
+def refuse_unpackable(model: nn.Module) -> None:
+    """Refuse a model that cannot be trained on packed documents, before it is trained.
+
+    Raises:
+        ValueError: its layers leak, or its attention is of a kind that packed attention does not
+            compute, and it is not set to use flash attention.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return
+    refuse_leaking_layers(model)
+    attention, missing = str(config._attn_implementation), next(not_computed(model), None)
+    ours = attention.startswith(("primerl_", CONTEXT_ATTENTION))
+    if missing and (ours or attention in MASKED_ATTENTION):
         raise ValueError(
-            f"{config.model_type} has {', '.join(carrying)} layers, which would carry state from "
-            "one packed document into the next; pack one document per batch"
+            f"{config.model_type} has {missing}, which packed attention does not compute; use "
+            "flash attention for this model"
         )
 
 
 def other_layers(model: nn.Module) -> list[str]:
     """The kinds of a model's layers that are no softmax attention, such as ``linear_attention``."""
-    config: Any = model.config
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    kinds -= {"full_attention", "sliding_attention"}
+    kinds = layer_kinds(model) - HARMLESS_LAYERS
     return sorted(kinds - {"indexed_attention"} if is_sparse(model) else kinds)
 
 
@@ -159,8 +190,19 @@ def is_sparse(model: nn.Module) -> bool:
     return getattr(config.get_text_config(), "model_type", None) in SPARSE_FAMILIES
 
 
-def no_mask(*_: Any, attention_mask: Tensor | None = None, **_others: Any) -> Tensor | None:
-    """An entry of ``AttentionMaskInterface``: a caller's padding only, for attention to refuse."""
+def no_mask(
+    *_: Any,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **_others: Any,
+) -> Tensor | None:
+    """An entry of ``AttentionMaskInterface``: only what attention has to refuse.
+
+    That is a caller's padding, and a window shorter than a document, which some models have in
+    their mask only. (Others have such a mask made and do not use it.)
+    """
+    if local_size is not None and _LONGEST.get() > local_size:
+        return torch.zeros(1, 1, 1, 1, dtype=torch.bool)
     return None if attention_mask is None or attention_mask.all() else attention_mask
 
 
@@ -178,18 +220,24 @@ def packed_attention(
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Causal attention within each document: an entry of transformers' ``AttentionInterface``."""
     batch, _, length, _ = query.shape
+    positions, cached = asked.get("position_ids"), length != key.shape[2]
+    if documents is None and not cached and positions is not None and positions.numel() == length:
+        # Some layers pass on positions only; also when they compute again, in the backward pass.
+        documents = find_documents(positions.reshape(-1)) if batch == 1 else None
+    if documents is None and _PACKED.get():
+        raise ValueError(not_passed_on(module))
     if documents is None:
-        if _PACKED.get():
-            raise ValueError(not_passed_on(module))
         # Plain use of the same model, by a caller who knows nothing of packing.
-        if attention_mask is not None or length != key.shape[2]:
-            raise ValueError(
-                "this model was switched to packed attention by primerl.loss.model_logprobs; to "
-                "generate or to pad, call model.set_attn_implementation('sdpa') first"
-            )
         begins = range(0, batch * length, length)
         documents = tuple(Document(begin, begin + length, begin, 0) for begin in begins)
     refuse_other_attention(module, documents, asked)
+    if cached or attention_mask is not None:
+        raise ValueError(
+            f"{type(module).__name__} attends by a mask, such as a window shorter than a document, "
+            "or by a cache; packed attention computes full causal attention. "
+            "loss.model_logprobs switched this model to it: to generate or to pad, call "
+            "model.set_attn_implementation('sdpa') first"
+        )
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     attended = attend(q, k, v, documents, scaling=scaling, dropout=dropout)
     return attended.reshape(batch, length, *attended.shape[1:]), None
@@ -222,8 +270,9 @@ def refuse_other_attention(
         raise ValueError(
             f"{type(module).__name__} attends to later tokens too; packed attention is causal"
         )
-    for name in ("s_aux", "indices", "softcap"):
-        if asked.get(name) is not None:
+    for name, value in asked.items():
+        known = name in _IGNORED or name == "sliding_window" or value is None
+        if not (known or isinstance(value, bool)):  # flags, such as use_cache
             raise ValueError(
                 f"{type(module).__name__} asks for {name!r}, which packed attention does not "
                 "compute; use flash attention for this model"

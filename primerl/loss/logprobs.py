@@ -125,7 +125,7 @@ def _score(
     documents = attend_by_document(model, position_ids)
 
     def run() -> Tensor:
-        with passing_on(documents):
+        with passing_on(documents, position_ids):
             return model(  # type: ignore[no-any-return]
                 input_ids=token_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from primerl.attention import refuse_unpackable
 from primerl.parallel.context import share_context
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.device_mesh import mesh as make_mesh
@@ -57,6 +58,7 @@ def shard(
             cannot be divided this way.
     """
     mesh = mesh or make_mesh()
+    refuse_unpackable(model)
     if mesh.parameters is None:
         return model
     if isinstance(model, FSDPModule):

@@ -1,0 +1,108 @@
+"""The tables of ``parity``: on the terminal, and of all families in Markdown."""
+
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+from primerl._optional import require
+from primerl.testing.parity_checks import Finding
+
+ALONE = "1 process"
+
+
+def terminal_table(findings: Sequence[Finding]) -> Any:
+    """A ``rich`` table: what was measured, what is allowed, and the result."""
+    table_of = require("rich.table", extra="recipes")
+    escape = require("rich.markup", extra="recipes").escape
+    table = table_of.Table(box=require("rich.box", extra="recipes").SIMPLE_HEAD)
+    for heading in ("family", "mesh", "check"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("measured", justify="right")
+    table.add_column("allowed", justify="right")
+    table.add_column("result")
+    colors = {"pass": "green", "FAIL": "red", "refused": "yellow"}
+    before = ("", "")
+    for one in findings:
+        same = before[0] == one.family, before == (one.family, one.mesh)
+        before = one.family, one.mesh
+        table.add_row(
+            "" if same[0] else escape(one.family),
+            "" if same[1] else one.mesh,
+            one.check,
+            "" if one.figure is None else f"{one.figure:.1e}",
+            "" if one.allowed is None else f"{one.allowed:.0e}",
+            f"[{colors[one.result]}]{one.result}[/] {escape(one.note)}".strip(),
+        )
+    return table
+
+
+def markdown_table(findings: Sequence[Finding]) -> str:
+    """Families that are admitted, with the worst figures of all meshes; then those refused."""
+    by_family: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_family.setdefault(finding.family, []).append(finding)
+    meshes = list(dict.fromkeys(_plain(f.mesh) for f in findings if f.mesh != ALONE))
+    rows, remarks, refused = [], [], []
+    for family, mine in by_family.items():
+        alone = [finding for finding in mine if finding.mesh == ALONE]
+        if any(finding.figure is None for finding in alone):
+            refused.append(f"| `{family}` | {_cell(alone[0].note)} |")
+            continue
+        cells = [_result(alone)]
+        cells += [_result([f for f in mine if _plain(f.mesh) == mesh]) for mesh in meshes]
+        cells += [f"{_worst(mine, check):.0e}" for check in ("loss", "gradient norm")]
+        rows.append(f"| `{family}` | {' | '.join(cells)} |")
+        remarks += [f"- `{family}`, {_plain(f.mesh)}: {f.note}" for f in mine if f.note]
+    heads = ["family", "packed", *meshes, "loss", "gradient norm"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *rows, ""]
+    lines += [*remarks, ""] if remarks else []
+    if refused:
+        lines += ["## Refused", "", "| family | reason |", "|---|---|", *refused]
+    return "\n".join(lines) + "\n"
+
+
+def page(findings: Sequence[Finding]) -> str:
+    """A page of the documentation."""
+    return PAGE.format(versions=versions(), table=markdown_table(findings))
+
+
+PAGE = """# Families of models
+
+Made by `python -m primerl.testing.parity --table docs/families.md` for every `model_type` of which
+transformers has a causal language model, with {versions}.
+
+Each family's tiny version is trained for three steps of AdamW on packed documents, on two gloo
+ranks, with recomputation of activations, and compared with one process that computes each document
+alone in plain Hugging Face code: losses, gradient norms, gradients, the experts that each token
+goes to, parameters after the steps, and a checkpoint's round trip. `loss` and `gradient norm` are the largest relative
+differences. A family with windows of attention is admitted for documents that fit into them;
+longer ones are refused when they come.
+
+{table}"""
+
+
+def versions() -> str:
+    """Of what the findings were made with."""
+    torch, transformers = require("torch", extra="transformers"), None
+    transformers = require("transformers", extra="transformers")
+    return (
+        f"torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"Python {platform.python_version()}"
+    )
+
+
+def _result(findings: Sequence[Finding]) -> str:
+    results = {finding.result for finding in findings}
+    return next((r for r in ("FAIL", "refused", "pass") if r in results), "")
+
+
+def _plain(mesh: str) -> str:
+    return mesh.removesuffix(", recompute")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _worst(findings: Sequence[Finding], check: str) -> float:
+    return max((f.figure for f in findings if f.check == check and f.figure is not None), default=0)

@@ -2,8 +2,8 @@
 
 Each package is imported on first use, so ``import primerl`` is instant and loads no torch:
 
-    from primerl import advantage, filters, loss, optim, packing, parallel, rollout, track
-    from primerl import types, weights
+    from primerl import advantage, checkpoint, filters, loss, optim, packing, parallel
+    from primerl import rollout, track, types, weights
 
 Data flows from ``rollout`` through ``filters``, ``advantage``, ``packing``, ``loss``, an optimizer
 and ``weights`` back to ``rollout``. No package imports another: the short scripts in ``recipes/``
@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from primerl import (
         advantage as advantage,
+    )
+    from primerl import (
+        checkpoint as checkpoint,
     )
     from primerl import (
         filters as filters,
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "advantage",
+    "checkpoint",
     "filters",
     "flops",
     "loss",

@@ -6,20 +6,21 @@ On a laptop's CPU, in a few minutes, with a chat model of 135M parameters and no
     python recipes/async_grpo.py --model smollm2 --steps 20    # --engine vllm: with its server
 
 Other tasks: edit ``build_tasks`` and ``reward``, or ``--env reasoning-gym:chain_sum``, which is in
-recipes/environments. Several GPUs: ``torchrun --nproc-per-node 8`` instead of ``python``.
+recipes/environments. GPUs: ``torchrun --nproc-per-node 8``. SIGTERM saves; ``--resume RUN_DIR``.
 ``diff recipes/sync_grpo.py recipes/async_grpo.py`` shows what asynchrony takes.
 """
 
 import collections
 import contextlib
 import random
+from statistics import fmean
 from typing import Any
 
 import attrs
 import torch
 import tyro
 
-from primerl import advantage, filters, loss, packing, parallel, rollout, track, weights
+from primerl import advantage, checkpoint, filters, loss, packing, parallel, rollout, track, weights
 from primerl.types import SamplingParams
 
 
@@ -48,17 +49,16 @@ class Args:
     env: str | None = None  # of the verifiers library, such as reasoning-gym:chain_sum
     wandb: str | None = None  # a Weights & Biases project
     run_dir: str | None = None
+    resume: str | None = None  # such a folder, to go on in it
+    save_every: int = 10  # policy steps from one checkpoint to the next
 
 
 def build_tasks(seed: int) -> list[dict[str, Any]]:
     """Sums of two numbers, in a random order."""
-    tasks = [
-        {"prompt": f"What is {a} + {b}? Reply with the number only.", "answer": str(a + b)}
-        for a in range(2, 30)
-        for b in range(2, 30)
-    ]
-    random.Random(seed).shuffle(tasks)
-    return tasks
+    question = "What is {} + {}? Reply with the number only."
+    pairs = [(a, b) for a in range(2, 30) for b in range(2, 30)]
+    random.Random(seed).shuffle(pairs)
+    return [{"prompt": question.format(a, b), "answer": str(a + b)} for a, b in pairs]
 
 
 def reward(task: Any, reply: str) -> float:
@@ -80,6 +80,8 @@ def main(args: Args) -> None:
         environment = rollout.verifiers(args.env, tokenizer=tokenizer)
         held_out, train = environment.tasks.split(args.eval_tasks)
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
+    exam = (held_out, attrs.evolve(params, temperature=0))
+    saved = checkpoint.last_good(args.resume if world.is_first else None)
     with contextlib.ExitStack() as stack:
         enter, engine, rollouts, run = stack.enter_context, None, None, None
         if world.is_first:  # all ranks train; the first one samples, scores and keeps records
@@ -88,29 +90,26 @@ def main(args: Args) -> None:
                 engine = rollout.VLLMEngine(servers, on_update=args.on_update)
             else:
                 engine = rollout.TransformersEngine(model, on_update=args.on_update, seed=args.seed)
-            engine = enter(engine)
             plan = {"group_size": args.group_size, "groups_per_step": args.groups_per_step}
             plan |= {"max_staleness": args.max_staleness, "await_proof": remote}
-            plan |= {"params": params, "keep": [filters.has_signal]}
-            rollouts = enter(rollout.worker(engine, environment, train, **plan))
-            sinks: list[track.Sink] = [track.LiveView("async GRPO", steps=args.steps)]
-            if args.wandb:
-                sinks.append(track.wandb_sink(project=args.wandb, config=attrs.asdict(args)))
-            run = enter(track.Run(args.run_dir, args=args, decode=tokenizer.decode, sinks=sinks))
+            plan |= {"params": params, "keep": [filters.has_signal], "state": saved.get("worker")}
+            rollouts = enter(rollout.worker(enter(engine), environment, train, **plan))
+            sinks = [track.LiveView("GRPO", steps=args.steps), track.wandb_sink(args.wandb, args)]
+            keep = {"args": args, "decode": tokenizer.decode, "sinks": sinks}
+            keep |= {"state": saved.get("run", args.resume and {})}
+            run = enter(track.Run(args.resume or args.run_dir, **keep))
         enter(world)
-
-        def score() -> float:
-            played = rollouts.evaluate(held_out, attrs.evolve(params, temperature=0))
-            return sum(one.reward for one in played) / len(played)
-
         parallel.shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
         guard = parallel.UpdateGuard(on_nonfinite=args.on_nonfinite)
         transport = weights.transport_to(model, engine, folder=args.weights_folder, worker=rollouts)
-        transport.publish(0)
-        gate = weights.MismatchGate()
-        before = score() if world.is_first else None
-        for step in range(args.steps):
+        saves = checkpoint.Checkpoints(run and run.folder, model, optimizer, every=args.save_every)
+        first = enter(saves).load(saved)
+        gate = weights.MismatchGate(**saved.get("gate", {}))
+        transport.publish(first)
+        if world.is_first and first == 0:
+            run.summary["eval_before"] = fmean(r.reward for r in rollouts.evaluate(*exam))
+        for step in range(first, args.steps):
             if world.is_first:
                 groups = rollouts.take(version=step)
                 samples = advantage.assign(groups, advantage.centered)
@@ -134,15 +133,14 @@ def main(args: Args) -> None:
             totals = parallel.all_sum(sums)  # over ranks
             if world.is_first:
                 metrics = transport.figures | loss.summarize(totals)
-                metrics["skipped_updates"] = guard.skipped
                 gate = gate.after(metrics.get("mismatch_kl"))
-                if gate.alarm:
-                    print(gate.alarm)
+                metrics |= {"skipped_updates": guard.skipped, "alarm": gate.alarm}
                 figures = {"mismatch": totals["kl_by_staleness"][0], "totals": rollouts.stats()}
                 run.log(step, groups=groups, samples=samples, metrics=metrics, **figures)
+            saves.after(step + 1, stop=world.should_stop(), worker=rollouts, run=run, gate=gate)
         weights.save_pretrained(model, run and run.folder / "final", tokenizer=tokenizer)
         if world.is_first:
-            run.finish(eval_before=before, eval_after=score())
+            run.finish(eval_after=fmean(r.reward for r in rollouts.evaluate(*exam)))
             print(run.report())
 
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from primerl import loss, optim, parallel, testing
 from primerl.parallel import activation
@@ -118,7 +120,7 @@ def resumed(model, optimizer, folder, reference):
     dcp.save({"model": parameters, "optimizer": states}, checkpoint_id=folder)
     other = make()
     places = where_elements_lie(other, parallel.mesh(replicate=2))
-    again = optim.Muon(optim.muon_parameters(other), lr=1.0, dtype=torch.float32)
+    again = optim.Offload(optim.Muon(optim.muon_parameters(other), lr=1.0, dtype=torch.float32))
     parameters, states = get_state_dict(other, again)
     target = {"model": parameters, "optimizer": states}
     dcp.load(target, checkpoint_id=folder)
@@ -171,6 +173,21 @@ def refused_after_sharding():
         return str(error)
 
 
+def refused_gradients():
+    """On a mesh of half of the ranks, and of terms that are not added up."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    messages = []
+    for of_gradient, placements in (mesh["b"], [Shard(0)]), (mesh, [Shard(0), Partial()]):
+        like = DTensor.from_local(torch.ones(2, 2), of_gradient, placements, run_check=False)
+        parameter = torch.nn.Parameter(like)
+        parameter.grad = like
+        try:
+            parallel.clip_gradients([parameter], 1.0)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
 def main():
     folder = Path(sys.argv[1])
     activation.SMALLEST_OFFLOADED = 1
@@ -208,6 +225,7 @@ def main():
         for name, how in RECOMPUTED.items():
             reference, found["recomputed"][name] = recomputed(how, world, reference)
         found["refused"] = refused_after_sharding()
+        found["refused gradients"] = refused_gradients()
     (folder / f"found-{world.rank}.json").write_text(json.dumps(found))
 
 

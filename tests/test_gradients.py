@@ -103,3 +103,10 @@ def test_sharded_gradients_have_the_norm_of_one_process_on_every_rank(optimized,
         assert one["distinct"] == 1
         assert one["after"] == pytest.approx(0.5, rel=1e-5)
         assert one["placements"] == (1 if mesh in ("fsdp", "hsdp") else 2)
+
+
+def test_gradients_whose_norm_is_unclear_are_refused(optimized):
+    for found in optimized:
+        half, terms = found["refused gradients"]
+        assert "a mesh of 2 ranks, but there are 4" in half
+        assert "was not added over its ranks" in terms

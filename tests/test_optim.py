@@ -124,7 +124,8 @@ def test_a_stack_is_updated_matrix_by_matrix():
 
 @pytest.mark.parametrize("dimension", [-2, -1])
 def test_halves_are_updated_as_matrices_of_their_own(dimension):
-    whole, gradient = random(3, 8, 8), random(3, 8, 8, seed=1)
+    shape = (3, 16, 8) if dimension == -2 else (3, 8, 16)
+    whole, gradient = random(*shape), random(*shape, seed=1)
     together = parameter(whole)
     together.grad = gradient.clone()
     apart = [parameter(half) for half in whole.chunk(2, dim=dimension)]
@@ -365,6 +366,19 @@ def test_offloaded_states_are_loaded_into_host_memory():
     assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
     assert again.state[others[0]] is not optimizer.state[parameters[0]]
     assert again.param_groups[0]["params"][0] is others[0]
+
+
+def test_parameters_that_are_added_later_are_updated():
+    _, optimizer = trained_offload()
+    late = parameter(torch.ones(2))
+    late.grad = torch.ones(2)
+    optimizer.add_param_group({"params": [late], "lr": 0.5})
+
+    optimizer.step()
+
+    assert late.tolist() == pytest.approx([0.495, 0.495])  # and 1 % of weight decay
+    assert optimizer.param_groups[1]["lr"] == 0.5
+    assert len(optimizer.state_dict()["state"]) == len(WEIGHTS) + 1
 
 
 def test_a_failing_step_leaves_the_gradients():

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from conftest import torchrun
 
 from primerl import parallel, testing
-from primerl.parallel.launch import _first_failure, _Stopped
+from primerl.parallel.launch import _first_failure
+from primerl.parallel.stop_signals import StoppedError
 
 FAMILIES = ["llama", "llama, tied", "qwen3", "qwen3_moe"]
 
@@ -147,7 +148,7 @@ def test_a_rank_that_left_no_word_was_killed():
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
     assert "no rank said why" in _first_failure(dist.HashStore(), 1, lost)
-    assert "SIGTERM" in _first_failure(dist.HashStore(), 1, _Stopped("(SIGTERM)"))
+    assert "SIGTERM" in _first_failure(dist.HashStore(), 1, StoppedError("(SIGTERM)"))
 
 
 def test_the_first_failure_is_the_cause():
@@ -155,7 +156,7 @@ def test_the_first_failure_is_the_cause():
 
     assert _first_failure(store, 2, KeyError("x")) is None
     assert _first_failure(store, 0, ValueError("later")) == "rank 2 failed: KeyError: 'x'"
-    assert _first_failure(store, 1, _Stopped("(SIGTERM)")) == "rank 2 failed: KeyError: 'x'"
+    assert _first_failure(store, 1, StoppedError("(SIGTERM)")) == "rank 2 failed: KeyError: 'x'"
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ EXPORTS = {
         "standardized",
         "whitened",
     ],
+    "primerl.checkpoint": ["Checkpoints", "Saved", "Stopped", "last_good"],
     "primerl.filters": ["completed", "fluent", "has_signal", "reward_in", "within_tokens"],
     "primerl.flops": [
         "Breakdown",
@@ -179,7 +180,7 @@ def test_the_packages_are_listed():
     assert sorted(primerl.__all__) == sorted(name.split(".")[1] for name in EXPORTS)
     for name in primerl.__all__:
         assert inspect.ismodule(getattr(primerl, name))
-    with pytest.raises(AttributeError, match="it has advantage, filters"):
+    with pytest.raises(AttributeError, match="it has advantage, checkpoint"):
         _ = primerl.losses
 
 

@@ -125,6 +125,70 @@ def test_a_folder_holds_one_run(tmp_path):
         track.Run(tmp_path)
 
 
+def log(run, steps):
+    for step in steps:
+        groups = [make_group([0.0, 1.0], version=0, task_id=f"t{step}")]
+        samples = advantage.assign(groups, advantage.centered)
+        totals = {"rollout_tokens": 100 * (step + 1), "trainer_wait_s": 1.0 * step}
+        run.log(step, groups=groups, samples=samples, totals=totals, mismatch=(0.1 * step, 10))
+
+
+def test_a_run_goes_on_in_its_folder_from_a_state(tmp_path):
+    """What came after the state was taken is removed, half a line too."""
+    with track.Run(tmp_path / "whole") as whole:
+        log(whole, range(5))
+    with track.Run(tmp_path / "run") as run:
+        run.summary["eval_before"] = 0.5
+        log(run, range(3))
+        state = json.loads(json.dumps(run.state()))
+        log(run, range(3, 4))
+    with (tmp_path / "run" / "rollouts.jsonl").open("a") as file:
+        file.write('{"step": 4, "ta')
+
+    with track.Run(tmp_path / "run", state=state) as again:
+        log(again, range(3, 5))
+
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["wall_s"] > state["wall_s"]
+    assert summary == whole.summary | {"eval_before": 0.5, "wall_s": summary["wall_s"]}
+    assert again.staleness == whole.staleness
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        ours, theirs = (lines(tmp_path / folder / name) for folder in ("run", "whole"))
+        timed = {key for key in theirs[0] if key.endswith("_s")}
+        assert [{k: v for k, v in line.items() if k not in timed} for line in ours] == [
+            {k: v for k, v in line.items() if k not in timed} for line in theirs
+        ]
+    waits = [line["trainer_wait_s"] for line in lines(tmp_path / "run" / "metrics.jsonl")]
+    assert waits == [0.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_an_empty_state_begins_again(tmp_path):
+    record(tmp_path / "run")
+
+    record(tmp_path / "run", state={}, steps=1)
+
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 1
+
+
+def test_a_state_without_its_files_is_refused(tmp_path):
+    state = record(tmp_path / "run").state()
+
+    with pytest.raises(ValueError, match="metrics.jsonl is missing; the run's state has 2 steps"):
+        track.Run(tmp_path / "elsewhere", state=state)
+
+
+def test_an_alarm_is_printed(capsys):
+    view = track.LiveView("test", steps=2)
+    view(0, {"loss": 1.0, "alarm": "mismatch_kl has risen"})
+    view(1, {"loss": 1.0, "alarm": None})
+
+    assert capsys.readouterr().out.count("mismatch_kl has risen") == 1
+
+
+def test_no_project_is_no_sink_of_weights_and_biases():
+    assert track.wandb_sink(None)(0, {"loss": 1.0}) is None
+
+
 def test_by_default_a_run_gets_the_next_free_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["recipes/demo.py"])

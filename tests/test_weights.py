@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from primerl import loss, testing, weights
+from primerl.weights import pretrained
 
 
 class Engine:
@@ -61,6 +62,27 @@ def test_a_saved_model_loads_with_its_tokenizer_and_gives_the_same_logprobs(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
     config = json.loads((tmp_path / "final" / "config.json").read_text())
     assert "primerl" not in json.dumps(config), "the packed attention leaked into the config"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_a_model_of_several_files_loads_bit_for_bit(family, tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrained, "SHARD_BYTES", 20_000)
+    model = testing.tiny_model(family)
+    weights.save_pretrained(model, tmp_path / "final", tokenizer=testing.character_tokenizer("ab"))
+
+    loaded = weights.load_pretrained(tmp_path / "final")[0].state_dict()
+    ours = model.state_dict()
+    assert loaded.keys() == ours.keys()
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in loaded.items())
+    files = sorted((tmp_path / "final").glob("*.safetensors"))
+    assert [path.name for path in files] == [
+        f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)
+    ]
+    assert len(files) > 4
+    assert max(path.stat().st_size for path in files) < 30_000
+    model.save_pretrained(tmp_path / "theirs")
+    configs = [(tmp_path / name / "config.json").read_text() for name in ("final", "theirs")]
+    assert configs[0] == configs[1]
 
 
 def test_rank_0_needs_a_folder():

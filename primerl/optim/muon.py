@@ -152,8 +152,9 @@ class Muon(Optimizer):
         assert gradient is not None
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        buffer, local = _local(state["momentum_buffer"]), _local(gradient)
-        buffer.lerp_(local.to(buffer.dtype), 1 - group["momentum"])
+        buffer = _local(state["momentum_buffer"])
+        local = _local(gradient).to(buffer.dtype)
+        buffer.lerp_(local, 1 - group["momentum"])
         update = local.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         update = update.to(self._dtype)
         return update if update.ndim == 3 else update.unsqueeze(0)

@@ -36,12 +36,20 @@ class Offload(Optimizer):
     def __init__(self, optimizer: Optimizer, *, part_elements: int = PART_ELEMENTS) -> None:
         if part_elements < 1:
             raise ValueError(f"part_elements is {part_elements}, expected at least 1")
-        super().__init__(optimizer.param_groups, optimizer.defaults)  # the same groups, not copies
         self._optimizer = optimizer
+        super().__init__(optimizer.param_groups, optimizer.defaults)  # the same groups, not copies
         self._part_elements = part_elements
         self._on_host: dict[Tensor, dict[str, Tensor]] = {}
         self._copies = _Copies(_parameters(optimizer))
         self._keep_on_host()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the optimizer."""
+        if any(group is param_group for group in self._optimizer.param_groups):
+            super().add_param_group(param_group)
+        else:
+            self._optimizer.add_param_group(param_group)
+            self.param_groups = list(self._optimizer.param_groups)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,24 +1,20 @@
 """Joining the other ranks, and parting from them."""
 
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from types import FrameType, TracebackType
-from typing import Any
+from types import TracebackType
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from primerl.parallel.scattering import all_sum
+from primerl.parallel.stop_signals import StoppedError, StopSignals
+
 FAILURE = "primerl/failure"
-
-
-class _Stopped(RuntimeError):
-    """SIGTERM, by which torchrun ends the ranks that are left when one has failed."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -33,6 +29,7 @@ class World:
     device: torch.device
     """Of this rank."""
     timeout_s: float
+    _signals: StopSignals = attrs.field(repr=False)
     _connection: ExitStack = attrs.field(factory=ExitStack, init=False, repr=False)
 
     @property
@@ -40,9 +37,22 @@ class World:
         """Whether this is rank 0, which owns whatever there is one of."""
         return self.rank == 0
 
+    def should_stop(self) -> bool:
+        """Whether SIGTERM or SIGUSR1 came, to any rank; all ranks ask together, after each step.
+
+        From the first time on, those signals wait for this question, so that a run can be saved.
+        SIGTERM ends a process at once if it comes again, and, where there are several ranks, if
+        one has failed, or if this was not asked within ``grace_s``.
+        """
+        self._signals.defer()
+        if bool(all_sum(int(self._signals.came))):
+            self._signals.agree()
+        return self._signals.agreed
+
     def __enter__(self) -> "World":
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        self._connection.callback(self._signals.restore)
         if self.world_size > 1:
             self._connection.enter_context(_connected(self))
         return self
@@ -56,7 +66,7 @@ class World:
         self._connection.__exit__(kind, error, traceback)
 
 
-def process_group(*, timeout_s: float = 1800.0) -> World:
+def process_group(*, timeout_s: float = 1800.0, grace_s: float = 25.0) -> World:
     """The world that torchrun's environment describes; of one rank where there is none.
 
         world = parallel.process_group()
@@ -68,18 +78,24 @@ def process_group(*, timeout_s: float = 1800.0) -> World:
     Entering connects the ranks, by gloo for CPU tensors and NCCL for those of CUDA; leaving waits
     until every rank leaves. When a rank fails, the others fail too, by an error that names it and
     says what it said; SIGTERM, by which torchrun ends them, is raised as an error, so that a run
-    folder is closed and processes are ended.
+    folder is closed and processes are ended. A loop that asks ``World.should_stop`` gets to the end
+    of its step first.
 
     Args:
         timeout_s: how long ranks wait for each other, in seconds: longer than what the first rank
             does while the others wait (rollouts, evaluation).
+        grace_s: how long after SIGTERM the next ``World.should_stop`` may come, in seconds, where
+            there are several ranks: less than torchrun's ``--shutdown_timeout`` (30), after which
+            it kills.
 
     Raises:
-        ValueError: the environment is incomplete, or there are more local ranks than GPUs.
+        ValueError: the environment is incomplete, there are more local ranks than GPUs, or a time
+            is not above 0.
         RuntimeError: on entering: a group runs already. On leaving: another rank failed.
     """
-    if timeout_s <= 0:
-        raise ValueError(f"timeout_s is {timeout_s}, expected seconds, above 0")
+    for name, seconds in {"timeout_s": timeout_s, "grace_s": grace_s}.items():
+        if seconds <= 0:
+            raise ValueError(f"{name} is {seconds}, expected seconds, above 0")
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         rank, world_size, local_rank = 0, 1, 0
     else:
@@ -92,7 +108,13 @@ def process_group(*, timeout_s: float = 1800.0) -> World:
                 "start one rank for each GPU, or set CUDA_VISIBLE_DEVICES='' to use the CPU"
             )
         device = torch.device("cuda", local_rank)
-    return World(rank=rank, world_size=world_size, device=device, timeout_s=timeout_s)
+    return World(
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        timeout_s=timeout_s,
+        signals=StopSignals(grace_s),
+    )
 
 
 def _variable(name: str) -> int:
@@ -116,30 +138,35 @@ def _connected(world: World) -> Iterator[None]:
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
     )
-    before = _on_sigterm(_raise_stopped)
+    signals = world._signals
+    signals.install(lambda: _has_failed(store))
+    leaving: SystemExit | None = None
     try:
-        yield
+        try:
+            yield
+        except SystemExit as error:
+            if not signals.agreed:
+                raise
+            leaving = error  # as on all ranks
         dist.all_reduce(torch.zeros(1))  # leave together
-        _on_sigterm(before)
     except BaseException as error:
         # This rank is ending; torchrun's SIGTERM must not cut off its clean-up and last words.
-        _on_sigterm(signal.SIG_IGN)
+        signals.ignore()
         cause = _first_failure(store, world.rank, error)
         if cause is None:
             raise
         raise RuntimeError(f"rank {world.rank} stopped: {cause}") from error
     finally:
         dist.destroy_process_group()
+    if leaving is not None:
+        raise leaving
 
 
-def _on_sigterm(handler: Any) -> Any:
-    if threading.current_thread() is threading.main_thread():  # only it may handle signals
-        return signal.signal(signal.SIGTERM, handler)
-    return None
-
-
-def _raise_stopped(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    raise _Stopped("this process was told to stop (SIGTERM)")
+def _has_failed(store: dist.Store) -> bool:
+    try:
+        return bool(store.check([FAILURE]))
+    except RuntimeError:  # the store is gone with the process that kept it
+        return True
 
 
 def _first_failure(store: dist.Store, rank: int, error: BaseException) -> str | None:
@@ -147,7 +174,7 @@ def _first_failure(store: dist.Store, rank: int, error: BaseException) -> str | 
 
     The first rank that fails says so in the store, which under torchrun outlives it.
     """
-    follows = isinstance(error, _Stopped) or _is_lost_connection(error)
+    follows = isinstance(error, StoppedError) or _is_lost_connection(error)
     mine = "" if follows else f"rank {rank} failed: {type(error).__name__}: {error}"
     try:
         first = store.compare_set(FAILURE, "", mine).decode()

@@ -43,7 +43,9 @@ class LiveView:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
 
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show one step's metrics."""
+        """Show one step's metrics, and its ``alarm``, a text, if there is one."""
+        if metrics.get("alarm"):
+            self._console.print(metrics["alarm"], highlight=False, soft_wrap=True)
         for name, value in metrics.items():
             if isinstance(value, int | float):
                 self._history.setdefault(name, []).append(float(value))

@@ -1,7 +1,6 @@
 """A run: one folder with everything that is worth keeping."""
 
 import itertools
-import json
 import math
 import os
 import sys
@@ -10,11 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import attrs
 import numpy as np
 
+from primerl.track.json_files import cut, open_lines, write_json, write_line
 from primerl.track.sinks import Sink
 from primerl.types import Group, TrainingSample
 
@@ -39,17 +39,20 @@ class Run:
     - ``metrics.jsonl``: a line for each step.
     - ``rollouts.jsonl``: every trained sequence with its text, reward and per-token arrays.
     - ``summary.json``: the outcome, also of a run that failed; null where a figure does not apply.
+      What is put into ``summary`` before appears there, too.
     - ``final/``: what ``save`` writes.
 
     Args:
-        folder: is made; must not hold another run. By default the next free
-            ``runs/SCRIPT-NNN``, named for the running script.
+        folder: is made; must not hold another run, unless ``state`` is given. By
+            default the next free ``runs/SCRIPT-NNN``, named for the running script.
         args: an attrs value or a mapping.
         decode: token ids to text.
         sinks: functions ``(step, metrics) -> None``.
+        state: what ``Run.state`` returned, to go on from there in the same folder: lines of later
+            steps are removed. ``{}`` begins again, in a folder that may hold a run.
 
     Raises:
-        ValueError: the folder holds a run.
+        ValueError: the folder holds a run, or less of it than ``state`` says.
     """
 
     def __init__(
@@ -59,23 +62,29 @@ class Run:
         args: Any = None,
         decode: Callable[[list[int]], str] | None = None,
         sinks: Sequence[Sink] = (),
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = _fresh_folder() if folder is None else Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        if (self.folder / "metrics.jsonl").exists():
+        metrics, rollouts = (self.folder / f"{name}.jsonl" for name in ("metrics", "rollouts"))
+        if state is None and metrics.exists():
             raise ValueError(f"{self.folder} holds a run already; choose another folder")
-        self.staleness: Counter[int] = Counter()
+        known = state or {}
+        self.staleness: Counter[int] = Counter(dict(known.get("staleness", ())))
         """Trained tokens by staleness, over the run."""
-        self.summary: dict[str, Any] = dict.fromkeys(SUMMARY)
+        self.summary: dict[str, Any] = dict.fromkeys(SUMMARY) | known.get("summary", {})
         self._decode = decode
         self._sinks = tuple(sinks)
-        self._metrics_file = _open(self.folder / "metrics.jsonl")
-        self._rollouts_file = _open(self.folder / "rollouts.jsonl")
+        self._steps: int = known.get("steps", 0)
+        for path in (metrics, rollouts):
+            cut(path, self._steps)
+        self._metrics_file, self._rollouts_file = open_lines(metrics), open_lines(rollouts)
+        self._earlier_s: float = known.get("wall_s", 0.0)
         self._began = self._step_began = time.perf_counter()
-        self._totals: dict[str, float] = {}
-        self._mismatch = [0.0, 0]
+        self._totals: dict[str, float] = dict(known.get("totals", {}))
+        self._mismatch: list[float] = list(known.get("mismatch", (0.0, 0)))
         values = attrs.asdict(args) if attrs.has(type(args)) else dict(args or {})
-        _write_json(self.folder / "args.json", values)
+        write_json(self.folder / "args.json", values)
 
     def __enter__(self) -> "Run":
         self._began = self._step_began = time.perf_counter()
@@ -87,16 +96,31 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.summary["wall_s"] = time.perf_counter() - self._began
+        self.summary["wall_s"] = self._wall_s
         if error is not None:
             self.summary["error"] = f"{type(error).__name__}: {error}"
-        _write_json(self.folder / "summary.json", self.summary)
+        write_json(self.folder / "summary.json", self.summary)
         self._metrics_file.close()
         self._rollouts_file.close()
         for sink in self._sinks:
             close = getattr(sink, "close", None)
             if close is not None:
                 close()
+
+    @property
+    def _wall_s(self) -> float:
+        return self._earlier_s + time.perf_counter() - self._began
+
+    def state(self) -> dict[str, Any]:
+        """What another run needs to go on from here: ``Run(folder, state=)``; in JSON's types."""
+        return {
+            "steps": self._steps,
+            "summary": dict(self.summary),
+            "staleness": [[stale, count] for stale, count in sorted(self.staleness.items())],
+            "mismatch": list(self._mismatch),
+            "totals": dict(self._totals),
+            "wall_s": self._wall_s,
+        }
 
     def log(
         self,
@@ -137,8 +161,8 @@ class Run:
             stale = step - sample.versions[sample.loss_mask]
             self.staleness.update(stale.tolist())
         self._write_rollouts(step, groups, samples)
-        _write_line(self._metrics_file, line)
-        self.summary["steps"] = step + 1
+        write_line(self._metrics_file, line)
+        self.summary["steps"] = self._steps = step + 1
         self.summary["staleness_max"] = max(self.staleness, default=None)
         for sink in self._sinks:
             sink(step, line)
@@ -203,7 +227,7 @@ class Run:
                         "versions": one.versions.tolist(),
                         "advantages": one.advantages.tolist(),
                     }
-                    _write_line(self._rollouts_file, record)
+                    write_line(self._rollouts_file, record)
 
 
 def _batch_metrics(
@@ -249,17 +273,3 @@ def _plain(value: Any) -> Any:
     """A tensor or numpy number as Python's own; a number that JSON lacks as null."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _open(path: Path) -> TextIO:
-    return path.open("x", encoding="utf-8", buffering=1)  # a whole line at a time
-
-
-def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
-    file.write(json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n")
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
-    partial.replace(path)

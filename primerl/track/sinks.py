@@ -3,19 +3,26 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
+
 from primerl._optional import require
 
 Sink = Callable[[int, Mapping[str, Any]], None]
 
 
-def wandb_sink(*, project: str, **init: Any) -> Sink:
+def wandb_sink(project: str | None, args: Any = None, **init: Any) -> Sink:
     """A sink that logs numbers to Weights & Biases.
 
     Args:
-        project: the W&B project.
+        project: the W&B project; None for a sink that does nothing.
+        args: of the run, an attrs value or a mapping: W&B's ``config``.
         init: other arguments of ``wandb.init`` (https://docs.wandb.ai/ref/python/init), such as
-            ``mode="offline"`` or ``config=``.
+            ``mode="offline"``.
     """
+    if project is None:
+        return lambda step, metrics: None  # noqa: ARG005
+    if args is not None:
+        init["config"] = attrs.asdict(args) if attrs.has(type(args)) else dict(args)
     run = require("wandb", extra="wandb").init(project=project, **init)
 
     def sink(step: int, metrics: Mapping[str, Any]) -> None:

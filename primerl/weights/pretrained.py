@@ -1,15 +1,23 @@
 """Hugging Face model folders."""
 
+import itertools
+import json
+import math
 import os
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from primerl._optional import require
-from primerl.weights.gathering import is_first_rank, whole_tensors
+from primerl.weights.checkpoint import TensorLayout, checkpoint_layout, checkpoint_tensors
+from primerl.weights.gathering import is_first_rank
+from primerl.weights.tensor_file import write_tensors
+
+SHARD_BYTES = 5 * 10**9
 
 
 def load_pretrained(
@@ -45,7 +53,8 @@ def save_pretrained(
     """Write the model and its tokenizer as a Hugging Face folder (safetensors), all or nothing.
 
     The folder appears under its name when it is whole, in place of an earlier one. All ranks call
-    this, because a sharded model is gathered; rank 0 writes.
+    this, because a sharded model is gathered, layer by layer; rank 0 writes files of up to 5 GB,
+    and holds one layer beyond its shard.
 
     Args:
         model: a ``transformers`` model, sharded or not.
@@ -53,10 +62,11 @@ def save_pretrained(
         tokenizer: saved beside it.
 
     Raises:
-        ValueError: rank 0 has no folder.
+        ValueError: rank 0 has no folder, or the model's tensors cannot be named layer by layer.
     """
+    layout = checkpoint_layout(model)
     if not is_first_rank():
-        for _ in whole_tensors(model):
+        for _ in checkpoint_tensors(model):
             pass  # this rank only helps to gather
         return
     if folder is None:
@@ -66,7 +76,44 @@ def save_pretrained(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     writer: Any = model
-    writer.save_pretrained(partial, state_dict=dict(whole_tensors(model)))
+    writer.save_pretrained(partial, state_dict={})  # all that is not a tensor
+    for path in partial.glob("*.safetensors"):
+        path.unlink()
+    _write_shards(partial, layout, checkpoint_tensors(model))
     tokenizer.save_pretrained(partial)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
+
+
+def _write_shards(
+    folder: Path, layout: Mapping[str, TensorLayout], tensors: Iterator[tuple[str, Tensor]]
+) -> None:
+    """Write tensors, which come in the order of ``layout``, to the files of a model folder."""
+    parts: list[dict[str, TensorLayout]] = [{}]
+    room = SHARD_BYTES
+    for name, entry in layout.items():
+        size = _bytes(entry)
+        if size > room and parts[-1]:
+            parts.append({})
+            room = SHARD_BYTES
+        parts[-1][name] = entry
+        room -= size
+    names = ["model.safetensors"]
+    if len(parts) > 1:
+        names = [
+            f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+            for number in range(1, len(parts) + 1)
+        ]
+    for file, part in zip(names, parts, strict=True):
+        some = itertools.islice(tensors, len(part))
+        write_tensors(folder / file, part, some, metadata={"format": "pt"})
+    if len(parts) > 1:
+        index = {
+            "metadata": {"total_size": sum(_bytes(entry) for entry in layout.values())},
+            "weight_map": {n: file for file, part in zip(names, parts, strict=True) for n in part},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _bytes(entry: TensorLayout) -> int:
+    return math.prod(entry.shape) * entry.dtype.itemsize

@@ -82,25 +82,27 @@ def write_tensors(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     spare: Path | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write a stream of tensors, whose names and shapes are known before, in whatever order.
 
     Over the file ``spare``, if there is one: memory that a file has is not cleared again.
+    ``metadata`` goes into the header.
 
     Raises:
         ValueError: a tensor is missing, comes twice, or isn't what ``layout`` says.
     """
     spans = _spans(layout)
-    header = json.dumps(
-        {
-            name: {
-                "dtype": _CODES[span.layout.dtype],
-                "shape": list(span.layout.shape),
-                "data_offsets": [span.start, span.end],
-            }
-            for name, span in spans.items()
+    entries: dict[str, object] = {
+        name: {
+            "dtype": _CODES[span.layout.dtype],
+            "shape": list(span.layout.shape),
+            "data_offsets": [span.start, span.end],
         }
-    ).encode()
+        for name, span in spans.items()
+    }
+    notes = {"__metadata__": dict(metadata)} if metadata else {}
+    header = json.dumps(notes | entries).encode()
     header += b" " * (-len(header) % 8)
     left = dict(spans)
     with whole_or_nothing(path, spare=spare) as file:

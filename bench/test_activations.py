@@ -1,0 +1,118 @@
+"""What recomputation saves and costs: bytes kept for the backward pass, and the time of a step.
+
+    python -m pytest bench/test_activations.py -m "" --benchmark-only -s
+
+Bytes are counted, so that they are the same anywhere: each storage that the graph of the forward
+pass holds, or that selective recomputation does, once; parameters are not counted, nor is what was
+moved to host memory. Each way is timed in turn with keeping everything, and quoted as the ratio of
+the medians.
+"""
+
+import gc
+import statistics
+import time
+
+import pytest
+import torch
+import transformers
+from torch.autograd.graph import saved_tensors_hooks
+
+from primerl import loss, parallel
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+TOKENS, ROUNDS = (16_384, 10) if GPU else (512, 3)
+SIZES = {
+    "hidden_size": 1024 if GPU else 256,
+    "intermediate_size": 3072 if GPU else 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16 if GPU else 8,
+    "num_key_value_heads": 8 if GPU else 4,
+    "head_dim": 128 if GPU else 32,
+    "vocab_size": 32_768 if GPU else 4096,
+}
+WAYS = {
+    "full": {},
+    "selective": {"selective": True},
+    "every second layer": {"every": 2},
+    "full, offloaded": {"offload": True},
+}
+
+
+def build(how):
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**SIZES)
+    with torch.device(DEVICE):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if GPU else torch.float32
+        )
+    return model if how is None else parallel.recompute(model, **how)
+
+
+def forward(model):
+    ids = torch.arange(TOKENS, device=DEVICE) % 4096
+    positions = torch.arange(TOKENS, device=DEVICE) % (TOKENS // 4)
+    return -loss.model_logprobs(model, ids, positions, ids.roll(-1)).mean()
+
+
+def step(model):
+    begin = time.perf_counter()
+    forward(model).backward()
+    model.zero_grad()
+    if GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def live():
+    """Storages that Python can reach."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        # Its type: to ask the thing itself wakes lazy modules.
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == DEVICE.type:
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def kept_bytes(model, *, offload):
+    """Of the graph's tensors; selective recomputation keeps others, in Python."""
+    before, graph = live(), {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        graph[storage.data_ptr()] = (storage.nbytes(), storage)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        value = forward(model)
+    found = {place: size for place, (size, _) in graph.items()}
+    if not offload:  # on a CPU, what is in host memory would be found, too
+        found |= live()
+    total = sum(size for place, size in found.items() if place not in before)
+    del value
+    return total
+
+
+@pytest.mark.benchmark(group="recomputation", warmup=False)
+@pytest.mark.parametrize("way", WAYS)
+def test_recomputation(benchmark, way):
+    how = WAYS[way]
+    plain, model = build(None), build(how)
+    times = {"plain": [], "ours": []}
+    kept = kept_bytes(plain, offload=False), kept_bytes(model, offload="offload" in how)
+    for one in (plain, model):
+        step(one)
+
+    def both():
+        times["plain"].append(step(plain))
+        times["ours"].append(step(model))
+
+    benchmark.pedantic(both, rounds=ROUNDS, iterations=1)
+    slower = statistics.median(times["ours"]) / statistics.median(times["plain"])
+    row = {"mib": [round(size / 2**20, 1) for size in kept], "kept": kept[1] / kept[0]}
+    row["time"] = slower
+    benchmark.extra_info.update(row)
+    print(f"\n{way}: {row}")
+    assert kept[1] < 0.75 * kept[0]

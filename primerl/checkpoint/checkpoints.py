@@ -1,0 +1,227 @@
+"""Saving a training run while it goes on, and loading it on any number of ranks."""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import attrs
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from primerl.checkpoint import folders
+from primerl.checkpoint.agreement import exchange, together
+from primerl.checkpoint.folders import Saved
+from primerl.checkpoint.generators import generator_states
+from primerl.checkpoint.loading import load
+from primerl.checkpoint.resharding import my_pieces
+from primerl.checkpoint.tensor_file import Piece
+from primerl.checkpoint.training_state import model_tensors, optimizer_state
+from primerl.checkpoint.writing import Snapshot, Staging, Writer
+
+logger = logging.getLogger(__name__)
+
+
+class Stopped(SystemExit):
+    """The run was told to stop, and was saved: the process ends with exit code 143."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(143)  # what shells report of SIGTERM: the run is not finished
+        self.step = step
+
+    def __str__(self) -> str:
+        return f"told to stop after step {self.step}, which was saved; it can go on from there"
+
+
+class Checkpoints:
+    """The checkpoints of a run, in ``folder/checkpoints``; a context, on all ranks.
+
+        saved = checkpoint.last_good(resume)                # rank 0, before the ranks connect
+        ...
+        with checkpoint.Checkpoints(folder, model, optimizer, every=50) as saves:
+            for step in range(saves.load(saved), steps):
+                ...
+                saves.after(step + 1, stop=world.should_stop(), worker=rollouts)
+
+    Each rank writes its shards to a file of its own. A checkpoint appears under its name when all
+    files are on the disk, so a process killed at any time leaves the earlier ones. Leaving the
+    context waits for a save that runs.
+
+    Args:
+        folder: of the run, on a file system of all ranks; None on ranks other than 0, which are
+            told.
+        model: sharded or not.
+        optimizer: one, or several with parameters of their own.
+        schedule: of the learning rate; anything with ``state_dict`` and ``load_state_dict``, the
+            same on all ranks.
+        every: policy steps from one save by ``after`` to the next; 0: only when told to stop.
+        keep: how many of the last checkpoints are kept.
+        asynchronous: whether ``save`` returns once tensors are copied to the host's memory, which
+            then holds this rank's share of the state, and a thread writes them.
+        timeout_s: how long ranks wait for each other, and ``close`` for a save that runs.
+
+    Raises:
+        ValueError: a number is out of range, or rank 0 has no folder.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        schedule: Any = None,
+        *,
+        every: int = 0,
+        keep: int = 2,
+        asynchronous: bool = True,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        if every < 0 or keep < 1 or timeout_s <= 0:
+            raise ValueError(
+                f"every={every}, keep={keep}, timeout_s={timeout_s}: expected every of at least "
+                "0, keep of at least 1, and timeout_s above 0"
+            )
+        self._group: dist.ProcessGroup | None = None
+        self._rank, self._world_size = 0, 1
+        if dist.is_initialized():
+            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+            # The thread's own, and for CPU tensors.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        name = exchange(None if folder is None else os.fspath(folder), self._group)[0]
+        if name is None:
+            raise ValueError("folder is None on rank 0; pass the folder of the run")
+        self._folder = Path(name).absolute() / folders.SUBFOLDER
+        self._model = model
+        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._schedule = schedule
+        self._every = every
+        self._asynchronous = asynchronous
+        self._staging = Staging()
+        self._writer = Writer(
+            self._folder, keep=keep, rank=self._rank, group=self._group, timeout_s=timeout_s
+        )
+        if self._rank == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            folders.remove_remains(self._folder)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._writer.abandon(10.0)  # worth a moment, but other ranks may be gone
+
+    def load(self, saved: Saved | None) -> int:
+        """Go on from ``saved``, and return its step; 0 if there is none. All ranks call it.
+
+        Model, optimizers, schedule, and the random number generators of torch, numpy and Python:
+        each rank's own if as many ranks saved, else seeded anew from those of rank 0.
+
+        Args:
+            saved: what ``last_good`` returned on rank 0; not looked at on the others.
+
+        Raises:
+            ValueError: it is of another model or optimizer; the message names a tensor.
+        """
+        self._writer.finish()
+        mine = str(saved.folder) if self._rank == 0 and saved and saved.folder else None
+        folder = exchange(mine, self._group)[0]
+        step = 0
+        if folder is not None:
+            step = together(lambda: self._load(Path(folder)), self._group)[0]
+        if self._rank == 0:
+            folders.set_aside_later(self._folder, step)
+        return step
+
+    def after(self, step: int, *, stop: bool = False, **values: Any) -> None:
+        """Save if ``step`` steps are a multiple of ``every``, or if the run is to stop.
+
+        Args:
+            step: policy steps taken.
+            stop: save, wait until it is on the disk, and raise ``Stopped``.
+            values: as for ``save``.
+
+        Raises:
+            Stopped: a ``SystemExit`` of code 143.
+            RuntimeError: as for ``save``.
+        """
+        if stop:
+            self.save(step, wait=True, **values)
+            logger.warning("told to stop: step %d is saved in %s", step, self._folder)
+            raise Stopped(step)
+        if self._every and step % self._every == 0:
+            self.save(step, **values)
+
+    def save(self, step: int, *, wait: bool = False, **values: Any) -> None:
+        """Save the run. All ranks call it; an earlier save that still runs is waited for.
+
+        Args:
+            step: policy steps taken: where a run that loads it goes on.
+            wait: return when it is on the disk, also if ``asynchronous``.
+            values: of rank 0, under names for ``Saved.get``: bytes, JSON's types, or what has a
+                ``state()`` that is one of them; None is left out.
+
+        Raises:
+            RuntimeError: this save failed, or an asynchronous one before it, on any rank.
+            ValueError: a value or a tensor can't be saved.
+        """
+        self._writer.finish()
+        snapshot = self._snapshot(step, values)
+        if wait or not self._asynchronous:
+            self._writer.write(snapshot)
+            return
+        staged = self._staging.copied(snapshot.pieces)
+        self._writer.start(attrs.evolve(snapshot, pieces=staged))
+
+    def close(self) -> None:
+        """Wait for a save that runs.
+
+        Raises:
+            RuntimeError: it failed, on any rank, or took longer than ``timeout_s``.
+        """
+        self._writer.finish()
+
+    def _load(self, folder: Path) -> int:
+        return load(
+            folder,
+            self._model,
+            self._optimizers,
+            self._schedule,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
+
+    def _snapshot(self, step: int, values: Mapping[str, Any]) -> Snapshot:
+        of_optimizers, numbers = optimizer_state(self._model, self._optimizers)
+        pieces = my_pieces({**model_tensors(self._model), **of_optimizers})
+        notes = {}
+        for key, value in generator_states().items():
+            if isinstance(value, Tensor):
+                name, shape = f"rank-{self._rank}/{key}", tuple(value.shape)
+                pieces.append(Piece(name=name, shape=shape, offsets=(0,), values=value))
+            else:
+                notes[key] = value
+        schedule = None if self._schedule is None else self._schedule.state_dict()
+        state = {"step": step, "optimizer": numbers, "schedule": schedule}
+        kept = {name: _state(value) for name, value in values.items() if value is not None}
+        return Snapshot(
+            step=step,
+            pieces=pieces,
+            notes=notes,
+            files={} if self._rank else folders.encode(state, kept),
+        )
+
+
+def _state(value: Any) -> Any:
+    return value.state() if hasattr(value, "state") else value

@@ -1,0 +1,46 @@
+"""The states of random number generators."""
+
+import json
+import random
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+
+def generator_states() -> dict[str, Tensor | str]:
+    """Of torch (CPU, and this rank's GPU), numpy's global generator and Python's."""
+    kind, key, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+    states: dict[str, Tensor | str] = {
+        "torch": torch.get_rng_state(),
+        "numpy": json.dumps([kind, [int(x) for x in key], position, has_gauss, gauss]),
+        "python": json.dumps(random.getstate()),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_generators(states: dict[str, Tensor | str]) -> None:
+    """Go on from where ``generator_states`` was."""
+    version, internal, gauss = json.loads(str(states["python"]))
+    random.setstate((version, tuple(internal), gauss))
+    kind, key, position, has_gauss, normal = json.loads(str(states["numpy"]))
+    np.random.set_state((kind, np.array(key, np.uint32), position, has_gauss, normal))  # noqa: NPY002
+    torch.set_rng_state(_copy(states["torch"]))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_copy(states["cuda"]))
+
+
+def reseed_generators(states: dict[str, Tensor | str], rank: int) -> None:
+    """Start each rank's generators anew, from the state of another run's rank 0."""
+    seed = xxhash.xxh3_64(bytes(_copy(states["torch"]).numpy()), seed=rank).intdigest() >> 1
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    random.seed(seed)
+
+
+def _copy(state: Tensor | str) -> Tensor:
+    assert isinstance(state, Tensor)
+    return state.clone()

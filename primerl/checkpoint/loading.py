@@ -1,0 +1,70 @@
+"""Loading a checkpoint into a model and its optimizers, however they are sharded."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from primerl.checkpoint import folders
+from primerl.checkpoint.generators import reseed_generators, set_generators
+from primerl.checkpoint.resharding import fill, whole_shapes
+from primerl.checkpoint.tensor_file import Piece, read_pieces
+from primerl.checkpoint.training_state import model_tensors, prepare_optimizers
+
+
+def load(
+    folder: Path,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    schedule: Any,
+    *,
+    rank: int,
+    world_size: int,
+) -> int:
+    """Set all of them to what was saved, and return its step.
+
+    Raises:
+        ValueError: a name, shape, dtype or group of parameters is not what was saved.
+    """
+    state = json.loads((folder / folders.STATE).read_bytes())
+    pieces: list[Piece] = []
+    notes = []
+    for path in sorted(folder.glob("rank-*.safetensors")):
+        of_rank, its_notes = read_pieces(path)
+        pieces += of_rank
+        notes.append(its_notes)
+    names = whole_shapes(pieces)
+    tensors = model_tensors(model)
+    unknown = sorted(n for n in names if n.startswith("model/") and n not in tensors)
+    if unknown:
+        raise ValueError(
+            f"the checkpoint does not fit: the model has no {unknown[0].removeprefix('model/')}, "
+            f"which was saved, with {len(unknown) - 1} more that it lacks"
+        )
+    of_optimizers = [name for name in names if name.startswith("optimizer/")]
+    tensors |= prepare_optimizers(model, optimizers, state["optimizer"], of_optimizers)
+    fill(tensors, pieces)
+    if (schedule is None) != (state["schedule"] is None):
+        raise ValueError(
+            "the checkpoint does not fit: a schedule was "
+            + ("saved, but none is given" if schedule is None else "given, but none was saved")
+        )
+    if schedule is not None:
+        schedule.load_state_dict(state["schedule"])
+    _set_generators(pieces, notes, rank=rank, as_many=len(notes) == world_size)
+    return int(state["step"])
+
+
+def _set_generators(
+    pieces: Sequence[Piece], notes: Sequence[dict[str, str]], *, rank: int, as_many: bool
+) -> None:
+    source = rank if as_many else 0
+    prefix = f"rank-{source}/"
+    tensors = {p.name.removeprefix(prefix): p.values for p in pieces if p.name.startswith(prefix)}
+    if as_many:
+        set_generators({**notes[source], **tensors})
+    else:
+        reseed_generators({**notes[source], **tensors}, rank)

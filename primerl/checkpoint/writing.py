@@ -1,0 +1,141 @@
+"""Writing a checkpoint: all ranks at once, at once or in a thread of each."""
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from primerl.checkpoint import folders
+from primerl.checkpoint.agreement import together
+from primerl.checkpoint.tensor_file import Piece, write_bytes, write_pieces
+
+logger = logging.getLogger(__name__)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Snapshot:
+    """What one rank writes."""
+
+    step: int
+    pieces: list[Piece]
+    notes: Mapping[str, str]
+    """For the header of its file."""
+    files: Mapping[str, bytes]
+    """That rank 0 writes besides: contents by name."""
+
+
+class Staging:
+    """Copies of tensors in the host's memory, which is used again each time."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+    def copied(self, pieces: list[Piece]) -> list[Piece]:
+        """The pieces with values that nobody changes until the next call."""
+        memory = {}
+        for piece in pieces:
+            key, values = (piece.name, piece.offsets), piece.values
+            host = self._memory.get(key)
+            if host is None or (host.shape, host.dtype) != (values.shape, values.dtype):
+                host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            memory[key] = host.copy_(values, non_blocking=True)
+        if any(piece.values.is_cuda for piece in pieces):
+            torch.cuda.synchronize()
+        self._memory = memory
+        copies = memory.values()
+        return [attrs.evolve(p, values=host) for p, host in zip(pieces, copies, strict=True)]
+
+
+class Writer:
+    """Writes checkpoints into a folder, one at a time, together with the other ranks."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        timeout_s: float,
+    ) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._rank = rank
+        self._group = group
+        self._timeout_s = timeout_s
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, snapshot: Snapshot) -> None:
+        """Write in a thread."""
+        self._thread = threading.Thread(
+            target=self._write_noting, args=[snapshot], name="primerl-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for what ``start`` began, and raise what it met."""
+        if self._thread is not None:
+            self._thread.join(self._timeout_s)
+            if self._thread.is_alive():
+                raise RuntimeError(f"a checkpoint was not written within {self._timeout_s:.0f} s")
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise RuntimeError(f"an earlier checkpoint could not be saved: {error}") from error
+
+    def abandon(self, patience_s: float) -> None:
+        """Wait a little for what ``start`` began, in a process that ends by an error."""
+        if self._thread is not None:
+            self._thread.join(patience_s)
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Write this rank's files; with all of them on the disk, rank 0 makes a checkpoint."""
+        began = time.perf_counter()
+        target = self._folder / folders.folder_name(snapshot.step)
+        partial = target.with_name(f"{target.name}.partial")
+        self._together(lambda: self._clear(partial))
+        written = self._together(lambda: self._write_files(partial, snapshot))
+        self._together(lambda: self._publish(partial, target, snapshot.step, written))
+        logger.info("saved %s in %.1f s", target, time.perf_counter() - began)
+
+    def _write_noting(self, snapshot: Snapshot) -> None:
+        self._error = RuntimeError("its thread ended by an error, whose traceback was printed")
+        try:
+            self.write(snapshot)
+        except (RuntimeError, ValueError) as error:
+            self._error = error
+        else:
+            self._error = None
+
+    def _together(self, act: Callable[[], Any]) -> list[Any]:
+        return together(act, self._group)
+
+    def _clear(self, partial: Path) -> None:
+        if self._rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    def _write_files(self, partial: Path, snapshot: Snapshot) -> dict[str, Any]:
+        partial.mkdir(exist_ok=True)  # a file system of many hosts may not show it here yet
+        name = folders.rank_file(self._rank)
+        record = write_pieces(partial / name, snapshot.pieces, snapshot.notes)
+        records = {name: attrs.asdict(record)}
+        if self._rank == 0:
+            for name, content in snapshot.files.items():
+                records[name] = attrs.asdict(write_bytes(partial / name, content))
+        return records
+
+    def _publish(self, partial: Path, target: Path, step: int, written: list[Any]) -> None:
+        if self._rank == 0:
+            files = {name: record for records in written for name, record in records.items()}
+            folders.publish(partial, target, step=step, world_size=len(written), files=files)
+            folders.retain(self._folder, self._keep)

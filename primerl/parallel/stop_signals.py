@@ -1,0 +1,93 @@
+"""SIGTERM and SIGUSR1: a request to stop after the step, or the end of the process."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+class StoppedError(RuntimeError):
+    """SIGTERM, by which torchrun ends the ranks that are left when one has failed."""
+
+
+class StopSignals:
+    """The handlers of one process, between ``install`` and ``restore``.
+
+    SIGTERM is raised as ``StoppedError``. Once ``defer`` was called, because a loop asks after each
+    step, the first one is only remembered, as SIGUSR1 is. It is raised even so if a rank has
+    failed, or if nobody asked for ``grace_s``: torchrun kills 30 s after its SIGTERM, and also
+    sends it when a rank was killed and left no word.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self.came = False
+        """Whether this process was told to stop."""
+        self.agreed = False
+        """Whether all ranks know that they are to stop."""
+        self._grace_s = grace_s
+        self._deferred = False
+        self._terminated = False
+        self._ending = False
+        self._failed: Callable[[], bool] | None = None
+        self._timer: threading.Timer | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def install(self, failed: Callable[[], bool] | None) -> None:
+        """Handle SIGTERM.
+
+        Args:
+            failed: whether a rank has left word that it failed; None in a world of one.
+        """
+        self._failed = failed
+        self._handle(signal.SIGTERM)
+
+    def defer(self) -> None:
+        """Let the first signal wait until it is asked for."""
+        if not self._deferred:
+            self._deferred = True
+            self._handle(signal.SIGTERM)
+            self._handle(signal.SIGUSR1)
+
+    def agree(self) -> None:
+        """All ranks stop now: further signals change nothing."""
+        self.agreed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self.ignore()
+
+    def ignore(self) -> None:
+        """Let no SIGTERM cut off what this process does at its end."""
+        self._ending = True
+        if self._is_main():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        """The handlers that were there before, unless the process is ending."""
+        if self._timer is not None:
+            self._timer.cancel()
+        while self._before and self._is_main():
+            which, before = self._before.popitem()
+            if not self._ending:
+                signal.signal(which, before)
+
+    def _handle(self, which: signal.Signals) -> None:
+        if self._is_main() and which not in self._before:
+            self._before[which] = signal.signal(which, self._receive)
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        if signum == signal.SIGUSR1:
+            self.came = True
+            return
+        if not self._deferred or self._terminated or (self._failed is not None and self._failed()):
+            raise StoppedError("this process was told to stop (SIGTERM)")
+        self.came = self._terminated = True
+        if self._failed is not None:
+            again = (os.getpid(), signal.SIGTERM)
+            self._timer = threading.Timer(self._grace_s, os.kill, again)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _is_main(self) -> bool:
+        return threading.current_thread() is threading.main_thread()  # only it may handle signals

@@ -1,0 +1,17 @@
+"""A recipe, run as a script, with a reward that any policy gets sometimes: RECIPE [flags]."""
+
+import importlib.util
+import sys
+import zlib
+
+import tyro
+
+path = sys.argv.pop(1)
+spec = importlib.util.spec_from_file_location("recipe", path)
+recipe = importlib.util.module_from_spec(spec)
+sys.modules["recipe"] = recipe
+spec.loader.exec_module(recipe)
+recipe.reward = lambda task, reply: float(zlib.crc32(reply.encode()) % 2)
+
+if __name__ == "__main__":
+    recipe.main(tyro.cli(recipe.Args))

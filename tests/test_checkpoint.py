@@ -1,0 +1,453 @@
+import json
+import logging
+import random
+import shutil
+import threading
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from primerl import checkpoint, optim
+from primerl.checkpoint import writing
+from primerl.checkpoint.generators import generator_states, set_generators
+
+
+class Net(nn.Module):
+    """A weight under two names, a frozen one, saved and unsaved buffers, odd dtypes and shapes."""
+
+    def __init__(self, seed=0, width=4):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(3, width)
+        self.second = nn.Linear(width, 3, bias=False)
+        self.tied = self.first
+        self.unused = nn.Parameter(torch.randn(2))
+        self.frozen = nn.Parameter(torch.randn(2, 2, dtype=torch.bfloat16), requires_grad=False)
+        self.register_buffer("kept", torch.randn(()).double())
+        self.register_buffer("empty", torch.zeros(0, 3, dtype=torch.int64))
+        self.register_buffer("dropped", torch.randn(3), persistent=False)
+
+
+def train(net, optimizer, steps, schedule=None):
+    losses = []
+    for _ in range(steps):
+        loss = net.second(net.first(torch.randn(5, 3))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "AdamW, lr is a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), capturable=False),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "plain SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "Muon": lambda p: optim.Muon(
+        [
+            {"params": [one for one in p if one.ndim == 2]},
+            {"params": [one for one in p if one.ndim < 2], "algorithm": "adamw"},
+        ],
+        lr=0.1,
+    ),
+    "states on the host": lambda p: optim.Offload(torch.optim.AdamW(p, lr=0.1)),
+    "CPUAdamW": lambda p: optim.CPUAdamW(p, lr=0.1),
+}
+
+
+def trainable(net):
+    return [parameter for parameter in net.parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_run_goes_on_exactly(tmp_path, kind, asynchronous):
+    net = Net()
+    optimizer = OPTIMIZERS[kind](trainable(net))
+    train(net, optimizer, 3)
+    with checkpoint.Checkpoints(tmp_path, net, optimizer, asynchronous=asynchronous) as saves:
+        saves.save(3)
+        state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+        expected = [*train(net, optimizer, 3), np.random.rand()]  # noqa: NPY002
+
+    again = Net(seed=1)
+    optimizer = OPTIMIZERS[kind](trainable(again))
+    dropped = again.dropped.clone()
+    with checkpoint.Checkpoints(tmp_path, again, optimizer) as saves:
+        assert saves.load(checkpoint.last_good(tmp_path)) == 3
+
+    assert all(torch.equal(t, state[name]) for name, t in again.state_dict().items())
+    assert torch.equal(again.dropped, dropped)
+    assert again.unused not in optimizer.state  # it never had a gradient
+    assert [*train(again, optimizer, 3), np.random.rand()] == expected  # noqa: NPY002
+
+
+def test_an_optimizer_that_was_used_before_is_set_to_what_was_saved(tmp_path):
+    """Its state of a parameter that had none goes; a learning rate that is a tensor stays one."""
+    net, rate = Net(), torch.tensor(0.1)
+    optimizer = torch.optim.AdamW(trainable(net), lr=rate)
+    train(net, optimizer, 1)
+    with checkpoint.Checkpoints(tmp_path, net, optimizer) as saves:
+        saves.save(1)
+        rate.fill_(0.7)
+        net.unused.grad = torch.ones(2)
+        optimizer.step()
+        assert net.unused in optimizer.state
+        saves.close()
+        saves.load(checkpoint.last_good(tmp_path))
+
+    assert net.unused not in optimizer.state
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.1)
+    fresh = torch.optim.AdamW(trainable(net), lr=rate)
+    with checkpoint.Checkpoints(tmp_path, net, fresh) as saves:
+        saves.load(checkpoint.last_good(tmp_path))
+    assert fresh.param_groups[0]["lr"] is rate
+
+
+def test_what_changes_while_it_is_written_is_not_saved(tmp_path, monkeypatch):
+    net, go_on, write = Net(), threading.Event(), writing.write_pieces
+    optimizer = torch.optim.AdamW(trainable(net), lr=0.1)
+    train(net, optimizer, 1)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    moment = optimizer.state[net.first.weight]["exp_avg"].clone()
+
+    def wait_and_write(*arguments):
+        assert go_on.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(writing, "write_pieces", wait_and_write)
+    tables = {"a": 1}
+    saves = checkpoint.Checkpoints(tmp_path, net, optimizer)
+    saves.save(1, tables=tables)
+    train(net, optimizer, 2)
+    tables["a"] = 2
+    go_on.set()
+    saves.close()
+    assert not torch.equal(net.first.weight, before["first.weight"])
+    saved = checkpoint.last_good(tmp_path)
+    saves.load(saved)
+
+    assert saved.get("tables") == {"a": 1}
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    assert torch.equal(optimizer.state[net.first.weight]["exp_avg"], moment)
+
+
+def test_python_s_generator_goes_on():
+    """By itself, because beartype draws from it where it checks a container."""
+    states = generator_states()
+    expected = [random.random() for _ in range(700)], random.gauss(), random.gauss()
+    set_generators(states)
+
+    assert ([random.random() for _ in range(700)], random.gauss(), random.gauss()) == expected
+
+
+def test_a_schedule_and_two_optimizers_go_on(tmp_path):
+    def build(seed):
+        net = Net(seed=seed)
+        first = torch.optim.AdamW(net.first.parameters(), lr=1.0, betas=(0.8, 0.9))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(first, T_max=7)
+        return net, [first, torch.optim.SGD(net.second.parameters(), lr=0.1)], schedule
+
+    net, optimizers, schedule = build(0)
+    train(net, optimizers[0], 2, schedule)
+    with checkpoint.Checkpoints(tmp_path, net, optimizers, schedule) as saves:
+        saves.save(2)
+    rates = [
+        schedule.get_last_lr() for _ in range(3) if optimizers[0].step() or not schedule.step()
+    ]
+
+    net, optimizers, schedule = build(1)
+    optimizers[0].param_groups[0]["betas"] = (0.1, 0.1)
+    with checkpoint.Checkpoints(tmp_path, net, optimizers, schedule) as saves:
+        saves.load(checkpoint.last_good(tmp_path))
+
+    assert optimizers[0].param_groups[0]["betas"] == (0.8, 0.9)
+    again = [
+        schedule.get_last_lr() for _ in range(3) if optimizers[0].step() or not schedule.step()
+    ]
+    assert again == rates
+
+
+class Counter:
+    def __init__(self, state):
+        self._state = state
+
+    def state(self):
+        return self._state
+
+
+def test_values_of_rank_0_come_back(tmp_path):
+    net = Net()
+    values = {"worker": b"\0\xff", "gate": Counter({"a": [1, 2.5, None]}), "absent": None, "n": 3}
+    with checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net))) as saves:
+        saves.save(7, **values)
+
+    saved = checkpoint.last_good(tmp_path)
+
+    assert (saved.step, saved.world_size) == (7, 1)
+    assert saved.get("worker") == b"\0\xff"
+    assert saved.get("gate") == {"a": [1, 2.5, None]}
+    assert saved.get("n") == 3
+    assert saved.get("absent") is None
+    assert saved.get("absent", {}) == {}
+
+
+def test_what_cannot_be_saved_is_refused_at_once(tmp_path):
+    net = Net()
+    with checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net))) as saves:
+        with pytest.raises(ValueError, match=r"odd\) must be bytes or in JSON's types"):
+            saves.save(1, odd=object())
+
+
+def test_tensors_can_be_read_by_safetensors_itself(tmp_path):
+    net = Net()
+    with checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net))) as saves:
+        saves.save(1)
+
+    with safe_open(checkpoint.last_good(tmp_path).folder / "rank-00000.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("model/second.weight@0,0"), net.second.weight)
+        assert torch.equal(file.get_tensor("model/frozen@0,0"), net.frozen)
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Checkpoints after steps 1, 2 and 3; the bias tells which."""
+    net = Net()
+    with checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net)), keep=3) as saves:
+        for step in (1, 2, 3):
+            net.first.bias.data.fill_(step)
+            saves.save(step)
+    return tmp_path
+
+
+def bias_after_loading(folder):
+    net = Net(seed=1)
+    with checkpoint.Checkpoints(folder, net, torch.optim.SGD(trainable(net))) as saves:
+        saves.load(checkpoint.last_good(folder))
+    return net.first.bias[0].item()
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "rank-00000.safetensors is damaged": lambda at: flip(at / "rank-00000.safetensors"),
+    "rank-00000.safetensors has": lambda at: (at / "rank-00000.safetensors").write_bytes(b"short"),
+    "rank-00000.safetensors is missing": lambda at: (at / "rank-00000.safetensors").unlink(),
+    "state.json is damaged": lambda at: flip(at / "state.json"),
+    "manifest.json is missing": lambda at: (at / "manifest.json").unlink(),
+    "manifest.json cannot be read": lambda at: (at / "manifest.json").write_text('{"manifest": '),
+    "manifest.json is damaged": lambda at: (at / "manifest.json").write_text(
+        (at / "manifest.json").read_text().replace('"step": 3', '"step": 4')
+    ),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(three, caplog, message):
+    damaged = three / "checkpoints" / "step-00000003"
+    DAMAGES[message](damaged)
+
+    with caplog.at_level(logging.WARNING):
+        assert bias_after_loading(three) == 2
+    assert f"{damaged} is skipped: {message}" in caplog.text
+    left = sorted(path.name for path in (three / "checkpoints").iterdir())
+    assert left == ["step-00000001", "step-00000002", "step-00000003.skipped"]
+
+
+def test_without_verification_only_sizes_are_compared(three):
+    flip(three / "checkpoints" / "step-00000003" / "rank-00000.safetensors")
+
+    assert checkpoint.last_good(three, verify=False).step == 3
+    assert checkpoint.last_good(three).step == 2
+
+
+def test_no_checkpoint_is_step_0(tmp_path, caplog):
+    assert checkpoint.last_good(None).step == 0
+    assert checkpoint.last_good(tmp_path).get("worker") is None
+    assert f"{tmp_path} has no checkpoint; beginning at step 0" in caplog.text
+    net = Net()
+    with checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net))) as saves:
+        assert saves.load(checkpoint.last_good(tmp_path)) == 0
+
+
+def test_the_last_ones_are_kept_and_remains_are_removed(tmp_path):
+    net = Net()
+    folder = tmp_path / "checkpoints"
+    for name in ("step-00000009.partial", "step-00000001.removed"):
+        (folder / name).mkdir(parents=True)
+    (folder / "mine").mkdir()
+    with checkpoint.Checkpoints(
+        tmp_path, net, torch.optim.SGD(trainable(net)), keep=2, every=2
+    ) as saves:
+        for step in range(1, 10):
+            saves.after(step)
+
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "mine",
+        "step-00000006",
+        "step-00000008",
+    ]
+
+
+def test_the_same_step_can_be_saved_again(three):
+    net = Net()
+    net.first.bias.data.fill_(30)
+    with checkpoint.Checkpoints(three, net, torch.optim.SGD(trainable(net)), keep=1) as saves:
+        saves.save(3)
+
+    assert bias_after_loading(three) == 30
+    assert len(list((three / "checkpoints").iterdir())) == 1
+
+
+def test_told_to_stop_it_saves_and_leaves_with_exit_code_143(tmp_path):
+    net = Net()
+    with checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net))) as saves:
+        saves.after(4)
+        with pytest.raises(checkpoint.Stopped, match="told to stop after step 5") as stopped:
+            saves.after(5, stop=True, n=1)
+
+    assert stopped.value.code == 143
+    assert isinstance(stopped.value, SystemExit)
+    assert checkpoint.last_good(tmp_path).step == 5
+
+
+def test_an_error_while_writing_is_raised_by_the_next_call(tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    net = Net()
+    saves = checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net)))
+    saves.save(1)
+    saves.close()
+    monkeypatch.setattr(writing, "write_pieces", fail)
+    saves.save(2)
+    with pytest.raises(RuntimeError, match="an earlier checkpoint could not be saved: .*No space"):
+        saves.save(3)
+    with pytest.raises(RuntimeError, match="No space"):
+        saves.save(4, wait=True)
+    saves.close()
+
+    assert checkpoint.last_good(tmp_path).step == 1
+
+
+def test_close_does_not_wait_for_ever(tmp_path, monkeypatch):
+    net, go_on = Net(), threading.Event()
+    saves = checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net)), timeout_s=0.1)
+
+    def wait(*arguments):
+        go_on.wait(60)
+        raise ValueError
+
+    monkeypatch.setattr(writing, "write_pieces", wait)
+    saves.save(1)
+    with pytest.raises(RuntimeError, match="not written within 0 s"):
+        saves.close()
+    go_on.set()
+
+
+def saved_by(net, optimizer, folder, schedule=None):
+    with checkpoint.Checkpoints(folder, net, optimizer, schedule) as saves:
+        saves.save(1)
+    return checkpoint.last_good(folder)
+
+
+def wider(net):
+    return Net(width=5)
+
+
+def lacks_a_parameter(net):
+    del net.unused
+    return net
+
+
+def has_another(net):
+    net.another = nn.Parameter(torch.zeros(1))
+    return net
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (wider, r"model/first.weight is \(\(5, 3\), torch.float32\) here, but \(\(4, 3\)"),
+        (lacks_a_parameter, "the model has no unused, which was saved"),
+        (has_another, "another is in only one of them"),
+        (
+            lambda net: net.double(),
+            r"torch.float64\) here, but .*torch.float32\) in the checkpoint",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, change, message):
+    saved = saved_by(net := Net(), torch.optim.SGD(trainable(net)), tmp_path)
+    other = change(Net())
+    with checkpoint.Checkpoints(tmp_path, other, torch.optim.SGD(trainable(other))) as saves:
+        with pytest.raises(ValueError, match=message):
+            saves.load(saved)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
+    net = Net()
+    optimizer = torch.optim.SGD(trainable(net), momentum=0.9)
+    train(net, optimizer, 1)
+    saved = saved_by(net, optimizer, tmp_path)
+    for other, message in [
+        (torch.optim.AdamW(trainable(net)), "exp_avg was not saved"),
+        (torch.optim.SGD(net.first.parameters()), "is in only one of them"),
+        (torch.optim.SGD([{"params": [p]} for p in trainable(net)]), "grouped otherwise"),
+    ]:
+        with checkpoint.Checkpoints(tmp_path, net, other) as saves:
+            with pytest.raises(ValueError, match=message):
+                saves.load(saved)
+    stranger = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
+    with checkpoint.Checkpoints(tmp_path, net, stranger) as saves:
+        with pytest.raises(ValueError, match="not the model's; make the optimizer after"):
+            saves.save(1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with checkpoint.Checkpoints(tmp_path, net, optimizer, schedule) as saves:
+        with pytest.raises(ValueError, match="a schedule was given, but none was saved"):
+            saves.load(saved)
+
+
+def test_a_part_that_is_missing_is_named(tmp_path):
+    from primerl.checkpoint.resharding import whole_shapes
+    from primerl.checkpoint.tensor_file import Piece
+
+    half = Piece(name="w", shape=(4, 2), offsets=(2, 0), values=torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="w: 4 of its 8 elements were saved"):
+        whole_shapes([half])
+
+
+def test_a_folder_can_be_moved(three):
+    moved = three.with_name("moved")
+    shutil.move(three, moved)
+
+    assert bias_after_loading(moved) == 3
+
+
+def test_no_pickle_is_written(three):
+    for path in three.rglob("*"):
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.is_file():
+            assert path.suffix == ".safetensors"
+
+
+@pytest.mark.parametrize("wrong", [{"every": -1}, {"keep": 0}, {"timeout_s": 0}])
+def test_numbers_out_of_range_are_refused(tmp_path, wrong):
+    net = Net()
+    with pytest.raises(ValueError, match="expected every of at least 0"):
+        checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net)), **wrong)
+    with pytest.raises(ValueError, match="folder is None on rank 0"):
+        checkpoint.Checkpoints(None, net, torch.optim.SGD(trainable(net)))

@@ -155,7 +155,9 @@ def refuse_leaking_layers(model: nn.Module) -> None:
         raise ValueError(f"{config.model_type} {reason}; pack one document per batch")
     require_positions(model)
     if looks_ahead(model):
-        raise ValueError(f"{config.model_type} attends in both directions; expected causal layers")
+        raise ValueError(
+            f"{config.model_type} attends to later tokens too; packed attention is causal"
+        )
 
 
 def refuse_unpackable(model: nn.Module) -> None:

@@ -301,6 +301,5 @@ def _smaller(name: str, value: Any) -> Any:
 
 def _smaller_rotary(rope: Mapping[str, Any], name: str, value: Any) -> Any:
     """One factor for each pair of rotated dimensions, of which heads have 16."""
-    if name in ("short_factor", "long_factor"):
-        return value[: int(16 * (rope.get("partial_rotary_factor") or 1.0)) // 2]
-    return value
+    pairs = int(16 * (rope.get("partial_rotary_factor") or 1.0)) // 2
+    return value[:pairs] if name in ("short_factor", "long_factor") else value

@@ -76,7 +76,7 @@ ranks, with recomputation of activations, and compared with one process that com
 alone in plain Hugging Face code: losses, gradient norms, gradients, the experts that each token
 goes to, parameters after the steps, and a checkpoint's round trip. `loss` and `gradient norm` are
 the largest relative differences. A family with windows of attention is admitted for documents that
-fit into them; longer ones are refused when they come.
+fit into them; longer ones are refused when they come. No figure is of a trained model.
 
 {table}"""
 

@@ -137,6 +137,30 @@ def require_positions(model: nn.Module) -> None:
         )
 
 
+def lengths_that_rotate_otherwise(config: Any) -> float:
+    """From how many tokens on a document's rotary embeddings depend on the longest in its batch."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    each = [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]
+    known = [
+        one.get("original_max_position_embeddings") or text.max_position_embeddings
+        for one in each
+        if one.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(known, default=float("inf"))
+
+
+def _require_fixed_rotation(model: nn.Module, documents: tuple[Document, ...]) -> None:
+    longest: int = max(one.length for one in documents)
+    config: Any = model.config
+    limit = lengths_that_rotate_otherwise(config)
+    if longest > limit:
+        raise ValueError(
+            f"{config.model_type} rotates all documents of a batch as its longest, which has "
+            f"{longest} tokens, above {limit:.0f}; pack one document per batch"
+        )
+
+
 def refuse_leaking_layers(model: nn.Module) -> None:
     """Refuse a model some of whose layers let packed documents see each other.
 

@@ -436,6 +436,18 @@ def test_a_model_that_cannot_attend_by_document_is_refused():
         loss.model_logprobs(model, token_ids, position_ids, labels)
 
 
+def test_documents_that_would_be_rotated_as_the_longest_are_refused():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = testing.tiny_model("llama", max_position_embeddings=8, rope_parameters=rope)
+
+    short = packed([4, 8])
+    loss.model_logprobs(model, *short[1:])
+
+    with pytest.raises(ValueError, match="as its longest, which has 9 tokens, above 8"):
+        loss.model_logprobs(model, *packed([4, 9])[1:])
+    loss.model_logprobs(model, *packed([9])[1:])
+
+
 def test_arguments_of_other_lengths_are_named():
     model = testing.tiny_model("llama")
     _, token_ids, position_ids, labels = packed([4])

@@ -19,6 +19,7 @@ from primerl.attention import (
     CONTEXT_ATTENTION,
     find_documents,
     is_sparse,
+    lengths_that_rotate_otherwise,
     no_mask,
     other_layers,
     require_positions,
@@ -106,11 +107,8 @@ def _require_only_attention(model: nn.Module) -> None:
         reason = "convolutions over rows, which would not see those of other ranks"
     elif getattr(config, "is_encoder_decoder", False):
         reason = "an encoder, whose attention looks ahead"
-    else:
-        rope = getattr(text, "rope_parameters", None) or {}
-        each = [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]
-        if {one.get("rope_type") for one in each} & {"dynamic", "longrope"}:
-            reason = "rotary embeddings that depend on the longest position, which ranks differ in"
+    elif lengths_that_rotate_otherwise(config) < float("inf"):
+        reason = "rotary embeddings that depend on the longest position, which ranks differ in"
     if reason:
         raise ValueError(f"{config.model_type} has {reason}; use a mesh with cp=1")
 

@@ -98,6 +98,7 @@ def attend_by_document(
             )
     if len(documents) > 1:
         refuse_leaking_layers(model)
+        _require_fixed_rotation(model, documents)
     if config._attn_implementation != PACKED_ATTENTION and any(d.shared for d in documents):
         raise ValueError(
             f"documents share tokens, which {config._attn_implementation} does not compute; load "

@@ -43,6 +43,8 @@ class Args:
     engine_urls: tuple[str, ...] = ()  # vLLM's servers that run already
     vllm: dict[str, str] = attrs.field(factory=dict)  # such as gpu_memory_utilization 0.4
     weights_folder: str | None = None  # shared with servers on other hosts
+    ep: int = 1  # ranks that divide the experts of a layer among them
+    cp: int = 1  # ranks that divide the rows of a micro-batch among them
     threads: int = 1  # of torch in each of the trainer and the engine; 0 for its default
     env: str | None = None  # of the verifiers library, such as reasoning-gym:chain_sum
     wandb: str | None = None  # a Weights & Biases project
@@ -81,7 +83,7 @@ def main(args: Args) -> None:
     exam = (held_out, attrs.evolve(params, temperature=0))
     saved = checkpoint.last_good(args.resume if world.is_first else None)
     with contextlib.ExitStack() as stack:
-        enter, engine, rollouts, run = stack.enter_context, None, None, None
+        enter, (engine, rollouts, run, packed) = stack.enter_context, [None] * 4
         if world.is_first:  # all ranks train; the first one samples, scores and keeps records
             if remote:
                 servers = args.engine_urls or enter(rollout.serve_vllm(args.model, **args.vllm))
@@ -97,7 +99,8 @@ def main(args: Args) -> None:
             keep |= {"state": saved.get("run", args.resume and {})}
             run = enter(track.Run(args.resume or args.run_dir, **keep))
         enter(world)
-        parallel.shard(model)
+        mesh = parallel.mesh(ep=args.ep, cp=args.cp)
+        parallel.shard(model, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
         guard = parallel.UpdateGuard(on_nonfinite=args.on_nonfinite)
         transport = weights.transport_to(model, engine, folder=args.weights_folder, worker=rollouts)
@@ -111,19 +114,18 @@ def main(args: Args) -> None:
             if world.is_first:
                 groups = rollouts.take(version=step)
                 samples = advantage.assign(groups, advantage.centered)
-                packed = packing.pack(samples, max_tokens=args.pack_tokens, ranks=world.world_size)
-            batches = parallel.scatter(packed if world.is_first else None, packing.PackedBatch)
+                packed = packing.pack(samples, max_tokens=args.pack_tokens, ranks=mesh.batches)
+            batches = parallel.scatter(packed, packing.PackedBatch, mesh)
             trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
             sums = collections.Counter()  # over micro-batches
             for b in (batch.to(world.device) for batch in batches):
                 how = {"temperature": b.temperature, "rows": b.loss_mask}
                 logprobs = loss.model_logprobs(model, b.token_ids, b.position_ids, b.labels, **how)
                 per_token, aux = loss.clipped(logprobs, b.behavior_logprobs, b.advantages)
-                mean = loss.token_mean(per_token, b.loss_mask, denom=trained)
-                mean.backward()
+                (mean := loss.token_mean(per_token, b.loss_mask, denom=trained)).backward()
                 mine = (logprobs, b.behavior_logprobs, b.loss_mask, b.versions)
                 sums.update(loss.token_statistics(*mine, version=step, aux=aux), loss=mean.detach())
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norm = parallel.clip_gradients(model.parameters(), 1.0)
             if guard.allows(sums["loss"], norm):
                 optimizer.step()
             optimizer.zero_grad()

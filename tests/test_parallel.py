@@ -144,6 +144,19 @@ def test_when_a_rank_fails_the_others_name_it_and_stop_soon(failed):
         assert failed[rank]["seconds"] < 60
 
 
+def test_a_rank_that_is_killed_within_a_layer_is_named_by_the_others(root, tmp_path):
+    script = root / "tests" / "ranks_that_die.py"
+    done = torchrun(script, tmp_path, ranks=3, cwd=tmp_path, check=False)
+
+    assert done.returncode != 0
+    for rank in (0, 2):
+        found = json.loads((tmp_path / f"died-{rank}.json").read_text())
+        assert found["message"].startswith(f"rank {rank} stopped: rank 1 died without a word")
+        assert found["step"] == 2
+        assert found["seconds"] < 60
+    assert not (tmp_path / "died-1.json").exists()
+
+
 def test_a_rank_that_left_no_word_was_killed():
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from primerl.parallel.roll_call import gone, sign_in
 from primerl.parallel.scattering import all_sum
 from primerl.parallel.stop_signals import StoppedError, StopSignals
 
@@ -138,6 +139,7 @@ def _connected(world: World) -> Iterator[None]:
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
     )
+    sign_in(store, world.rank)
     signals = world._signals
     signals.install(lambda: _has_failed(store))
     leaving: SystemExit | None = None
@@ -152,7 +154,7 @@ def _connected(world: World) -> Iterator[None]:
     except BaseException as error:
         # This rank is ending; torchrun's SIGTERM must not cut off its clean-up and last words.
         signals.ignore()
-        cause = _first_failure(store, world.rank, error)
+        cause = _first_failure(store, world.rank, error, ranks=world.world_size)
         if cause is None:
             raise
         raise RuntimeError(f"rank {world.rank} stopped: {cause}") from error
@@ -169,7 +171,9 @@ def _has_failed(store: dist.Store) -> bool:
         return True
 
 
-def _first_failure(store: dist.Store, rank: int, error: BaseException) -> str | None:
+def _first_failure(
+    store: dist.Store, rank: int, error: BaseException, *, ranks: int = 0
+) -> str | None:
     """What stopped this rank, where that is another rank; None where it is its own error.
 
     The first rank that fails says so in the store, which under torchrun outlives it.
@@ -178,10 +182,14 @@ def _first_failure(store: dist.Store, rank: int, error: BaseException) -> str | 
     mine = "" if follows else f"rank {rank} failed: {type(error).__name__}: {error}"
     try:
         first = store.compare_set(FAILURE, "", mine).decode()
+        killed = gone(store, ranks) if follows and not first else []
     except RuntimeError:  # the store is gone with the rank that kept it
-        first = ""
+        first, killed = "", []
     if first == mine and not follows:
         return None
+    if killed:
+        named = " and ".join(f"rank {one}" for one in killed)
+        return f"{named} died without a word, perhaps killed for want of memory ({error})"
     return first or (
         f"{error}; no rank said why, so one was probably killed, perhaps for want of memory: "
         "see torchrun's report, or the log of each rank"

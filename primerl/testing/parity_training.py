@@ -20,7 +20,7 @@ ROWS = 32
 STEPS = 3
 MAX_NORM = 1.0
 # eps: a gradient that is 0 but for rounding must not become a step of the size of the others.
-ADAMW: dict[str, Any] = {"lr": 3e-4, "eps": 1e-6}
+ADAMW: dict[str, Any] = {"lr": 3e-4, "eps": 1e-5}
 
 
 @attrs.frozen(kw_only=True)

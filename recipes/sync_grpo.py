@@ -70,7 +70,7 @@ def reward(task: Any, reply: str) -> float:
 def main(args: Args) -> None:
     torch.set_num_threads(args.threads or torch.get_num_threads())
     remote = args.engine == "vllm" or bool(args.engine_urls)
-    world = parallel.process_group()
+    world = parallel.process_group(seed=args.seed)
     model, tokenizer = weights.load_pretrained(args.model)
     model.to(world.device)
     environment = rollout.single_turn(tokenizer, reward=reward)

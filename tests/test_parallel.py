@@ -1,6 +1,8 @@
 import json
+import random
 
 import attrs
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -177,6 +179,19 @@ def alone(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
+
+
+def test_each_rank_has_a_seed_of_its_own(alone):
+    def draw(world):
+        with world:
+            return random.random(), float(np.random.rand()), torch.rand(1).item()  # noqa: NPY002
+
+    first = draw(parallel.process_group(seed=3))
+    assert draw(parallel.process_group(seed=3)) == first
+    second = draw(attrs.evolve(parallel.process_group(seed=3), rank=1))
+    assert all(a != b for a, b in zip(first, second, strict=True))
+    assert draw(parallel.process_group(seed=4)) == second
+    assert draw(parallel.process_group()) != second  # left alone
 
 
 def test_without_torchrun_there_is_one_rank_and_nothing_is_done(alone):

@@ -1,12 +1,14 @@
 """Joining the other ranks, and parting from them."""
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from types import TracebackType
 
 import attrs
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -30,6 +32,7 @@ class World:
     device: torch.device
     """Of this rank."""
     timeout_s: float
+    seed: int | None = None
     _signals: StopSignals = attrs.field(repr=False)
     _connection: ExitStack = attrs.field(factory=ExitStack, init=False, repr=False)
 
@@ -53,6 +56,8 @@ class World:
     def __enter__(self) -> "World":
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        if self.seed is not None:
+            _seed_generators(self.seed + self.rank)
         self._connection.callback(self._signals.restore)
         if self.world_size > 1:
             self._connection.enter_context(_connected(self))
@@ -67,7 +72,9 @@ class World:
         self._connection.__exit__(kind, error, traceback)
 
 
-def process_group(*, timeout_s: float = 1800.0, grace_s: float = 25.0) -> World:
+def process_group(
+    *, timeout_s: float = 1800.0, grace_s: float = 25.0, seed: int | None = None
+) -> World:
     """The world that torchrun's environment describes; of one rank where there is none.
 
         world = parallel.process_group()
@@ -88,6 +95,8 @@ def process_group(*, timeout_s: float = 1800.0, grace_s: float = 25.0) -> World:
         grace_s: how long after SIGTERM the next ``World.should_stop`` may come, in seconds, where
             there are several ranks: less than torchrun's ``--shutdown_timeout`` (30), after which
             it kills.
+        seed: on entering, the generators of Python, numpy and torch are seeded by
+            ``seed + rank``, so that dropout differs between ranks; None leaves them alone.
 
     Raises:
         ValueError: the environment is incomplete, there are more local ranks than GPUs, or a time
@@ -114,8 +123,15 @@ def process_group(*, timeout_s: float = 1800.0, grace_s: float = 25.0) -> World:
         world_size=world_size,
         device=device,
         timeout_s=timeout_s,
+        seed=seed,
         signals=StopSignals(grace_s),
     )
+
+
+def _seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(seed)  # of all devices
 
 
 def _variable(name: str) -> int:

@@ -110,3 +110,14 @@ def test_gradients_whose_norm_is_unclear_are_refused(optimized):
         half, terms = found["refused gradients"]
         assert "a mesh of 2 ranks, but there are 4" in half
         assert "was not added over its ranks" in terms
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float64,), (torch.float64, torch.bfloat16)])
+def test_gradients_of_64_bits_keep_them(dtypes):
+    parameters = with_gradients(*(torch.full((2,), 1 / 3, dtype=dtype) for dtype in dtypes))
+
+    norm = parallel.clip_gradients(parameters, math.inf)
+
+    assert norm.dtype == torch.float64
+    squares = [(parameter.grad.double() ** 2).sum().item() for parameter in parameters]
+    assert norm.item() == pytest.approx(math.sqrt(sum(squares)), rel=1e-14)

@@ -1,5 +1,6 @@
 """Clipping gradients that lie on different meshes: those of experts and those of the rest."""
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -15,7 +16,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Float[Tenso
 
         norm = (sum_i |g_i|^2)^(1/2),    g_i <- g_i min(1, max_norm / norm)
 
-    Returns the norm before, in float32 and on the gradients' device: the same on every rank,
+    Returns the norm before, in at least float32 and on the gradients' device: the same on every rank,
     without waiting for the device. It may be infinite or NaN, and gradients are then NaN or 0:
     ``UpdateGuard`` decides what happens. Each element counts once, however many ranks hold it.
     All ranks call it; parameters without a gradient are left out.
@@ -42,9 +43,10 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Float[Tenso
         copies = _copies(gradient) if shared_out else 1
         by_copies.setdefault(copies, []).append(_local(gradient))
     device = _local(parameters[0]).device if parameters else torch.device("cpu")
-    square = torch.zeros((), device=device)
+    dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
+    square = torch.zeros((), dtype=dtype, device=device)
     for copies, alike in by_copies.items():
-        norms = torch._foreach_norm(alike, 2, dtype=torch.float32)
+        norms = torch._foreach_norm(alike, 2, dtype=dtype)
         square += torch.stack([norm.to(device) for norm in norms]).square().sum() / copies
     if shared_out:
         dist.all_reduce(square)

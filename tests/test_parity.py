@@ -142,6 +142,17 @@ def test_other_experts_are_found(monkeypatch):
     assert dict(parity_checks.differences(ours, ours))["expert choices"] == 0
 
 
+def test_ranks_that_batches_do_not_go_round_get_one_without_trained_rows():
+    batches = parity_training.micro_batches(64)
+
+    of_ranks = parity_training.shares(batches, 3)
+
+    assert [len(mine) for mine in of_ranks] == [2, 2, 2]
+    flat = [of_ranks[index % 3][index // 3] for index in range(6)]
+    assert flat[:4] == batches
+    assert not any(filler.loss_mask.any() or (filler.versions >= 0).any() for filler in flat[4:])
+
+
 def test_a_figure_that_is_not_a_number_fails():
     assert Finding(family="a", mesh="b", check="loss", figure=float("nan")).result == "FAIL"
     assert Finding(family="a", mesh="b", check="loss", figure=2e-6).result == "FAIL"

@@ -25,6 +25,7 @@ from primerl.testing.parity_training import (
     Training,
     batches_of,
     packed,
+    shares,
     tokens_of,
     train,
     whole,
@@ -127,8 +128,8 @@ def on_mesh(
         parallel.recompute(model)
     parallel.shard(model, mesh)
     all_batches = batches_of(model)
-    share = [all_batches[index :: mesh.batches] for index in range(mesh.batches)]
-    mine = parallel.scatter(share if rank == 0 else None, PackedBatch, mesh)
+    share = shares(all_batches, mesh.batches) if rank == 0 else None
+    mine = parallel.scatter(share, PackedBatch, mesh)
     ours = train(model, mine, packed, trained=tokens_of(all_batches))
     losses = parallel.all_sum(torch.tensor(ours.losses, dtype=torch.float64))
     ours = attrs.evolve(ours, losses=losses.tolist())

@@ -110,15 +110,16 @@ def train(
         total = torch.zeros((), dtype=torch.float64)
         for batch in batches:
             rows = batch.versions.long()
+            real = rows >= 0  # the others are there to fill up ranks
             with _recorded(model) as choices:
                 of_rows = logprobs_of(model, batch)
             for name, parts in choices.items():
                 # The last: a model that turns out to need its logits runs a second time.
                 ids = torch.cat(parts)[-len(rows) :].sort(-1).values
                 blank = torch.full((steps, len(LENGTHS) * ROWS, ids.shape[1]), -1)
-                chosen.setdefault(name, blank)[step, rows] = ids.to(torch.int64)
+                chosen.setdefault(name, blank)[step, rows[real]] = ids[real].to(torch.int64)
             if step == 0:
-                logprobs[rows] = of_rows.detach()
+                logprobs[rows[real]] = of_rows.detach()[real]
             mean = -of_rows.sum() / trained
             mean.backward()  # type: ignore[no-untyped-call]
             total += mean.detach().double()
@@ -137,6 +138,16 @@ def train(
         choices=chosen,
         parameters={n: whole(p.detach()).clone() for n, p in model.named_parameters()},
     )
+
+
+def shares(batches: Sequence[PackedBatch], ranks: int) -> list[list[PackedBatch]]:
+    """Equally many micro-batches for each rank, some perhaps without a row to train."""
+    none = torch.zeros_like(batches[0].loss_mask)
+    blank = attrs.evolve(
+        batches[0], loss_mask=none, advantages=none.float(), versions=none.int() - 1
+    )
+    padded = [*batches, *[blank] * (-len(batches) % ranks)]
+    return [padded[index::ranks] for index in range(ranks)]
 
 
 def batches_of(model: Any) -> list[PackedBatch]:

@@ -17,8 +17,8 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Float[Tenso
         norm = (sum_i |g_i|^2)^(1/2),    g_i <- g_i min(1, max_norm / norm)
 
     Returns the norm before, in at least float32, on the gradients' device: the same on every
-    rank, without waiting for the device. It may be infinite or NaN, and gradients are then NaN or 0:
-    ``UpdateGuard`` decides what happens. Each element counts once, however many ranks hold it.
+    rank, without waiting for the device. It may be infinite or NaN, and gradients are then NaN or
+    0: ``UpdateGuard`` decides what happens. Each element counts once, however many ranks hold it.
     All ranks call it; parameters without a gradient are left out.
 
         norm = parallel.clip_gradients(model.parameters(), 1.0)

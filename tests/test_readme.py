@@ -41,7 +41,7 @@ def test_the_documentation_has_no_broken_python(root, monkeypatch):
         monkeypatch.syspath_prepend(str(environment))  # docs/environments.md installs them
     for page in root.glob("docs/*.md"):
         for example in examples(page):
-            exec(example, {})
+            exec(compile(example, str(page), "exec"), {})
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

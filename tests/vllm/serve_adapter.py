@@ -55,4 +55,5 @@ if __name__ == "__main__":
     model, adapter = sys.argv[1:]
     ours, plain = train(model, adapter)
     served = serve(model, adapter)
-    print((served - ours).abs().max().item(), (plain - ours).abs().max().item())
+    gaps = [(other - ours).abs().max().item() for other in (served, plain)]
+    print("gaps", *gaps, flush=True)

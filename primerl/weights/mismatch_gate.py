@@ -38,25 +38,23 @@ class MismatchGate:
     takes a larger rise, and up to 3 of 1,000 where tails are heavy; more tokens a step are what
     helps. A rise slower than 1.5 in 200 steps is drift, as training makes it, and is followed.
 
-    Args:
-        window: steps of the baseline.
-        warm_up: steps before the first judgement.
-        floor: what is smaller counts as this, in nats: the rounding of float32 logprobs, about
-            1e-5, makes half its square, and quotients of rounding errors mean nothing.
-        baseline: steps so far, oldest first; with ``recent`` and ``alarming``, what ``state`` gave.
-        recent: the last steps, not yet part of the baseline.
-        alarming: whether the alarm is on.
-
     Raises:
         ValueError: a number is out of range.
     """
 
     window: int = 32
+    """Steps of the baseline."""
     warm_up: int = 16
+    """Steps before the first judgement."""
     floor: float = 1e-10
+    """What is smaller counts as this, in nats: the rounding of float32 logprobs, about 1e-5, makes
+    half its square, and quotients of rounding errors mean nothing."""
     baseline: tuple[float, ...] = attrs.field(default=(), converter=_floats)
+    """Steps so far, oldest first; with ``recent`` and ``alarming``, what ``state`` gave."""
     recent: tuple[float, ...] = attrs.field(default=(), converter=_floats)
+    """The last steps, not yet part of the baseline."""
     alarming: bool = False
+    """Whether the alarm is on."""
 
     def __attrs_post_init__(self) -> None:
         if not 3 <= self.warm_up <= self.window:

@@ -1,7 +1,7 @@
 """The keys that an indexer of sparse attention chooses, document by document."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from primerl.attention import CONTEXT_ATTENTION, find_documents
-from primerl.spans import Document
+from primerl.spans import Document, Span
 
 SPARSE_ATTENTION = "primerl_sparse"
 CONTEXT_SPARSE_ATTENTION = f"{CONTEXT_ATTENTION}_sparse"
@@ -29,22 +29,6 @@ SWITCH_BACK = (
 def rows_at_once(scores: int) -> int:
     """How many rows may be computed together that have so many scores each."""
     return max(1, SCORES // scores)
-
-
-class Part(NamedTuple):
-    """Rows ``begin .. end - 1``, part of a document, the last of which sees all ``keys``.
-
-    These are ranges of rows, which may be those of all ranks that share documents.
-    """
-
-    begin: int
-    end: int
-    keys: tuple[tuple[int, int], ...]
-
-    @property
-    def seen(self) -> int:
-        """How many keys the last row sees."""
-        return sum(end - begin for begin, end in self.keys)
 
 
 class DocumentIndexer(nn.Module):
@@ -171,17 +155,17 @@ def _find(position_ids: Tensor, batch: int, others: Others | None) -> tuple[Docu
     return find_documents(positions if others is None else others(positions)[0])
 
 
-def parts_of(documents: tuple[Document, ...], first: int, rows: int) -> list[Part]:
+def parts_of(documents: tuple[Document, ...], first: int, rows: int) -> list[Span]:
     """What of the documents lies in ``rows`` rows from ``first`` on."""
     parts = []
     for one in documents:
         begin, end = max(one.begin, first), min(one.end, first + rows)
         if begin < end:
             shared = ((one.root, one.root + one.shared),) if one.shared else ()
-            parts.append(Part(begin - first, end - first, (*shared, (one.begin, end))))
+            parts.append(Span(begin - first, end - first, (*shared, (one.begin, end))))
     return parts
 
 
-def keys_of(x: Tensor, part: Part) -> Tensor:
+def keys_of(x: Tensor, part: Span) -> Tensor:
     """Its rows of ``x``."""
     return torch.cat([x[begin:end] for begin, end in part.keys])

@@ -50,6 +50,11 @@ class Span(NamedTuple):
     keys: tuple[tuple[int, int], ...]
     """Ranges of rows, which end with the tokens of the queries themselves."""
 
+    @property
+    def seen(self) -> int:
+        """How many keys the last query sees."""
+        return sum(end - begin for begin, end in self.keys)
+
 
 Spans = tuple[Document, ...] | tuple[Span, ...]
 

@@ -22,12 +22,11 @@ from primerl.document_indexer import (
     SWITCH_BACK,
     DocumentIndexer,
     Others,
-    Part,
     keys_of,
     parts_of,
     rows_at_once,
 )
-from primerl.spans import Document
+from primerl.spans import Document, Span
 
 
 def attend_sparsely(model: nn.Module, *, others: Others | None = None) -> None:
@@ -121,7 +120,7 @@ def attend_to_chosen(
     q: Float[Tensor, "t heads d"],
     k: Float[Tensor, "s kv_heads d"],
     v: Float[Tensor, "s kv_heads dv"],
-    parts: list[Part],
+    parts: list[Span],
     chosen: Int[Tensor, "t k"],
     *,
     scaling: float | None = None,

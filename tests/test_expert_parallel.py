@@ -8,6 +8,7 @@ import fake_deep_ep
 import pytest
 import torch
 from conftest import torchrun
+from safetensors.torch import save_file
 
 from primerl import parallel, testing, weights
 from primerl.parallel.dispatch import AllToAll
@@ -117,6 +118,16 @@ def test_in_a_world_of_one_experts_are_computed_alone():
         divide_experts(testing.tiny_model("llama"))
 
 
+def test_what_is_computed_again_is_counted_once():
+    model = parallel.recompute(testing.tiny_model("qwen3_moe"))
+    divide_experts(model)
+
+    model(torch.arange(2, 14).unsqueeze(0)).logits.sum().backward()
+
+    counts = parallel.take_expert_counts(model)
+    assert [int(c.sum()) for c in counts.values()] == [24, 24]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("inner", [6, 8])
 def test_rows_are_multiplied_by_their_experts_matrix(dtype, inner):
@@ -198,6 +209,17 @@ def test_a_model_in_one_process_is_loaded_too(tmp_path):
     assert {p.dtype for p in empty.parameters()} == {torch.bfloat16}
     with pytest.raises(ValueError, match="cannot read the configuration of"):
         weights.empty_model(tmp_path / "nowhere")
+
+
+def test_a_quantized_checkpoint_is_refused(tmp_path):
+    model = testing.tiny_model("llama")
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    name = "model.layers.0.mlp.up_proj.weight"
+    state[name] = state[name].to(torch.float8_e4m3fn)
+    save_file(state, tmp_path / "model.safetensors")
+
+    with pytest.raises(ValueError, match=f"{name} is quantized .torch.float8_e4m3fn."):
+        weights.load_shards(model, tmp_path)
 
 
 def test_a_world_of_one_has_a_mesh_of_one():

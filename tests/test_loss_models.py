@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tensor_sizes import Sizes
 
 from primerl import loss, testing
 from primerl.loss import linear_head, logprobs
@@ -52,20 +53,6 @@ def test_each_row_may_have_its_own_temperature():
     cold = loss.model_logprobs(model, token_ids, position_ids, labels, temperature=0.7)
     warm = loss.model_logprobs(model, token_ids, position_ids, labels)
     torch.testing.assert_close(both, torch.cat([cold[:4], warm[4:]]))
-
-
-class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-    """The number of elements of each tensor that is made."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        leaves = torch.utils._pytree.tree_leaves(out)
-        self.sizes.extend(x.numel() for x in leaves if isinstance(x, torch.Tensor))
-        return out
 
 
 def test_no_square_mask_is_built():

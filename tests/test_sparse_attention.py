@@ -9,6 +9,7 @@ import torch
 from conftest import torchrun
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensor_sizes import Sizes
 
 from primerl import document_indexer, loss, parallel, testing, weights
 from primerl.attention import find_documents
@@ -126,20 +127,6 @@ def test_documents_that_see_all_they_may_need_no_indexer():
     _, token_ids, position_ids, labels = packed([4, 5, 3, 6])
     loss.model_logprobs(model, token_ids, position_ids, labels)
     assert len(calls) == 3  # for the keys, and for two documents
-
-
-class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-    """The number of elements of each tensor that is made."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        leaves = torch.utils._pytree.tree_leaves(out)
-        self.sizes.extend(x.numel() for x in leaves if isinstance(x, torch.Tensor))
-        return out
 
 
 def test_no_square_mask_is_built():

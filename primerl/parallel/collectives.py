@@ -1,14 +1,19 @@
-"""Collectives that return what arrives, so that recomputation can keep it instead of asking again.
+"""Collectives: by the names of every version of torch, and one that recomputation can keep.
 
-Those of ``torch.distributed`` write into a tensor, which selective checkpointing cannot keep.
+Those of ``torch.distributed`` write into a tensor, which selective checkpointing cannot keep, so
+``all_to_all`` returns what arrives.
 """
 
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Names of torch 2.13, where the others are deprecated, and of torch 2.11.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # An operator of torch takes no group, but its name.
 _GROUPS: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 

@@ -25,7 +25,8 @@ from primerl.attention import (
     require_positions,
 )
 from primerl.parallel.balancing import divide_attention
-from primerl.parallel.context_attention import ATTENTION, SharedRows, Work, all_gather
+from primerl.parallel.collectives import all_gather
+from primerl.parallel.context_attention import ATTENTION, SharedRows, Work
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.sparse_context import share_sparse_context
 from primerl.spans import Document, Span

@@ -10,12 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from primerl.attention import not_passed_on, refuse_other_attention
+from primerl.parallel.collectives import all_gather, reduce_scatter
 from primerl.parallel.dispatch import exchange
 from primerl.spans import Document, Span, attend
-
-# Names of torch 2.13, where the others are deprecated, and of torch 2.11.
-all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @attrs.frozen(eq=False)
@@ -57,7 +54,7 @@ def _ulysses(
     **asked: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Each rank gets all rows of its share of the heads."""
-    rows = _checked(module, query, key, attention_mask, documents, asked)
+    rows = checked_rows(module, query, key, attention_mask, documents, asked)
     ranks, length = dist.get_world_size(rows.group), query.shape[2]
     if query.shape[1] % ranks:
         raise ValueError(
@@ -102,12 +99,9 @@ def _gathered(
     **asked: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Each rank gets all keys and values, and queries of ranks that have too many."""
-    rows = _checked(module, query, key, attention_mask, documents, asked)
-    q, *own = (x[0].transpose(0, 1) for x in (query, key, value))
-    fused = torch.cat([x.flatten(1) for x in own], dim=1)
-    every: Tensor = _AllGather.apply(fused, rows.group)  # type: ignore[no-untyped-call]
-    k, v = _apart(every, [x.shape[1:] for x in own])
-    work = rows.work
+    rows = checked_rows(module, query, key, attention_mask, documents, asked)
+    q, work = query[0].transpose(0, 1), rows.work
+    k, v = gather_rows(key, value, rows.group)
     if work is None:
         return attend(q, k, v, rows.spans, scaling=scaling).unsqueeze(0), None
     q = exchange(q.index_select(0, work.order), work.sent, work.received, rows.group)
@@ -119,7 +113,15 @@ def _gathered(
 ATTENTION = {"ulysses": _ulysses, "gathered": _gathered}
 
 
-def _checked(
+def gather_rows(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Keys and values ``[rows of all ranks, heads, d]``; the gradients of all ranks are added."""
+    own = [x[0].transpose(0, 1) for x in (key, value)]
+    fused = torch.cat([x.flatten(1) for x in own], dim=1)
+    every: Tensor = _AllGather.apply(fused, group)  # type: ignore[no-untyped-call]
+    return _apart(every, [x.shape[1:] for x in own])
+
+
+def checked_rows(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -127,6 +129,7 @@ def _checked(
     rows: SharedRows | None,
     asked: dict[str, Any],
 ) -> SharedRows:
+    """The rows of the forward pass, once it is sure that attention can be computed over them."""
     if rows is None:
         raise ValueError(f"{not_passed_on(module)}, or was called without its model")
     if attention_mask is not None or query.shape[2] != key.shape[2]:

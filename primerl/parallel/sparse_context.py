@@ -8,14 +8,14 @@ the keys of its whole document.
 import functools
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from primerl._optional import require
 from primerl.document_indexer import CONTEXT_SPARSE_ATTENTION, parts_of
-from primerl.parallel.context_attention import SharedRows, _AllGather, _apart, _checked, all_gather
+from primerl.parallel.collectives import all_gather
+from primerl.parallel.context_attention import SharedRows, checked_rows, gather_rows
 from primerl.sparse_attention import attend_sparsely, attend_to_chosen
 
 
@@ -44,11 +44,9 @@ def _sparse(
     documents: SharedRows | None = None,
     **asked: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
-    rows = _checked(module, query, key, None, documents, asked)
-    q, *own = (x[0].transpose(0, 1) for x in (query, key, value))
-    fused = torch.cat([x.flatten(1) for x in own], dim=1)
-    every = _AllGather.apply(fused, rows.group)  # type: ignore[no-untyped-call]
-    k, v = _apart(every, [x.shape[1:] for x in own])
+    rows = checked_rows(module, query, key, None, documents, asked)
+    q = query[0].transpose(0, 1)
+    k, v = gather_rows(key, value, rows.group)
     parts = parts_of(rows.documents, dist.get_rank(rows.group) * len(q), len(q))
     attended = attend_to_chosen(q, k, v, parts, indices[0], scaling=scaling)
     return attended.unsqueeze(0), None

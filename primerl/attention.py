@@ -37,7 +37,9 @@ _PACKED: ContextVar[bool] = ContextVar("_PACKED", default=False)
 def find_documents(position_ids: Tensor) -> tuple[Document, ...]:
     """The documents of a pack: one begins wherever a position does not follow the one before.
 
-    One that begins at position n > 0 continues the first n tokens of the last that began at 0.
+    One that begins at position n > 0 continues the first n tokens of the document before it, which
+    may itself continue an earlier one. So documents that begin alike are the branches of a tree,
+    laid out depth first.
 
     Raises:
         ValueError: the first position is not 0, or a document continues more tokens than there are.
@@ -50,17 +52,26 @@ def find_documents(position_ids: Tensor) -> tuple[Document, ...]:
             "position_ids must begin with 0: documents are packed whole, one after the other"
         )
     documents: list[Document] = []
-    root, room = 0, 0
     for begin, end, shared in zip(begins, ends, position_ids[begins].tolist(), strict=True):
-        if shared == 0:
-            root, room = begin, end - begin
-        elif not 0 < shared <= room:
+        room = documents[-1].length if documents else 0
+        if not 0 <= shared <= room:
             raise ValueError(
                 f"position_ids[{begin}] is {shared}: a document that begins there continues the "
-                f"last one that began at 0, which has {room} tokens"
+                f"one before it, which has {room} tokens"
             )
-        documents.append(Document(begin, end, root, shared))
+        prefix = _first_rows(documents[-1].keys, shared) if shared else ()
+        documents.append(Document(begin, end, prefix))
     return tuple(documents)
+
+
+def _first_rows(ranges: tuple[tuple[int, int], ...], count: int) -> tuple[tuple[int, int], ...]:
+    """The ranges that hold the first ``count`` rows of ``ranges``."""
+    first = []
+    for begin, end in ranges:
+        if count > 0:
+            first.append((begin, min(end, begin + count)))
+            count -= end - begin
+    return tuple(first)
 
 
 def attend_by_document(
@@ -256,7 +267,7 @@ def packed_attention(
     if documents is None:
         # Plain use of the same model, by a caller who knows nothing of packing.
         begins = range(0, batch * length, length)
-        documents = tuple(Document(begin, begin + length, begin, 0) for begin in begins)
+        documents = tuple(Document(begin, begin + length) for begin in begins)
     refuse_other_attention(module, documents, asked)
     if cached or attention_mask is not None:
         raise ValueError(

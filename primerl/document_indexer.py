@@ -161,8 +161,7 @@ def parts_of(documents: tuple[Document, ...], first: int, rows: int) -> list[Spa
     for one in documents:
         begin, end = max(one.begin, first), min(one.end, first + rows)
         if begin < end:
-            shared = ((one.root, one.root + one.shared),) if one.shared else ()
-            parts.append(Span(begin - first, end - first, (*shared, (one.begin, end))))
+            parts.append(Span(begin - first, end - first, (*one.prefix, (one.begin, end))))
     return parts
 
 

@@ -20,12 +20,17 @@ WIDENED_LENGTH = 256
 
 
 class Document(NamedTuple):
-    """Rows ``begin .. end - 1``, after the ``shared`` rows that begin at ``root``."""
+    """Rows ``begin .. end - 1``, after the rows of other documents that hold its first tokens."""
 
     begin: int
     end: int
-    root: int
-    shared: int
+    prefix: tuple[tuple[int, int], ...] = ()
+    """Ranges of rows, in the order of the tokens that they hold; none of its own."""
+
+    @property
+    def shared(self) -> int:
+        """How many of its tokens the rows of other documents hold."""
+        return sum(end - begin for begin, end in self.prefix)
 
     @property
     def length(self) -> int:
@@ -35,8 +40,7 @@ class Document(NamedTuple):
     @property
     def keys(self) -> tuple[tuple[int, int], ...]:
         """The ranges of rows that hold its tokens."""
-        own = (self.begin, self.end)
-        return ((self.root, self.root + self.shared), own) if self.shared else (own,)
+        return (*self.prefix, (self.begin, self.end))
 
 
 class Span(NamedTuple):

@@ -107,7 +107,7 @@ def _sparse_attention(
     batch, _, length, _ = query.shape
     if documents is None:
         begins = range(0, batch * length, length)
-        documents = tuple(Document(begin, begin + length, begin, 0) for begin in begins)
+        documents = tuple(Document(begin, begin + length) for begin in begins)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     parts = parts_of(documents, 0, batch * length)
     attended = attend_to_chosen(

@@ -141,7 +141,7 @@ def test_the_ranks_see_for_each_row_what_its_document_sees(data, parts):
     expected = {}
     for one in documents:
         for row in range(one.begin, one.end):
-            shared = list(range(one.root, one.root + one.shared))
+            shared = [key for begin, end in one.prefix for key in range(begin, end)]
             expected[row] = shared + list(range(one.begin, row + 1))
     assert together == expected
 

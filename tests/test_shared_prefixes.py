@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from primerl import flops, loss, packing, spans, testing
+from primerl.attention import find_documents
 from primerl.packing import prefixes
 from primerl.types import NOT_SAMPLED, TrainingSample
 
@@ -97,18 +98,15 @@ def test_a_sample_is_not_taken_for_the_continuation_of_its_neighbour():
 
 
 def documents_of(batch):
-    """``(tokens, trained labels)`` of each document, its shared tokens found by their positions."""
-    result, root = [], []
-    bounds = batch.cu_seqlens.tolist()
-    for begin, end in itertools.pairwise(bounds):
-        tokens = batch.token_ids[begin:end].tolist()
-        shared = int(batch.position_ids[begin])
-        if shared == 0:
-            root = tokens
+    """``(tokens, trained labels)`` of each document, with the tokens it shares."""
+    result, rows = [], {}
+    for document in find_documents(batch.position_ids):
+        path = [row for begin, end in document.keys for row in range(begin, end)]
+        rows |= {row: path[: place + 1] for place, row in enumerate(path) if row >= document.begin}
+    for begin, end in itertools.pairwise(batch.cu_seqlens.tolist()):
         mask = batch.loss_mask[begin:end]
-        result.append(
-            (tuple(root[:shared] + tokens), tuple(batch.labels[begin:end][mask].tolist()))
-        )
+        labels = batch.labels[begin:end][mask]
+        result.append((tuple(batch.token_ids[rows[end - 1]].tolist()), tuple(labels.tolist())))
     return result
 
 
@@ -127,12 +125,6 @@ def test_every_sample_is_there_once_with_all_its_tokens(drawn, max_tokens, ranks
     assert len({len(steps) for steps in plan}) == 1
     batches = [batch for steps in plan for batch in steps]
     assert all(len(batch.token_ids) <= max_tokens for batch in batches)
-    for batch in batches:
-        for begin in batch.cu_seqlens[1:-1].tolist():
-            position, before = batch.position_ids[[begin, begin - 1]].tolist()
-            root = int((batch.position_ids[:begin] == 0).nonzero()[-1])
-            # Or it would be taken for its neighbour's; for the whole first one's, it may be.
-            assert position != before + 1 or before == begin - 1 - root
     found = [one for batch in batches for one in documents_of(batch) if one[1]]
     assert sorted(found) == sorted((tuple(p + c), tuple(c)) for p, c in drawn)
 
@@ -191,6 +183,53 @@ def test_lengths_are_refused_as_without_sharing():
     assert packing.pack([], max_tokens=4, ranks=2, share_prefixes=True) == [[], []]
 
 
+def test_a_chain_of_turns_has_each_token_once():
+    """Each sample extends the last by a tool's reply and a turn, which alone it trains."""
+    history = list(range(100, 105))
+    samples = []
+    for turn in range(20):
+        prompt = [*history, 200 + turn, 201 + turn]
+        history = [*prompt, *range(300 + turn, 304 + turn)]
+        samples.append(sample(prompt, history[len(prompt) :]))
+    shuffled = [samples[index] for index in np.random.default_rng(0).permutation(20)]
+
+    ((batch,),) = packing.pack(shuffled, max_tokens=256, ranks=1, share_prefixes=True)
+
+    assert batch.token_ids.tolist() == history
+    assert batch.position_ids.tolist() == list(range(len(history)))
+    assert int(batch.loss_mask.sum()) == 20 * 4
+
+
+def tree(vocabulary=64):
+    """Histories that were edited: turns of two agents over branches of branches, in any order."""
+    generator = np.random.default_rng(1)
+
+    def draw(n):
+        return generator.integers(2, vocabulary, n).tolist()
+
+    trunk = draw(9)
+    samples = [sample(trunk, draw(4)), sample(trunk, draw(3))]
+    for _ in range(3):
+        branch = trunk[:6] + draw(5)
+        for _ in range(3):
+            turn = draw(3)
+            samples.append(sample(branch, turn))
+            samples.append(sample(branch, draw(2)))
+            branch = branch + turn + draw(4)
+    return [samples[index] for index in generator.permutation(len(samples))]
+
+
+def test_a_tree_has_each_untrained_token_once():
+    samples = tree()
+
+    ((batch,),) = packing.pack(samples, max_tokens=1024, ranks=1, share_prefixes=True)
+
+    # A trie of all prefixes, but the row before a sample's first trained token is its own, unless
+    # it continues all of the sample before it.
+    nodes = {tuple(one.token_ids[:n].tolist()) for one in samples for n in range(1, 99)}
+    assert len(nodes) <= len(batch.token_ids) <= len(nodes) + len(samples)
+
+
 def group(vocabulary=64):
     generator = np.random.default_rng(0)
 
@@ -203,7 +242,7 @@ def group(vocabulary=64):
 
 def scored(model, samples, **how):
     """Each trained token's logprob and entropy by (prompt, completion), and all gradients."""
-    ((batch,),) = packing.pack(samples, max_tokens=256, ranks=1, **how)
+    ((batch,),) = packing.pack(samples, max_tokens=512, ranks=1, **how)
     given = batch.token_ids, batch.position_ids, batch.labels
     both = loss.model_logprobs_and_entropy(model, *given, rows=batch.loss_mask)
     weights = torch.cos(batch.labels.float()) * batch.loss_mask  # so that every row matters
@@ -217,15 +256,16 @@ def scored(model, samples, **how):
     return values, gradients, len(batch.token_ids)
 
 
+@pytest.mark.parametrize(("shape", "spared"), [(group, 2 * 3 * 8 + 3 * 4), (tree, 284)])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3"])
-def test_logprobs_entropies_and_gradients_are_those_of_whole_documents(family):
+def test_logprobs_entropies_and_gradients_are_those_of_whole_documents(family, shape, spared):
     model = testing.tiny_model(family)
-    samples = group()
+    samples = shape()
 
     ours, our_gradients, our_rows = scored(model, samples, share_prefixes=True)
     expected, gradients, rows = scored(model, samples)
 
-    assert our_rows == rows - 2 * 3 * 8 - 3 * 4
+    assert our_rows == rows - spared
     assert ours.keys() == expected.keys()
     for document, pair in expected.items():
         torch.testing.assert_close(ours[document], pair, atol=2e-6, rtol=0)

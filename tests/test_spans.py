@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl import loss, spans, testing
+from primerl.attention import find_documents
 from primerl.spans import Document, Span, attend
 
 
@@ -52,8 +53,23 @@ def parts_of_documents(draw):
 
 
 def test_the_keys_of_a_document_are_its_own_and_those_it_shares():
-    assert Document(5, 8, 5, 0).keys == ((5, 8),)
-    assert Document(5, 8, 1, 2).keys == ((1, 3), (5, 8))
+    assert Document(5, 8).keys == ((5, 8),)
+    branch = Document(5, 8, ((0, 1), (3, 4)))
+    assert branch.keys == ((0, 1), (3, 4), (5, 8))
+    assert (branch.shared, branch.length) == (2, 5)
+
+
+def test_a_document_continues_the_one_before_it_along_the_tree():
+    """0 1 2 3, from which 2' 3' branch, from which 3'' 4'' do; then 1* from the very first."""
+    position_ids = torch.tensor([0, 1, 2, 3, 2, 3, 3, 4, 1, 2, 0])
+
+    assert find_documents(position_ids) == (
+        Document(0, 4),
+        Document(4, 6, ((0, 2),)),
+        Document(6, 8, ((0, 2), (4, 5))),
+        Document(8, 10, ((0, 1),)),
+        Document(10, 11),
+    )
 
 
 @given(parts_of_documents(), st.sampled_from([None, 0.3]))
@@ -119,7 +135,7 @@ def test_the_kernel_of_gpus_gets_what_it_needs(kernel, case, value_width):
 
 def test_documents_end_to_end_are_one_call_without_a_copy(monkeypatch):
     monkeypatch.setattr(spans, "varlen_attn", kernel_of_torch_2_13)
-    some = (Document(0, 5, 0, 0), Document(5, 6, 5, 0), Document(6, 9, 6, 0))
+    some = (Document(0, 5), Document(5, 6), Document(6, 9))
     q, k, v = tensors(9, 9)
     CALLS.clear()
 
@@ -146,8 +162,8 @@ def test_a_part_whose_keys_another_has_seen_is_a_call_of_its_own():
 def test_a_gpu_computes_what_a_cpu_does(dtype, width, value_width, shared, monkeypatch):
     by_kernel = mock.Mock(wraps=spans._attend_end_to_end)
     monkeypatch.setattr(spans, "_attend_end_to_end", by_kernel)
-    last = Document(300, 420, 0, 150) if shared else Document(300, 420, 300, 0)
-    some = (Document(0, 299, 0, 0), Document(299, 300, 299, 0), last)
+    last = Document(300, 420, ((0, 150),)) if shared else Document(300, 420)
+    some = (Document(0, 299), Document(299, 300), last)
     exact = tensors(420, 420, width=width, value_width=value_width)
     rounded = [x.detach().to("cuda", dtype).requires_grad_() for x in exact]
 

@@ -141,18 +141,20 @@ def test_no_square_mask_is_built():
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_documents_may_share_what_they_begin_with(kind):
-    """An 11-token prompt, then replies of 6, 1 and 9 tokens that continue 11, 2 and 11 of it."""
+    """A prompt of 11 tokens and a reply; 9 tokens continue 13 of these, and 1 token the first 2."""
     model = sparse_model(kind)
     generator = torch.Generator().manual_seed(3)
-    root, *replies = (torch.randint(2, 64, (n,), generator=generator) for n in (11, 6, 1, 9))
-    shared = [11, 2, 11]
+    root, *replies = (torch.randint(2, 64, (n,), generator=generator) for n in (11, 6, 9, 1))
+    shared = [11, 13, 2]
     positions = [torch.arange(n, n + len(reply)) for n, reply in zip(shared, replies, strict=True)]
     token_ids = torch.cat([root, *replies])
     labels = token_ids.roll(-1)
 
     ours = loss.model_logprobs(model, token_ids, torch.cat([torch.arange(11), *positions]), labels)
     mine = gradients(model, ours)
-    whole = [root, *(torch.cat([root[:n], x]) for n, x in zip(shared, replies, strict=True))]
+    whole = [root]
+    for n, reply in zip(shared, replies, strict=True):
+        whole.append(torch.cat([whole[-1][:n], reply]))
     model.set_attn_implementation("sdpa")
     rows = [
         model(input_ids=one[None], use_cache=False).logits[0][n:]

@@ -61,7 +61,7 @@ def model_logprobs(
 
     Documents lie end to end; one begins wherever a position does not follow the one before, and no
     document sees another. But one that begins at position n > 0 continues the first n tokens of the
-    last that began at 0, as ``packing.pack(share_prefixes=True)`` lays them out. A model that
+    one before it, as ``packing.pack(share_prefixes=True)`` lays them out. A model that
     attends by ``sdpa`` or ``eager`` is switched, by its public ``set_attn_implementation``, to
     attend document by document, so that no t x t mask is ever built (where an indexer chooses keys,
     it does that document by document too); flash attention reads the positions itself and is left

@@ -27,7 +27,7 @@ class PackedBatch:
     token_ids: Int64[Tensor, " t"]
     position_ids: Int64[Tensor, " t"]
     """Each token's place in its document. One begins where a position does not follow the one
-    before; if it begins at n > 0, it continues the first n tokens of the last that began at 0."""
+    before; if it begins at n > 0, it continues the first n tokens of the document before it."""
     cu_seqlens: Int32[Tensor, " bounds"]
     """Where documents begin, and the end: ``[s+1]``."""
     labels: Int64[Tensor, " t"]

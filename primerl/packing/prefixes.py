@@ -1,8 +1,9 @@
 """Which samples begin with the same tokens, so that these are computed once.
 
 The rollouts of a group begin with one prompt, and the sequences of a rollout with one history. A
-family is one sample, whole, and others that continue its first tokens: for these only their own
-rows are packed, from the row that predicts their first trained token on, or sooner.
+family is a tree of samples, laid out depth first: the first is whole, and each other one continues
+the first tokens of the one before it, which may do so itself. For these only their own rows are
+packed, from the row that predicts their first trained token on, or sooner.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from primerl.packing.binning import assign, check, costs_of, lockstep_cost
 from primerl.types import TrainingSample
 
 Member = tuple[int, int]
-"""A sample's index, and how many of its first tokens the family's first sample has for it."""
+"""A sample's index, and how many of its first tokens the family's samples before it hold."""
 
 WORTHWHILE = 16
 """Fewer tokens than this are not shared: they cost less than looking them up."""
@@ -65,31 +66,29 @@ def family_bins(
 def families(samples: Sequence[TrainingSample], *, capacity: float) -> list[list[Member]]:
     """Partition samples into families of at most ``capacity`` rows; the first of each is whole.
 
-    Similar beginnings lie side by side in sorted order, so each sample is compared with the family
-    before it and joins it, or begins one. A trained token is never shared by the sample that trains
-    it, so each is predicted in a row of its own. Those that share most come first: then none begins
-    at the position after its neighbour's last, where one document would go on.
+    In sorted order, no earlier sample begins more like a sample than the one just before it, so
+    each continues that one, or begins a family. A trained token is never shared by the sample that
+    trains it, so each is predicted in a row of its own.
     """
-    limits = [_untrained(sample) for sample in samples]
 
-    def beginning(index: int) -> bytes:
-        return samples[index].token_ids[: limits[index]].astype(">i4").tobytes()
+    def tokens(index: int) -> bytes:
+        return samples[index].token_ids.astype(">i4").tobytes()
 
     result: list[list[Member]] = []
     rows = 0
-    for index in sorted(range(len(samples)), key=beginning):
+    for index in sorted(range(len(samples)), key=tokens):
+        own = samples[index].token_ids
         shared = 0
-        length = len(samples[index].token_ids)
         if result:
-            first = samples[result[-1][0][0]]
-            shared = _common(first.token_ids, samples[index].token_ids[: limits[index]])
-        if shared >= WORTHWHILE and rows + length - shared <= capacity:
+            before = samples[result[-1][-1][0]]
+            shared = _common(before.token_ids, own[: _untrained(samples[index])])
+        if shared >= WORTHWHILE and rows + len(own) - shared <= capacity:
             result[-1].append((index, shared))
-            rows += length - shared
+            rows += len(own) - shared
         else:
             result.append([(index, 0)])
-            rows = length
-    return [[one[0], *sorted(one[1:], key=lambda member: -member[1])] for one in result]
+            rows = len(own)
+    return result
 
 
 def _untrained(sample: TrainingSample) -> int:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 M = TypeVar("M", bound=nn.Module)
 
-ORDER = "fp8 -> replay -> recompute -> shard -> compile"
+ORDER = "recompute -> shard -> compile"
 # Products, attention, what came from other ranks, and the choice of experts.
 KEPT_OPERATIONS = frozenset(
     {

@@ -181,8 +181,7 @@ def _count(placement: _Placement, indices: Tensor) -> None:
 def take_expert_counts(model: nn.Module) -> dict[str, Int[Tensor, " experts"]]:
     """How often each layer's experts were chosen on this rank since this was last asked, by name.
 
-    Choices that were replayed count as they were replayed. Layers of which none were computed since
-    are left out.
+    Layers of which none were computed since are left out.
     """
     taken = {}
     for name, module in expert_modules(model).items():

@@ -9,6 +9,7 @@ from publishing import ROUNDING, check_rounding, logprobs_of
 from transformers import AutoTokenizer
 
 from primerl import rollout, testing, weights
+from primerl.rollout.replicas import Replicas
 from primerl.types import SamplingParams
 
 P = SamplingParams
@@ -179,6 +180,17 @@ def hits(engine):
     return sum(one["vllm:prefix_cache_hits_total"] for one in engine.metrics().values())
 
 
+def session_names(urls, counts):
+    """As many names for each server as ``counts`` has: ports are random, and so is who is home."""
+    replicas = Replicas(urls)
+    for one in replicas:
+        replicas.heard(one, "run-0", 0)
+    names = {url: [] for url in urls}
+    for n in range(1000):
+        names[replicas.choose(str(n)).url].append(str(n))
+    return [name for url, count in zip(urls, counts, strict=True) for name in names[url][:count]]
+
+
 def test_sessions_stay_where_their_cache_is(pair):
     """Turns of conversations over two engines: with sessions the cache has what came before."""
     rng = np.random.default_rng(0)
@@ -187,13 +199,14 @@ def test_sessions_stay_where_their_cache_is(pair):
         for turn in range(1, 4):
             requests = []
             for n in rng.permutation(7):  # the order in which tools answer, say
-                prompt, session = talks[n][: 128 * turn + 1], f"{n}" if sessions else None
+                prompt, session = talks[n][: 128 * turn + 1], names[n] if sessions else None
                 requests.append(engine.generate(prompt, P(max_tokens=1), session=session))
             await asyncio.gather(*requests)
 
     shares = {}
     with rollout.VLLMEngine(pair) as engine:
         engine.adopt(0)
+        names = session_names([server.url for server in pair], (4, 3))
         for sessions in (True, False):
             talks = rng.integers(3, 60, (7, 400)).tolist()
             before = hits(engine)

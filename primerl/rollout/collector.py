@@ -29,6 +29,7 @@ from primerl.rollout.loop_lag import LoopLag
 from primerl.rollout.proofs import UNPROVEN
 from primerl.rollout.recording import require_plain
 from primerl.rollout.remote_engine import EngineAddress, RemoteEngines
+from primerl.rollout.standstill import Wait, unfillable
 from primerl.rollout.task_streams import TaskStream
 from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
@@ -91,7 +92,7 @@ class Collector:
         )
         self._again: deque[Task] = deque()
         self._drawn_out = False
-        self._next_version = 0  # until the first step is asked for, anything is of use
+        self._taken: PolicyVersion = 0  # the last step that was handed out
         self._in_flight: dict[asyncio.Task[None], tuple[Task, Progress]] = {}
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
@@ -145,24 +146,35 @@ class Collector:
         return self.stats()
 
     async def take(self, version: PolicyVersion, served: PolicyVersion | None) -> list[Group]:
-        """The groups of one step; ``served`` is the engine's version as the trainer sees it."""
+        """The groups of one step; ``served`` is the engine's version as the trainer sees it.
+
+        They are buffered until ``deliver`` says that they arrived; ``give_back`` that they did not.
+        """
         self._learn(served)
         began = time.monotonic()
-        kept, deadline = self._accounts.kept, began + self._plan.timeout_s
-        self._expect(version)
-        while (groups := self._buffer.take(version, in_flight=self._versions())) is None:
-            self._require_progress(version)
-            await self._change(min(1.0, self._plan.timeout_s))
-            if self._accounts.kept != kept:
-                kept, deadline = self._accounts.kept, time.monotonic() + self._plan.timeout_s
-            elif time.monotonic() > deadline:
+        wait = Wait(self._plan.timeout_s, self._buffer.dropped)
+        self._cancel_unusable(version)
+        while (groups := self._buffer.reserve(version, in_flight=self._versions())) is None:
+            self._require_fillable(version)
+            if not wait.look(self._buffer.ready):
                 raise RuntimeError(
-                    f"no group was kept for {self._plan.timeout_s:.0f} s while step {version} "
-                    f"waited for {self._plan.groups_per_step}; {self._describe()}"
+                    f"no group was kept for {self._plan.timeout_s:.0f} s that step {version} can "
+                    f"use, which waits for {self._plan.groups_per_step}; "
+                    f"{wait.describe(self._buffer, self._engine.version)}{self._errors()}"
                 )
-        self._expect(version + 1)
+            await self._change(min(1.0, self._plan.timeout_s))
+        self._taken = version
         self._trainer_wait_s += time.monotonic() - began
         return groups
+
+    def deliver(self) -> None:
+        """The groups that ``take`` returned have reached the trainer."""
+        self._buffer.deliver()
+        self._cancel_unusable(self._taken + 1)
+
+    def give_back(self) -> None:
+        """The groups that ``take`` returned, if it did, have not reached the trainer."""
+        self._buffer.give_back()
 
     async def settle(
         self, version: PolicyVersion, proven: bool, served: PolicyVersion | None
@@ -384,7 +396,7 @@ class Collector:
         self._accounts.succeeded(group)
         try:
             self._tasks.report(task, group)
-            self._accounts.kept += self._buffer.put(group) and self._usable(group)
+            self._buffer.put(group)
         except Exception as error:  # a user's filter or curriculum raised: the run cannot go on
             self._buffer.drop(FAILED, tokens=len(group.versions))
             self._fail(error)
@@ -407,21 +419,14 @@ class Collector:
 
     # ---- waiting ----
 
-    def _expect(self, version: PolicyVersion) -> None:
+    def _cancel_unusable(self, version: PolicyVersion) -> None:
         """The next step is ``version``: cancel every group that it could not use."""
-        self._next_version = version
         if self._plan.on_stale != "drop":
             return
         oldest = version - self._plan.max_staleness
         for group, (_, progress) in self._in_flight.items():
             if progress.oldest_version(version) < oldest:
                 group.cancel()
-
-    def _usable(self, group: Group) -> bool:
-        """Whether the next step could train the group; what it would drop is no progress."""
-        newest = self._plan.on_stale == "mask_tokens"
-        version = group.versions.max() if newest else group.versions.min()
-        return bool(version >= self._next_version - self._plan.max_staleness)
 
     def _versions(self) -> list[PolicyVersion]:
         served = self._engine.version
@@ -434,35 +439,21 @@ class Collector:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
-    def _require_progress(self, version: PolicyVersion) -> None:
+    def _require_fillable(self, version: PolicyVersion) -> None:
         if self._error is not None:
             raise RuntimeError(f"rollouts stopped: {words(self._error)}") from self._error
-        served, bound = self._engine.version, self._plan.max_staleness
-        if version - served > bound:
-            raise RuntimeError(
-                f"step {version} cannot be filled: the engine still serves version {served}, so "
-                f"any rollout would be {version - served} steps stale, more than "
-                f"max_staleness={bound}; publish weights after the optimizer step (and check that "
-                "publishing succeeds)"
-            )
-        if self._drawn_out and not self._again and not self._in_flight:
-            raise RuntimeError(
-                "the tasks ran out and could not be iterated again; pass a list, not an iterator"
-            )
-
-    def _describe(self) -> str:
-        buffer = self._buffer
-        text = (
-            f"{buffer.in_flight} groups are in flight, {buffer.buffered} buffered, "
-            f"{dict(buffer.dropped)} dropped; the engine serves version {self._engine.version}"
+        reason = unfillable(
+            version,
+            served=self._engine.version,
+            buffer=self._buffer,
+            drawn_out=self._drawn_out and not self._again,
         )
-        if buffer.proofs.halted:
-            text += "; the newest version was rejected: publish it again and settle that"
-        if buffer.awaited:
-            counts = ", ".join(f"{n} for version {v}" for v, n in buffer.awaited.items())
-            text += f"; groups that wait for proof: {counts}: call settle(version, proven=...)"
+        if reason is not None:
+            raise RuntimeError(f"step {version} cannot be filled: {reason}")
+
+    def _errors(self) -> str:
         errors = self._accounts.errors
-        return text + (f"; errors: {dict(errors)}" if errors else "")
+        return f"; errors: {dict(errors)}" if errors else ""
 
     async def _beat(self, channel: Channel) -> None:
         while True:

@@ -599,6 +599,56 @@ def test_collecting_goes_on_from_a_state_without_skipping_a_task():
     assert balanced(stats)
 
 
+SAVED = {"group_size": 3, "min_group": 2, "groups_per_step": 2, "max_staleness": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group_size": 4}, "group_size=3, not 4: .* resume with group_size=3, or without"),
+        ({"group_size": 2}, "group_size=3, not 2"),
+        ({"groups_per_step": 3}, "groups_per_step=2, not 3"),
+        ({"min_group": 3}, "min_group=2, not 3"),
+        ({"await_proof": False}, "await_proof=True, not False"),
+        ({"tasks": [{"prompt": f"other {n}"} for n in range(5)]}, "taken after another task"),
+        ({"tasks": TASKS[:1]}, "and now there are 1"),
+        ({"tasks": rollout.Shuffled(TASKS, seed=0)}, "the state does not fit"),
+        ({"min_group": 1}, None),
+        ({"max_staleness": 0}, None),
+        ({"max_staleness": 5}, None),
+        ({"on_stale": "mask_tokens"}, None),
+        ({"on_stale": "wait", "max_staleness": 1}, None),
+        ({"publish_every": 2}, None),
+        ({"retries": 4, "quarantine_after": 1}, None),
+        ({"params": SamplingParams(max_tokens=3, temperature=0.5)}, None),
+        ({"tasks": [*TASKS, {"prompt": "a new one"}]}, None),
+    ],
+)
+def test_a_state_is_restored_only_where_its_groups_are_what_the_worker_would_make(change, message):
+    before = {"await_proof": True} if "await_proof" in change else {}
+    engine = FakeEngine(delay_s=0)
+    with make_worker(engine, **SAVED | before) as rollouts:
+        for step in range(0 if before else 3):
+            rollouts.take(version=step)
+            engine.version = step + 1
+        while rollouts.stats()["buffered"] < 4:
+            time.sleep(0.01)
+        state = rollouts.state()
+
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            make_worker(engine, state=state, **SAVED | change)
+        return
+    bound = (SAVED | change)["max_staleness"]
+    with make_worker(engine, state=state, **SAVED | change) as rollouts:
+        for step in range(3, 9):
+            for group in rollouts.take(version=step):
+                assert 0 <= step - group.versions.max()
+                assert step - group.versions.min() <= bound
+            engine.version = step + 1
+            assert balanced(rollouts.stats())
+
+
 def test_a_task_that_cannot_be_stored_is_an_error_that_loses_nothing():
     with make_worker(tasks=[{"prompt": "a", "check": object()}]) as rollouts:
         with pytest.raises(

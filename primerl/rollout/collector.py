@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -36,8 +36,10 @@ from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 POLL_S = 0.01  # how soon a newly served version is noticed
 BEAT_S = 1.0
 CLOSE_S = 15.0
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 CANCELLED = "cancelled"
+SAVED = ("group_size", "min_group", "groups_per_step", "await_proof")
+"""Of the plan, what a state may not be restored without."""
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class Collector:
         self._again: deque[Task] = deque()
         self._drawn_out = False
         self._taken: PolicyVersion = 0  # the last step that was handed out
+        self._ended_delivery = 0  # takes up to this one have reached the trainer, or were given up
         self._in_flight: dict[asyncio.Task[None], tuple[Task, Progress]] = {}
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
@@ -145,16 +148,24 @@ class Collector:
                 log.exception("the environment could not be closed")
         return self.stats()
 
-    async def take(self, version: PolicyVersion, served: PolicyVersion | None) -> list[Group]:
+    async def take(
+        self, version: PolicyVersion, delivery: int, served: PolicyVersion | None
+    ) -> list[Group]:
         """The groups of one step; ``served`` is the engine's version as the trainer sees it.
 
-        They are buffered until ``deliver`` says that they arrived; ``give_back`` that they did not.
+        They are buffered until ``deliver`` says that they arrived. ``delivery`` numbers the calls:
+        one that was given up before, or while, it ran reserves nothing for a later one to lose.
         """
         self._learn(served)
         began = time.monotonic()
         wait = Wait(self._plan.timeout_s, self._buffer.dropped)
         self._cancel_unusable(version)
-        while (groups := self._buffer.reserve(version, in_flight=self._versions())) is None:
+        while delivery > self._ended_delivery:
+            groups = self._buffer.reserve(version, in_flight=self._versions())
+            if groups is not None:
+                self._taken = version
+                self._trainer_wait_s += time.monotonic() - began
+                return groups
             self._require_fillable(version)
             if not wait.look(self._buffer.ready):
                 raise RuntimeError(
@@ -163,18 +174,19 @@ class Collector:
                     f"{wait.describe(self._buffer, self._engine.version)}{self._errors()}"
                 )
             await self._change(min(1.0, self._plan.timeout_s))
-        self._taken = version
-        self._trainer_wait_s += time.monotonic() - began
-        return groups
+        raise RuntimeError("the trainer gave this take up")
 
-    def deliver(self) -> None:
+    def deliver(self, delivery: int) -> None:
         """The groups that ``take`` returned have reached the trainer."""
+        self._ended_delivery = delivery
         self._buffer.deliver()
         self._cancel_unusable(self._taken + 1)
 
-    def give_back(self) -> None:
-        """The groups that ``take`` returned, if it did, have not reached the trainer."""
+    def give_back(self, delivery: int) -> None:
+        """The trainer gave a ``take`` up; what that returned, if it did, has not reached it."""
+        self._ended_delivery = delivery
         self._buffer.give_back()
+        self._changed.set()
 
     async def settle(
         self, version: PolicyVersion, proven: bool, served: PolicyVersion | None
@@ -250,6 +262,7 @@ class Collector:
             require_plain(task, f"task {task['id']!r}")
         content = {
             "format": STATE_FORMAT,
+            "plan": {name: getattr(self._plan, name) for name in SAVED},
             "buffer": self._buffer.state(),
             "tasks": self._tasks.state(),
             "waits": [self._trainer_wait_s, self._rollout_wait_s],
@@ -292,6 +305,7 @@ class Collector:
                 "was written by another version of primerl"
             )
         try:
+            self._require_same_plan(state["plan"])
             self._buffer.restore(state["buffer"])
             self._tasks.restore(state["tasks"])
             self._again.extend(state["again"])
@@ -302,6 +316,24 @@ class Collector:
                 f"the state does not fit: {type(error).__name__}: {error}; it is damaged, or of a "
                 "worker with tasks of another kind"
             ) from error
+
+    def _require_same_plan(self, saved: Mapping[str, Any]) -> None:
+        """Refuse a state whose groups this worker would not have made."""
+        mine = self._plan
+        refused = {
+            "group_size": "its finished groups have another size, and are compared with each other",
+            "groups_per_step": "steps of another size can't continue its count",
+        }
+        if saved["min_group"] < mine.min_group:
+            refused["min_group"] = "its finished groups may have fewer rollouts"
+        if saved["await_proof"] and not mine.await_proof:
+            refused["await_proof"] = "its groups that wait for proof would be trained without"
+        for name, why in refused.items():
+            if saved[name] != getattr(mine, name):
+                raise ValueError(
+                    f"the state was taken with {name}={saved[name]}, not {getattr(mine, name)}: "
+                    f"{why}; resume with {name}={saved[name]}, or without the worker's state"
+                )
 
     # ---- playing ----
 

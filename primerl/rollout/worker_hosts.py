@@ -50,9 +50,9 @@ class InThread:
         result = getattr(self._collector, name)(*args)
         return await result if asyncio.iscoroutine(result) else result
 
-    def notify(self, name: str) -> None:
+    def notify(self, name: str, *args: Any) -> None:
         """Call a method of the collector, without an answer."""
-        getattr(self._collector, name)()
+        getattr(self._collector, name)(*args)
 
     async def stop(self) -> dict[str, Any]:
         """End it; returns the last stats, unless it died."""
@@ -103,9 +103,9 @@ class InProcess:
             self._told = self._told or not self._child.alive
             raise
 
-    def notify(self, name: str) -> None:
+    def notify(self, name: str, *args: Any) -> None:
         """Call a method of the collector, without an answer."""
-        self._child.notify(name)
+        self._child.notify(name, *args)
 
     async def _mourn(self) -> None:
         """Say at once that the child died, and soon interrupt a trainer that is busy elsewhere."""

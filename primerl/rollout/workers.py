@@ -1,6 +1,7 @@
 """The worker: collects rollouts while the trainer trains, within the staleness bound."""
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
@@ -190,6 +191,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._last_stats: dict[str, Any] | None = None
         self._taking = threading.Lock()
+        self._deliveries = itertools.count(1)
 
     def __enter__(self) -> "Worker":
         self._loop = asyncio.new_event_loop()
@@ -234,12 +236,13 @@ class Worker:
                 is blocked.
         """
         with self._taking:
+            delivery = next(self._deliveries)
             try:
-                groups: list[Group] = self._wait("take", version, self._engine.version)
+                groups: list[Group] = self._wait("take", version, delivery, self._engine.version)
             except BaseException:  # they may be on their way
-                self._notify("give_back")
+                self._notify("give_back", delivery)
                 raise
-            self._notify("deliver")
+            self._notify("deliver", delivery)
             return groups
 
     def settle(self, version: PolicyVersion, *, proven: bool) -> None:
@@ -331,10 +334,10 @@ class Worker:
             raise RuntimeError("the worker is not running; use `with rollout.worker(...) as ...`")
         return self._submit(self._host.call(name, *args))
 
-    def _notify(self, name: str) -> None:
+    def _notify(self, name: str, *args: Any) -> None:
         """Call a method without waiting for it; it comes before whatever is called next."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._host.notify, name)
+            self._loop.call_soon_threadsafe(self._host.notify, name, *args)
 
     def _wait(self, name: str, *args: Any) -> Any:
         return self._finish(self._call(name, *args), f"{name!r} was not answered", None)

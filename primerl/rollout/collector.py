@@ -15,9 +15,11 @@ from primerl.rollout.accounts import Accounts
 from primerl.rollout.buffer import Buffer
 from primerl.rollout.channel import Channel
 from primerl.rollout.engine import Engine
+from primerl.rollout.engine_health import EngineHealth
 from primerl.rollout.environment import Environment, Task
 from primerl.rollout.errors import words
 from primerl.rollout.groups import (
+    ENGINE,
     FAILED,
     GroupFailed,
     Progress,
@@ -82,6 +84,7 @@ class Collector:
         self._channel = channel
         self._engines = RemoteEngines(channel)
         self._engine = self._engines.find(engine)
+        self._health = EngineHealth(_name(engine, self._engine), timeout_s=plan.timeout_s)
         self._environment = environment
         self._tasks = tasks
         self._plan = plan
@@ -213,13 +216,23 @@ class Collector:
         """Play each task once, in order, with one version of the weights."""
         self._learn(served)
         evaluated = self._engine if engine is None else self._engines.find(engine)
+        health = self._health
+        if evaluated is not self._engine:
+            health = EngineHealth(_name(engine, evaluated), timeout_s=self._plan.timeout_s)
         version = evaluated.version
         mine = asyncio.current_task()
         assert mine is not None
         self._evaluations.add(mine)
         try:
             rollouts = await gather_or_cancel(
-                play(self._environment, task, evaluated, params, retries=self._plan.retries)
+                play(
+                    self._environment,
+                    task,
+                    evaluated,
+                    params,
+                    retries=self._plan.retries,
+                    health=health,
+                )
                 for task in tasks
             )
         finally:
@@ -240,6 +253,7 @@ class Collector:
         buffer = self._buffer
         return {
             **self._accounts.stats(),
+            "engine_errors": dict(self._health.errors),
             "started": buffer.started,
             "trained": buffer.trained,
             "dropped": buffer.dropped.total(),
@@ -268,6 +282,7 @@ class Collector:
             "waits": [self._trainer_wait_s, self._rollout_wait_s],
             "again": [dict(task) for task in [*playing, *self._again]],
             "accounts": self._accounts.state(),
+            "engine_errors": dict(self._health.errors),
         }
         return msgspec.msgpack.encode(content)
 
@@ -310,6 +325,7 @@ class Collector:
             self._tasks.restore(state["tasks"])
             self._again.extend(state["again"])
             self._accounts.restore(state["accounts"])
+            self._health.errors.update(state["engine_errors"])
             self._trainer_wait_s, self._rollout_wait_s = state["waits"]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -402,13 +418,17 @@ class Collector:
                 retries=plan.retries,
                 timeout_s=plan.group_timeout_s,
                 progress=progress,
+                health=self._health,
             )
         except asyncio.CancelledError:
             reason = UNPROVEN if progress.unproven else CANCELLED
             self._buffer.drop(reason, tokens=progress.tokens)
         except GroupFailed as failure:
             self._buffer.drop(failure.reason, tokens=progress.tokens)
-            self._failed(task, failure)
+            if failure.reason == ENGINE:  # nothing was learned of the task
+                log.info("%s", failure)
+            else:
+                self._failed(task, failure)
         except Exception as error:  # a RewardError, or what nobody foresaw: the run cannot go on
             self._buffer.drop(FAILED, tokens=progress.tokens)
             self._fail(error)
@@ -474,6 +494,8 @@ class Collector:
     def _require_fillable(self, version: PolicyVersion) -> None:
         if self._error is not None:
             raise RuntimeError(f"rollouts stopped: {words(self._error)}") from self._error
+        if self._health.reason is not None:
+            raise RuntimeError(f"step {version} cannot be filled: {self._health.reason}")
         reason = unfillable(
             version,
             served=self._engine.version,
@@ -484,10 +506,18 @@ class Collector:
             raise RuntimeError(f"step {version} cannot be filled: {reason}")
 
     def _errors(self) -> str:
-        errors = self._accounts.errors
-        return f"; errors: {dict(errors)}" if errors else ""
+        text = ""
+        if self._accounts.errors:
+            text += f"; errors: {dict(self._accounts.errors)}"
+        if self._health.errors:
+            text += f"; errors of the engine ({self._health.name}): {dict(self._health.errors)}"
+        return text
 
     async def _beat(self, channel: Channel) -> None:
         while True:
             channel.notify("beat")
             await asyncio.sleep(BEAT_S)
+
+
+def _name(where: Any, engine: Engine) -> str:
+    return where.name if isinstance(where, EngineAddress) else type(engine).__name__

@@ -53,6 +53,10 @@ def unfillable(
     return None
 
 
+def _copy(counts: Counter[str]) -> Counter[str]:
+    return counts.copy()
+
+
 @attrs.define
 class Wait:
     """A wait for the groups of a step, whose deadline each further usable group moves.
@@ -63,7 +67,7 @@ class Wait:
     """
 
     timeout_s: float
-    dropped: Counter[str] = attrs.field(converter=Counter)
+    dropped: Counter[str] = attrs.field(converter=_copy)
     _ready: int = 0
     _since: float = attrs.Factory(time.monotonic)
 

@@ -121,7 +121,7 @@ class DifficultyPools:
         return dict(self._counts)
 
     def state(self) -> dict[str, Any]:
-        """``{"draws": so far, "seed", "rates": by id, "last_drawn": number of the last draw, by id}``."""
+        """``{"draws": so far, "seed", "rates": by id, "last_drawn": number of it, by id}``."""
         drawn = zip(self._tasks, self._last_drawn, strict=True)
         return {
             "draws": self._draws,

@@ -6,7 +6,6 @@ from primerl.rollout.groups import attempt
 from primerl.rollout.remote_engine import EngineAddress, RemoteEngine
 from primerl.types import Rollout, SamplingParams
 
-
 MAX_REPLY_BYTES = 1 << 31  # a rollout that is larger is a mistake, and would exhaust the worker
 
 

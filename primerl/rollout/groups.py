@@ -151,11 +151,11 @@ async def run_group(
     late = size - len(survivors) - len(failures)
     own = sum(not isinstance(error, EngineFailed) for error in failures)
     reason = TIMEOUT if size - len(failures) >= needed else FAILED
-    ended = f" and {late} had not ended after {timeout_s:g} s" if reason == TIMEOUT else ""
+    unfinished = f" and {late} had not ended after {timeout_s:g} s" if reason == TIMEOUT else ""
     if silent or (reason == FAILED and size - own >= needed):
         reason = ENGINE
     raise GroupFailed(
-        f"task {task_id!r}: {len(failures)} of {size} rollouts failed{ended}"
+        f"task {task_id!r}: {len(failures)} of {size} rollouts failed{unfinished}"
         + (f"; the last: {summary(failures[-1])}" if failures else ""),
         reason=reason,
     ) from (failures[-1] if failures else None)

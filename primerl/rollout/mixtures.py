@@ -77,7 +77,7 @@ class Mixture:
         self._streams[name].report({**task, "id": own_id}, group)
 
     def state(self) -> dict[str, Any]:
-        """``{"drawn": by stream, since the last one left, "weights", "streams": state of each}``."""
+        """``{"drawn": by stream, since the last one left, "weights", "streams": states}``."""
         return {
             "drawn": dict(self._drawn),
             "weights": {name: str(weight) for name, weight in self._weights.items()},

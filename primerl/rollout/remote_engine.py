@@ -43,9 +43,7 @@ class EngineHost:
         known = [index for index, one in self._engines.items() if one is engine]
         index = known[0] if known else next(self._indices)
         self._engines[index] = engine
-        return EngineAddress(
-            index, engine.version, engine.context_length, type(engine).__name__
-        )
+        return EngineAddress(index, engine.version, engine.context_length, type(engine).__name__)
 
     @contextlib.contextmanager
     def lease(self, engine: Engine) -> Iterator[EngineAddress]:
@@ -53,9 +51,7 @@ class EngineHost:
         index = next(self._indices)
         self._engines[index] = engine
         try:
-            yield EngineAddress(
-                index, engine.version, engine.context_length, type(engine).__name__
-            )
+            yield EngineAddress(index, engine.version, engine.context_length, type(engine).__name__)
         finally:
             del self._engines[index]
 

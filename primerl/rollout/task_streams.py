@@ -138,8 +138,8 @@ class InOrder:
             # All of an iterator lies before a second pass, which it doesn't have.
             skip = None if passes and self._rows is self._tasks else place
             count, last = 0, None
-            for last in islice(self._rows, skip):
-                count += 1
+            for row in islice(self._rows, skip):
+                count, last = count + 1, row
         if place > count:
             raise ValueError(
                 f"the state is after task {place} of a pass, and now there are {count}; restore "

@@ -1,10 +1,10 @@
 """Calls in both directions over one socket, between a process and a child that it started.
 
 A message is a pickle whose large buffers (numpy arrays) travel beside it, as they lie in memory:
-nothing is turned into Python lists. It is sent in frames of bounded size, so a message may be of any
-size, and the frames of others (a heartbeat, a cancellation) go between those of a long one. Both
-ends belong to one run and run the same code, so pickle is safe here; a channel is only ever opened
-on a socket that was inherited, never on an address.
+nothing is turned into Python lists. It is sent in frames of bounded size, so a message may be of
+any size, and the frames of others (a heartbeat, a cancellation) go between those of a long one.
+Both ends belong to one run and run the same code, so pickle is safe here; a channel is only ever
+opened on a socket that was inherited, never on an address.
 """
 
 import asyncio

@@ -15,7 +15,7 @@ from primerl.rollout.accounts import Accounts
 from primerl.rollout.buffer import Buffer
 from primerl.rollout.channel import Channel
 from primerl.rollout.engine import Engine
-from primerl.rollout.engine_health import EngineHealth
+from primerl.rollout.engine_health import EngineFailed, EngineHealth
 from primerl.rollout.environment import Environment, Task
 from primerl.rollout.errors import words
 from primerl.rollout.groups import (
@@ -427,6 +427,8 @@ class Collector:
             self._buffer.drop(failure.reason, tokens=progress.tokens)
             if failure.reason == ENGINE:  # nothing was learned of the task
                 log.info("%s", failure)
+                if self._health.reason is not None:  # or groups would end as soon as they begin
+                    self._fail(EngineFailed(self._health.reason))
             else:
                 self._failed(task, failure)
         except Exception as error:  # a RewardError, or what nobody foresaw: the run cannot go on
@@ -506,12 +508,8 @@ class Collector:
             raise RuntimeError(f"step {version} cannot be filled: {reason}")
 
     def _errors(self) -> str:
-        text = ""
-        if self._accounts.errors:
-            text += f"; errors: {dict(self._accounts.errors)}"
-        if self._health.errors:
-            text += f"; errors of the engine ({self._health.name}): {dict(self._health.errors)}"
-        return text
+        errors = self._accounts.errors
+        return (f"; errors: {dict(errors)}" if errors else "") + self._health.describe()
 
     async def _beat(self, channel: Channel) -> None:
         while True:

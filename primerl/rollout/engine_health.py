@@ -8,6 +8,7 @@ again and again while others are answered (a prompt that brings its server down,
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -66,6 +67,8 @@ class EngineHealth:
         self.name = name
         self.answers = 0
         """Requests that were answered."""
+        self.answered_at = -math.inf
+        """When the last was, by the monotonic clock."""
         self.errors: Counter[str] = Counter()
         """Failures, by the name of the error."""
         self._timeout_s = timeout_s
@@ -96,9 +99,19 @@ class EngineHealth:
             f"(timeout_s={self._timeout_s:g}); the last: {summary(self._last)}"
         )
 
+    def describe(self) -> str:
+        """Its failures, in words; empty where there are none."""
+        if self._last is None:
+            return ""
+        return (
+            f"; errors of the engine ({self.name}): {dict(self.errors)}, the last: "
+            f"{summary(self._last)}"
+        )
+
     def answered(self) -> None:
         """It has answered a request."""
         self.answers += 1
+        self.answered_at = time.monotonic()
         self._recovered()
         self._answered.set()
 

@@ -53,9 +53,9 @@ class Progress:
         return min(self.oldest.values(), default=served)
 
     @property
-    def waits_for_engine(self) -> bool:
-        """Whether a rollout waits for an answer of the engine."""
-        return any(attempt.waits for attempt in self.attempts.values())
+    def ignored_by_engine(self) -> bool:
+        """Whether a rollout waits for the engine, which has long answered nobody."""
+        return any(attempt.ignored for attempt in self.attempts.values())
 
     def observe(
         self, engine: Engine, index: int, health: EngineHealth | None = None
@@ -131,7 +131,7 @@ async def run_group(
         while pending and size - len(failures) >= needed:
             left = None if deadline is None else deadline.left_s
             if deadline is not None and deadline.left_s <= 0:
-                silent = deadline.silent and seen.waits_for_engine
+                silent = seen.ignored_by_engine
                 break
             done, pending = await asyncio.wait(
                 pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
@@ -168,18 +168,12 @@ class _Deadline:
         self._at = time.monotonic() + timeout_s
         self._health = health
         self._down_s = 0.0 if health is None else health.down_s
-        self._answers = 0 if health is None else health.answers
 
     @property
     def left_s(self) -> float:
         """How much time is left."""
         down_s = 0.0 if self._health is None else self._health.down_s - self._down_s
         return self._at + down_s - time.monotonic()
-
-    @property
-    def silent(self) -> bool:
-        """Whether the engine has answered nobody since the group began."""
-        return self._health is not None and self._health.answers == self._answers
 
 
 async def play(

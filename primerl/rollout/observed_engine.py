@@ -1,5 +1,6 @@
 """The engine as one rollout sees it: what it samples is noted, and an outage is waited out."""
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -20,8 +21,7 @@ from primerl.types import Completion, PolicyVersion, SamplingParams
 class _Call:
     """A request that was not answered so far."""
 
-    answers: int
-    """Of the engine, to anybody, when the request was made."""
+    began: float = attrs.Factory(time.monotonic)
     failed: bool = False
 
 
@@ -64,7 +64,7 @@ class ObservedEngine:
             return self._engine.context_length
         except Exception as error:
             if self._health is not None and is_outage(error):
-                self._open.append(_Call(self._health.answers, failed=True))
+                self._open.append(_Call(failed=True))
             raise
 
     async def generate(
@@ -93,9 +93,12 @@ class ObservedEngine:
         return score
 
     @property
-    def waits(self) -> bool:
-        """Whether a request of this attempt is not answered."""
-        return bool(self._open)
+    def ignored(self) -> bool:
+        """Whether a request is open, and for half of its time the engine has answered nobody."""
+        if self._health is None:
+            return False
+        now, last = time.monotonic(), self._health.answered_at
+        return any(now - last >= (now - call.began) / 2 for call in self._open)
 
     def failed_by_engine(self, error: BaseException) -> bool:
         """Whether the attempt failed because of the engine, whatever the environment made of it.
@@ -105,15 +108,14 @@ class ObservedEngine:
         """
         if self._health is None:
             return False
-        late, answers = is_timeout(error), self._health.answers
-        return any(call.failed or (late and call.answers == answers) for call in self._open)
+        return any(call.failed for call in self._open) or (is_timeout(error) and self.ignored)
 
     async def _ask(self, request: Callable[[], Awaitable[Any]]) -> Any:
         health = self._health
         if health is None:
             self._begin(self._engine.version)
             return await request()
-        call, repetition = _Call(health.answers), Repetition(health)
+        call, repetition = _Call(), Repetition(health)
         self._open.append(call)  # and it stays where the environment cuts it off
         while True:
             self._begin(self._engine.version)

@@ -204,13 +204,14 @@ async def play(
             try:
                 rollout = await attempt(environment, task, observed, params)
             except Exception as error:  # whatever an environment raises is data
-                if observed.given_up is not None and observed.failed_by_engine(error):
+                mistake = isinstance(error, RewardError)
+                if not mistake and observed.given_up is not None:
                     raise observed.given_up from None
-                if repetition is not None and observed.failed_by_engine(error):
+                if not mistake and repetition is not None and observed.failed_by_engine(error):
                     await repetition.failed(error)
                     continue
                 progress.errors[type(error).__name__] += 1
-                if failures == retries or isinstance(error, RewardError):
+                if failures == retries or mistake:
                     raise
                 failures += 1
                 progress.retried += 1

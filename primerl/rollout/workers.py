@@ -75,10 +75,12 @@ def worker(
         quarantine_after: a task is not played any more when so many groups of it have failed and
             none has succeeded since.
         group_timeout_s: how long a group may take; its stragglers are then cancelled.
-        timeout_s: how long a wait may see no further group that its step can use before it raises.
+        timeout_s: how long a wait may see no further group that its step can use, and how long the
+            engine may fail every request, before that is an error.
         await_proof: whether a version is provisional until ``Worker.settle`` has named it, the one
             that is served at the start included.
-        state: what ``Worker.state`` returned, to go on from there.
+        state: what ``Worker.state`` returned, to go on from there; refused where its groups or
+            tasks are not what this worker would make (another ``group_size``, say).
         isolation: ``"process"``: in a process of its own, so that environments never take the
             trainer's interpreter lock; what crosses is pickled, lambdas and local functions
             included. ``"thread"``: in this process, for notebooks and tests.
@@ -301,7 +303,8 @@ class Worker:
         Groups: ``started == trained + dropped + in_flight + buffered``, with ``dropped_by`` the
         count for each reason. ``rollout_tokens`` were sampled for groups that ended well;
         ``tokens_by`` for trained groups and for each reason of dropped ones. Rollouts: ``retried``
-        and, by the error's name, ``errors``. Tasks: ``quarantined``, and how often one was drawn
+        and, by the error's name, ``errors``; requests that the engine failed: ``engine_errors``.
+        Tasks: ``quarantined``, and how often one was drawn
         and ``skipped``. ``environments``: by name, groups, rollouts, tokens, failed groups and
         the sum of rewards. ``awaiting_proof``: for each version that is not settled, the finished
         groups that wait for it. ``trainer_wait_s``: time in ``take``. ``rollout_wait_s``: time in

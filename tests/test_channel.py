@@ -241,3 +241,51 @@ def test_an_unknown_method_is_an_error():
                 await here.call("nothing")
 
     asyncio.run(run())
+
+
+def test_a_message_of_many_frames_arrives_whole_while_others_pass_it(monkeypatch):
+    monkeypatch.setattr("primerl.rollout.channel.FRAME_BYTES", 1000)
+    sent = {"large": np.arange(3_000_000), "small": [np.arange(n) for n in range(50)], "": b"x" * 9}
+    sent["large"].setflags(write=False)
+
+    async def run():
+        passed = []
+        handlers = {"large": lambda: sent, "echo": lambda value: value}
+        async with connected(handlers, back={"beat": passed.append}) as (here, there):
+            large = asyncio.create_task(here.call("large"))
+            for number in range(50):
+                there.notify("beat", number)
+                assert await here.call("echo", number) == number
+                assert not large.done()
+            received = await large
+            assert passed == list(range(50))
+        return received
+
+    received = asyncio.run(run())
+
+    np.testing.assert_array_equal(received["large"], sent["large"])
+    assert not received["large"].flags.writeable
+    for one, other in zip(received["small"], sent["small"], strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.flags.writeable
+    assert received[""] == sent[""]
+
+
+def test_a_call_that_is_cancelled_while_it_is_sent_leaves_nothing_at_the_other_end(monkeypatch):
+    monkeypatch.setattr("primerl.rollout.channel.FRAME_BYTES", 1000)
+
+    async def run():
+        async with connected({"sum": np.sum, "large": lambda: np.ones(3_000_000)}) as (here, there):
+            sends = asyncio.create_task(here.call("sum", np.ones(3_000_000)))
+            receives = asyncio.create_task(here.call("large"))
+            while not (here._incoming and there._incoming):
+                await asyncio.sleep(0)
+            sends.cancel()
+            receives.cancel()
+            await asyncio.wait([sends, receives])
+            assert await here.call("sum", np.ones(1000)) == 1000
+            while there._running or here._incoming:
+                await asyncio.sleep(0.01)
+            assert not there._incoming
+
+    asyncio.run(asyncio.wait_for(run(), 20))

@@ -327,3 +327,56 @@ def test_a_schedule_never_stands_still(seed, max_staleness, size):
         elif not running:
             assert buffer.may_start(served=served), "nothing runs and nothing may start"
     assert trainer > 5
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    bound=st.integers(0, 3),
+    on_stale=st.sampled_from(["drop", "wait", "mask_tokens"]),
+    await_proof=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_whatever_becomes_of_deliveries_every_group_is_in_one_place(
+    seed, bound, on_stale, await_proof
+):
+    """Versions that are late, duplicate or go back, lost deliveries, rejections and restarts."""
+    events = random.Random(seed)
+    plan = {"groups_per_step": 2, "max_staleness": bound, "on_stale": on_stale}
+    plan |= {"await_proof": await_proof, "keep": [lambda group: events.random() < 0.8]}
+    buffer, version, flying, reserved, delivered = rollout.Buffer(**plan), 3, 0, None, 0
+    for _ in range(150):
+        event = events.random()
+        if event < 0.3:
+            buffer.start()
+            flying += 1
+        elif event < 0.5 and flying:
+            buffer.put(cached_group(max(0, version + events.randint(-4, 2))))
+            flying -= 1
+        elif event < 0.55 and flying:
+            buffer.drop("failed")
+            flying -= 1
+        elif event < 0.75:
+            step = version + events.choice([0, 0, 0, -2, 1])
+            reserved = buffer.reserve(step, in_flight=[version] * flying)
+            for group in reserved or ():
+                assert step - bound <= group.versions.min()
+                assert group.versions.max() <= step
+        elif event < 0.85:
+            buffer.deliver()
+            delivered += len(reserved or ())
+            reserved = None
+            version += 1
+        elif event < 0.9:
+            buffer.give_back()
+            reserved = None
+        elif event < 0.95 and await_proof:
+            buffer.settle(max(0, version - events.randint(0, 3)), proven=events.random() < 0.7)
+        elif event > 0.97:
+            state, buffer = buffer.state(), rollout.Buffer(**plan)
+            buffer.restore(state)
+            flying, reserved = 0, None
+        ended = buffer.trained + buffer.dropped.total() + buffer.buffered
+        assert buffer.started == ended + flying
+        assert buffer.in_flight == flying
+        assert buffer.trained == delivered
+        assert buffer.tokens["trained"] <= 8 * delivered

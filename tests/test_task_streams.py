@@ -62,7 +62,7 @@ def test_in_order_goes_round(kind):
     assert isinstance(stream, rollout.TaskStream)
     assert ids(stream, 7) == ["0", "1", "2", "0", "1", "2", "0"]
     assert stream.draw() == {"prompt": "p1", "id": "1"}
-    assert stream.state() == {"pass": 2, "index": 2}
+    assert stream.state() | {"last": ""} == {"pass": 2, "index": 2, "last": ""}
 
 
 def test_a_task_keeps_its_own_id_as_text_and_is_a_copy():
@@ -122,6 +122,39 @@ def test_the_place_in_tasks_that_are_no_longer_there():
             rollout.InOrder(tasks).restore({"pass": 0, "index": 3})
     with pytest.raises(ValueError, match="of 3 tasks, and now there are 2"):
         rollout.Shuffled(rows(2), seed=0).restore({"pass": 0, "index": 1, "tasks": 3, "seed": 0})
+
+
+@pytest.mark.parametrize("kind", [list, iter])
+@pytest.mark.parametrize("make", [rollout.InOrder, lambda t: rollout.Shuffled(t, seed=0)])
+@pytest.mark.parametrize("drawn", [0, 1, 4])
+def test_a_state_of_other_tasks_is_refused(kind, make, drawn):
+    stream = make(rows(5))
+    ids(stream, drawn)
+    state = json.loads(json.dumps(stream.state()))
+    others = [{"prompt": f"another {n}"} for n in range(5)]
+
+    same = make(kind(rows(5)))
+    same.restore(state)
+    assert same.draw() == stream.draw()
+    if drawn:
+        with pytest.raises(ValueError, match="taken after another task .*'another [0-4]'.*digest"):
+            make(kind(others)).restore(state)
+
+
+def test_other_weights_or_another_seed_of_a_state():
+    def mixture(a, b):
+        return rollout.Mixture({"a": rows(9), "b": rows(9)}, weights={"a": a, "b": b})
+
+    stream = mixture(9, 1)
+    ids(stream, 1000)
+    other = mixture(1, 1)
+    other.restore(stream.state())
+    drawn = [name.partition("/")[0] for name in ids(other, 100)]
+    assert all(abs(drawn[:n].count("a") - n / 2) <= 1 for n in range(100))
+
+    state = rollout.DifficultyPools(rows(3), seed=3).state()
+    with pytest.raises(ValueError, match="taken with seed=3, not 4"):
+        rollout.DifficultyPools(rows(3), seed=4).restore(state)
 
 
 def test_shuffled_takes_every_task_once_a_pass_in_changing_orders():

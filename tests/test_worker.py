@@ -1,6 +1,7 @@
 """The worker's thread, with an engine that draws tokens from a hat."""
 
 import asyncio
+import itertools
 import threading
 import time
 
@@ -212,6 +213,117 @@ def test_an_engine_that_samples_with_older_weights_than_it_says_is_not_progress(
     with make_worker(engine, timeout_s=0.5) as rollouts:
         with pytest.raises(RuntimeError, match="no group was kept for .*'stale': [0-9]+"):
             rollouts.take(version=5)
+
+
+@pytest.mark.parametrize("ahead", [1, 50])
+def test_a_step_for_weights_older_than_those_served_is_refused_at_once(ahead):
+    engine = FakeEngine(delay_s=0)
+    with make_worker(engine, timeout_s=600.0) as rollouts:
+        rollouts.take(version=0)
+        engine.version = 1 + ahead
+        with pytest.raises(RuntimeError, match=rf"serves version {1 + ahead}, .* of version 1 "):
+            [rollouts.take(version=1) for _ in range(9)]  # what was finished before is of use
+        stats = rollouts.stats()
+        if ahead == 1:
+            assert len(rollouts.take(version=2)) == 3
+
+    assert stats["started"] <= 3 * (2 + 1 + ahead) + stats["dropped"]
+    assert balanced(stats)
+
+
+def test_groups_of_a_state_are_trained_though_the_engine_is_ahead_of_them():
+    engine = FakeEngine(delay_s=0)
+    with make_worker(engine, max_staleness=2) as rollouts:
+        rollouts.take(version=0)
+        while rollouts.stats()["buffered"] < 6:
+            time.sleep(0.01)
+        state = rollouts.state()
+
+    engine.version = 5  # a server that has outlived its trainer
+    with make_worker(engine, max_staleness=2, state=state) as rollouts:
+        for step in (1, 2):
+            assert all((group.versions == 0).all() for group in rollouts.take(version=step))
+        with pytest.raises(RuntimeError, match="serves version 5, newer than .* of version 3"):
+            rollouts.take(version=3)
+        assert all((group.versions == 5).all() for group in rollouts.take(version=5))
+        assert balanced(rollouts.stats())
+
+
+def test_more_steps_than_versions_are_refused_at_once():
+    with make_worker(FakeEngine(delay_s=0), max_staleness=1, timeout_s=600.0) as rollouts:
+        rollouts.take(version=0)
+        rollouts.take(version=0)
+        with pytest.raises(RuntimeError, match="6 groups were taken since version 0, .* one step"):
+            rollouts.take(version=0)
+
+
+class Unreliable(FakeEngine):
+    """Samples with other versions than it says: older and newer ones, in turn."""
+
+    def __init__(self, offsets):
+        super().__init__(delay_s=0)
+        self.version = 5
+        self.offsets = itertools.cycle(offsets)
+
+    async def generate(self, *args, **options):
+        completion = await super().generate(*args, **options)
+        await asyncio.sleep(0.002)
+        return attrs.evolve(completion, versions=completion.versions + next(self.offsets))
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "wait", "mask_tokens"])
+@pytest.mark.parametrize(
+    ("offsets", "fate", "names"),
+    [
+        ([0], "refused", "'impossible': [0-9]+.*of the filters, 'impossible' refused"),
+        ([-5], "fine", "'stale': [0-9]+"),
+        ([+3], "fine", "'future': [0-9]+"),
+        ([0], "raises", "'failed': [0-9]+.*ConnectionError"),
+        ([0], "empty", "'empty': [0-9]+"),
+        ([-5, +3, +1, -2], "mixed", "'future': [0-9]+"),
+    ],
+)
+def test_no_mixture_of_useless_groups_keeps_a_trainer_waiting(on_stale, offsets, fate, names):
+    """They end all the time, and in every way: none of it is progress of the step."""
+    played = itertools.count()
+
+    def impossible(group):
+        return fate != "refused" and (fate != "mixed" or int(group.task_id) % 2 == 0)
+
+    async def environment(task, engine, params):
+        reply = await scored()(task, engine, params)
+        if fate == "raises" and next(played) % 7:  # the survivors are refused: see ``keep``
+            raise ConnectionError("lost")
+        if fate == "empty":
+            masked = [attrs.evolve(one, loss_mask=one.loss_mask & False) for one in reply.samples]
+            return attrs.evolve(reply, samples=masked)
+        return reply
+
+    keep = [impossible]
+    if fate == "raises":
+        keep = [lambda group: False]
+    plan = {"on_stale": on_stale, "timeout_s": 0.4, "group_size": 1, "quarantine_after": 10**6}
+    tasks = [{"id": str(n)} | {"prompt": "a"} for n in range(100)]
+    began = time.monotonic()
+    engine = Unreliable(offsets)
+    with make_worker(engine, environment, tasks, keep=keep, retries=0, **plan) as rollouts:
+        with pytest.raises(RuntimeError, match=f"no group was kept for .*{names}"):
+            rollouts.take(version=5)
+        stats = rollouts.stats()
+
+    assert time.monotonic() - began < 15
+    assert stats["dropped"] > 5
+    assert balanced(stats)
+
+
+def test_each_usable_group_is_progress_however_long_the_whole_step_takes():
+    async def slow(task, engine, params):
+        await asyncio.sleep(0.5 * (1 + int(task["id"])))
+        return await scored()(task, engine, params)
+
+    plan = {"timeout_s": 2.0, "groups_per_step": 5, "max_staleness": 0}
+    with make_worker(environment=slow, **plan) as rollouts:
+        assert len(rollouts.take(version=0)) == 5
 
 
 def test_tasks_that_run_out_are_an_error():
@@ -484,6 +596,56 @@ def test_collecting_goes_on_from_a_state_without_skipping_a_task():
     assert stats["started"] == stats["trained"] == 60
     assert stats["rollout_tokens"] >= before["rollout_tokens"]
     assert balanced(stats)
+
+
+SAVED = {"group_size": 3, "min_group": 2, "groups_per_step": 2, "max_staleness": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group_size": 4}, "group_size=3, not 4: .* resume with group_size=3, or without"),
+        ({"group_size": 2}, "group_size=3, not 2"),
+        ({"groups_per_step": 3}, "groups_per_step=2, not 3"),
+        ({"min_group": 3}, "min_group=2, not 3"),
+        ({"await_proof": False}, "await_proof=True, not False"),
+        ({"tasks": [{"prompt": f"other {n}"} for n in range(5)]}, "taken after another task"),
+        ({"tasks": TASKS[:1]}, "and now there are 1"),
+        ({"tasks": rollout.Shuffled(TASKS, seed=0)}, "the state does not fit"),
+        ({"min_group": 1}, None),
+        ({"max_staleness": 0}, None),
+        ({"max_staleness": 5}, None),
+        ({"on_stale": "mask_tokens"}, None),
+        ({"on_stale": "wait", "max_staleness": 1}, None),
+        ({"publish_every": 2}, None),
+        ({"retries": 4, "quarantine_after": 1}, None),
+        ({"params": SamplingParams(max_tokens=3, temperature=0.5)}, None),
+        ({"tasks": [*TASKS, {"prompt": "a new one"}]}, None),
+    ],
+)
+def test_a_state_is_restored_only_where_its_groups_are_what_the_worker_would_make(change, message):
+    before = {"await_proof": True} if "await_proof" in change else {}
+    engine = FakeEngine(delay_s=0)
+    with make_worker(engine, **SAVED | before) as rollouts:
+        for step in range(0 if before else 3):
+            rollouts.take(version=step)
+            engine.version = step + 1
+        while rollouts.stats()["buffered"] < 4:
+            time.sleep(0.01)
+        state = rollouts.state()
+
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            make_worker(engine, state=state, **SAVED | change)
+        return
+    bound = (SAVED | change)["max_staleness"]
+    with make_worker(engine, state=state, **SAVED | change) as rollouts:
+        for step in range(3, 9):
+            for group in rollouts.take(version=step):
+                assert 0 <= step - group.versions.max()
+                assert step - group.versions.min() <= bound
+            engine.version = step + 1
+            assert balanced(rollouts.stats())
 
 
 def test_a_task_that_cannot_be_stored_is_an_error_that_loses_nothing():

@@ -1,9 +1,11 @@
 """The worker in a process of its own: what crosses, what dies, and what is left (nothing)."""
 
 import asyncio
+import contextlib
 import functools
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,12 +14,14 @@ import threading
 import time
 from pathlib import Path
 
+import attrs
 import numpy as np
 import psutil
 import pytest
 from conftest import CharacterCodes, FakeEngine
 
 from primerl import filters, rollout, testing
+from primerl.rollout import channel
 from primerl.types import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=3)
@@ -37,6 +41,11 @@ def make_worker(engine=None, environment=None, tasks=TASKS, **change):
         CharacterCodes(), reward=lambda task, reply: len(set(reply))
     )
     return rollout.worker(engine or FakeEngine(), environment, tasks, **settings)
+
+
+def balanced(stats):
+    ended = stats["trained"] + stats["dropped"] + stats["buffered"]
+    return stats["started"] == ended + stats["in_flight"]
 
 
 def gone(pids, *, within_s=ENDS_S):
@@ -90,6 +99,81 @@ def test_publishing_and_taking_at_once_never_sees_an_old_version():
         for step in range(30):
             assert all((g.versions == step).all() for g in rollouts.take(version=step))
             engine.version = step + 1
+
+
+class Interrupted(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def interrupted(after_s):
+    """Raise ``Interrupted`` in the body after a time, if it then waits for the worker."""
+
+    def interrupt(_signal, frame):
+        while frame is not None:
+            if frame.f_code.co_qualname == "Worker._wait":
+                raise Interrupted
+            frame = frame.f_back
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_a_take_that_is_interrupted_at_any_moment_loses_no_group(isolation):
+    """While rollouts run, while the step crosses in hundreds of small frames, and after."""
+    draw = random.Random(0)
+
+    async def environment(task, engine, params):
+        if isolation == "process":
+            channel.FRAME_BYTES = 1000  # the worker's own
+        result = await rollout.single_turn(CharacterCodes(), reward=lambda t, r: 1.0)(
+            task, engine, params
+        )
+        (sample,) = result.samples
+        length = np.zeros(5_000, np.int32)  # of no model: to take a while to cross
+        padded = attrs.evolve(
+            sample,
+            token_ids=np.concatenate([sample.token_ids, length]),
+            loss_mask=np.concatenate([sample.loss_mask, length != 0]),
+            behavior_logprobs=np.concatenate([sample.behavior_logprobs, length]),
+            versions=np.concatenate([sample.versions, length - 1]),
+        )
+        return attrs.evolve(result, samples=[padded])
+
+    tasks = [{"id": str(n), "prompt": "a"} for n in range(500)]
+    plan = {"on_stale": "wait", "group_size": 1, "isolation": isolation}
+    engine = testing.ScriptedEngine(latency=0.002)
+    trained, interruptions = [], 0
+    with make_worker(engine, environment, tasks, **plan) as rollouts:
+        for step in range(8):
+            groups = None
+            while groups is None:
+                try:
+                    with interrupted(0.0005 + 0.06 * draw.random() ** 2):
+                        groups = rollouts.take(version=step)
+                except Interrupted:
+                    interruptions += 1
+                    stats = rollouts.stats()
+                    assert stats["trained"] == len(trained)
+                    assert balanced(stats)
+                    if interruptions % 10 == 0:  # one that may end
+                        groups = rollouts.take(version=step)
+            trained += groups
+            engine.update_weights({}, version=step + 1)
+            stats = rollouts.stats()
+            assert stats["trained"] == len(trained) == 3 * (step + 1)
+            assert balanced(stats)
+
+    assert interruptions > 2 or isolation == "thread"
+    assert stats["dropped"] == 0
+    assert len({group.task_id for group in trained}) == 24
+    assert max(int(group.task_id) for group in trained) < 24 + 6
 
 
 def test_lambdas_and_local_classes_cross():

@@ -61,7 +61,7 @@ def test_the_accounts_balance_and_the_bound_holds(
     engine = testing.ScriptedEngine(
         [[50, 51, 52, 53]],
         latency=lambda rng: 0.004 * rng.random(),
-        failures=0.02 * trouble,
+        failures=0.1 * trouble,
         seed=seed,
     )
     engine.update_weights({}, version=first)
@@ -73,7 +73,7 @@ def test_the_accounts_balance_and_the_bound_holds(
         "on_stale": on_stale,
         "min_group": min_group,
         "retries": retries,
-        "group_timeout_s": 0.08,
+        "group_timeout_s": 0.3,
         "quarantine_after": 2,
         "keep": [filters.has_signal],
         "timeout_s": 30.0,

@@ -20,7 +20,6 @@ class Accounts:
     """
 
     def __init__(self, *, groups_per_step: int, quarantine_after: int) -> None:
-        self.kept = 0
         self.tokens = 0
         self.retried = 0
         self.skipped = 0
@@ -88,7 +87,7 @@ class Accounts:
     def state(self) -> dict[str, Any]:
         """Everything, as builtins."""
         return {
-            "counts": [self.kept, self.tokens, self.retried, self.skipped],
+            "counts": [self.tokens, self.retried, self.skipped],
             "errors": dict(self.errors),
             "environments": {name: dict(counts) for name, counts in self.environments.items()},
             "failures": dict(self._failures),
@@ -96,7 +95,7 @@ class Accounts:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
-        self.kept, self.tokens, self.retried, self.skipped = state["counts"]
+        self.tokens, self.retried, self.skipped = state["counts"]
         self.errors.update(state["errors"])
         self._failures.update(state["failures"])
         for name, counts in state["environments"].items():

@@ -3,7 +3,7 @@
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
@@ -21,6 +21,10 @@ FUTURE = "future"
 """The name under which ``take`` counts groups sampled by weights newer than the trainer's."""
 
 ON_STALE = ("drop", "wait", "mask_tokens")
+
+_Entry: TypeAlias = tuple[PolicyVersion, int, Group, frozenset[PolicyVersion]]
+"""A finished group: its oldest version to train, when it came, itself, and all versions that
+sampled it."""
 
 
 class Buffer:
@@ -75,15 +79,21 @@ class Buffer:
         self.dropped: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self._keep = tuple(keep)
+        self.filters = [getattr(keeps, "__name__", repr(keeps)) for keeps in keep]
         self.proofs = Proofs(required=await_proof)
-        # Each with its oldest version to train, when it came, and all versions that sampled it.
-        self._finished: list[tuple[int, int, Group, frozenset[PolicyVersion]]] = []
+        self._finished: list[_Entry] = []
+        self._reserved: list[_Entry] = []
         self._arrivals = 0
 
     @property
     def buffered(self) -> int:
-        """Finished groups that wait to be trained."""
-        return len(self._finished)
+        """Finished groups that wait to be trained, with those that are reserved."""
+        return len(self._finished) + len(self._reserved)
+
+    @property
+    def ready(self) -> int:
+        """Finished groups that wait for no proof; after a ``take``, those that its step can use."""
+        return sum(not self.proofs.awaited(versions) for *_, versions in self._finished)
 
     @property
     def awaited(self) -> dict[PolicyVersion, int]:
@@ -128,8 +138,7 @@ class Buffer:
         if self.proofs.rejected(self.proofs.versions_of(group)):
             self.drop(UNPROVEN, tokens=len(group.versions))
             return False
-        for keeps in self._keep:
-            name = getattr(keeps, "__name__", repr(keeps))
+        for name, keeps in zip(self.filters, self._keep, strict=True):
             try:
                 kept = keeps(group)
             except Exception as error:  # a stranger's function may raise anything
@@ -165,6 +174,19 @@ class Buffer:
         has the oldest version that each group in flight may have sampled with; it matters for
         ``on_stale="wait"``.
         """
+        groups = self.reserve(version, in_flight=in_flight)
+        self.deliver()
+        return groups
+
+    def reserve(
+        self, version: PolicyVersion, *, in_flight: Iterable[PolicyVersion] = ()
+    ) -> list[Group] | None:
+        """As ``take``, but the groups stay buffered until ``deliver`` counts them as trained.
+
+        For a consumer that they may fail to reach: ``give_back`` puts them back, as does the next
+        ``reserve``.
+        """
+        self.give_back()
         if self.first_version is None:
             self.first_version = version
         oldest = version - self.max_staleness
@@ -183,12 +205,23 @@ class Buffer:
         left = [one for one in self._finished if one[1] not in chosen]
         if self.on_stale == "wait" and self._must_wait(version, left, in_flight):
             return None
-        self._finished = left
+        self._finished, self._reserved = left, step
         heapq.heapify(self._finished)
-        taken = [group for _, _, group, _ in step]
-        self.trained += len(taken)
-        self.tokens["trained"] += sum(len(group.versions) for group in taken)
-        return taken
+        return [group for _, _, group, _ in step]
+
+    def deliver(self) -> None:
+        """Count what was reserved as trained: it has arrived where it is trained."""
+        self.trained += len(self._reserved)
+        self.tokens["trained"] += sum(len(group.versions) for _, _, group, _ in self._reserved)
+        self._reserved = []
+
+    def give_back(self) -> None:
+        """Put what was reserved back: it did not arrive."""
+        reserved, self._reserved = self._reserved, []
+        for entry in reserved:
+            heapq.heappush(self._finished, entry)
+        if reserved:  # a version may have been rejected meanwhile
+            self._sift(lambda entry: not self.proofs.rejected(entry[3]), UNPROVEN)
 
     def state(self) -> dict[str, Any]:
         """The counts and the finished groups, as builtins and bytes."""
@@ -200,7 +233,9 @@ class Buffer:
             "masked_tokens": self.masked_tokens,
             "dropped": dict(self.dropped),
             "tokens": dict(self.tokens),
-            "groups": [encode_group(group) for _, _, group, _ in sorted(self._finished)],
+            "groups": [
+                encode_group(group) for _, _, group, _ in sorted(self._finished + self._reserved)
+            ],
             "proofs": self.proofs.state(),
         }
 
@@ -222,6 +257,7 @@ class Buffer:
         self.dropped = Counter(state["dropped"])
         self.tokens = Counter(state["tokens"])
         self._finished.clear()
+        self._reserved.clear()
         if "proofs" in state:
             self.proofs.restore(state["proofs"])
         for content in state["groups"]:
@@ -231,7 +267,7 @@ class Buffer:
     def _must_wait(
         self,
         version: PolicyVersion,
-        left: Iterable[tuple[int, int, Group, frozenset[PolicyVersion]]],
+        left: Iterable[_Entry],
         in_flight: Iterable[PolicyVersion],
     ) -> bool:
         """Whether a step now would leave more old groups behind than later steps can train."""

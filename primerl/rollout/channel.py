@@ -1,8 +1,10 @@
 """Calls in both directions over one socket, between a process and a child that it started.
 
 A message is a pickle whose large buffers (numpy arrays) travel beside it, as they lie in memory:
-nothing is turned into Python lists. Both ends belong to one run and run the same code, so pickle
-is safe here; a channel is only ever opened on a socket that was inherited, never on an address.
+nothing is turned into Python lists. It is sent in frames of bounded size, so a message may be of
+any size, and the frames of others (a heartbeat, a cancellation) go between those of a long one.
+Both ends belong to one run and run the same code, so pickle is safe here; a channel is only ever
+opened on a socket that was inherited, never on an address.
 """
 
 import asyncio
@@ -12,7 +14,7 @@ import pickle
 import socket
 import struct
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -23,11 +25,12 @@ from primerl.rollout.errors import summary
 
 Handlers = Mapping[str, Callable[..., Any]]
 
+_FRAME = struct.Struct("<QI")  # the message's number, and bytes of the frame: 0 ends it unfinished
 _HEADER = struct.Struct("<QQI")  # bytes of the envelope, bytes of the content, number of buffers
 _BUFFER = struct.Struct("<Q?")  # bytes of a buffer, and whether it may be written to
 _IN_BAND = 4096  # smaller buffers cost less inside the pickle
 _MOST_CAUSES = 20
-MAX_MESSAGE_BYTES = 1 << 31
+FRAME_BYTES = 1 << 20
 
 
 class ChannelClosed(ConnectionError):
@@ -41,7 +44,7 @@ class _Message:
     kind: str
     number: int
     name: str
-    content: bytes
+    content: bytearray
     buffers: list[Any]
 
     def open(self) -> Any:
@@ -56,7 +59,7 @@ class Channel:
     handler's traceback in a note.
 
     ``by_value`` pickles the arguments of calls for an end that can't import this end's own code (a
-    script's, a notebook's).
+    script's, a notebook's). ``max_message_bytes`` refuses to send what is larger.
     """
 
     def __init__(
@@ -66,14 +69,16 @@ class Channel:
         handlers: Handlers,
         *,
         by_value: bool = False,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        max_message_bytes: int | None = None,
     ) -> None:
         self.handlers = dict(handlers)
+        self.max_message_bytes = max_message_bytes
         self._reader = reader
         self._writer = writer
         self._by_value = by_value
-        self._max_message_bytes = max_message_bytes
         self._ids = itertools.count()
+        self._sent = itertools.count()
+        self._incoming: dict[int, _Incoming] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._closed = False
@@ -172,7 +177,8 @@ class Channel:
 
     def _post(self, kind: str, number: int, name: str = "", content: Any = ()) -> None:
         if not self._closed and not self._writer.is_closing():
-            self._writer.writelines(_encode(kind, number, name, content))
+            for frame in self._frames(_encode(kind, number, name, content)):
+                self._writer.writelines(frame)
 
     async def _send(
         self, kind: str, number: int, name: str, content: Any, *, by_value: bool = False
@@ -185,26 +191,101 @@ class Channel:
             what = f"the arguments of {name!r}" if kind == "call" else "the answer"
             raise ValueError(f"{what} can't cross into another process: {error}") from error
         size = sum(len(part) for part in parts)
-        if size > self._max_message_bytes:
+        if self.max_message_bytes is not None and size > self.max_message_bytes:
             raise ValueError(
                 f"a message of {size:,} bytes ({kind} {name}) exceeds "
-                f"{self._max_message_bytes:,}; an environment's reply should be shorter"
+                f"{self.max_message_bytes:,}; an environment's reply should be shorter"
             )
-        self._writer.writelines(parts)
-        with contextlib.suppress(ConnectionError):  # serve() sees that the other end is gone
-            await self._writer.drain()
+        sent = next(self._sent)
+        try:
+            for frame in self._frames(parts, sent):
+                if self._writer.is_closing():
+                    return  # serve() sees that the other end is gone
+                self._writer.writelines(frame)
+                with contextlib.suppress(ConnectionError):
+                    await self._writer.drain()
+        except asyncio.CancelledError:
+            if not self._writer.is_closing():
+                self._writer.write(_FRAME.pack(sent, 0))
+            raise
+
+    def _frames(self, parts: list[Any], sent: int | None = None) -> Iterator[list[Any]]:
+        number = next(self._sent) if sent is None else sent
+        for pieces in _pieces(parts, FRAME_BYTES):
+            yield [_FRAME.pack(number, sum(len(piece) for piece in pieces)), *pieces]
 
     async def _receive(self) -> _Message:
-        read = self._reader.readexactly
-        envelope_size, content_size, count = _HEADER.unpack(await read(_HEADER.size))
-        kind, number, name = pickle.loads(await read(envelope_size))
-        sizes = _BUFFER.iter_unpack(await read(count * _BUFFER.size))
-        content = await read(content_size)
-        buffers = [
-            bytearray(await read(size)) if writable else await read(size)
-            for size, writable in sizes
-        ]
-        return _Message(kind, number, name, content, buffers)
+        while True:
+            number, size = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
+            if size == 0:
+                self._incoming.pop(number, None)
+                continue
+            frame = await self._reader.readexactly(size)
+            incoming = self._incoming.setdefault(number, _Incoming())
+            message = incoming.add(frame)
+            if message is not None:
+                del self._incoming[number]
+                return message
+
+
+class _Incoming:
+    """A message of which some frames have arrived."""
+
+    def __init__(self) -> None:
+        self._parts = _decode()
+        self._missing = memoryview(next(self._parts))
+
+    def add(self, frame: bytes) -> _Message | None:
+        """Take in a frame; returns the message when that was its last."""
+        rest = memoryview(frame)
+        while rest:
+            count = min(len(rest), len(self._missing))
+            self._missing[:count] = rest[:count]
+            rest, self._missing = rest[count:], self._missing[count:]
+            while not self._missing:
+                try:
+                    self._missing = memoryview(next(self._parts))
+                except StopIteration as end:
+                    message: _Message = end.value
+                    return message
+        return None
+
+
+def _decode() -> Generator[bytearray, None, _Message]:
+    """Yields the parts of an encoded message, to be filled one after the other; returns it."""
+    header = bytearray(_HEADER.size)
+    yield header
+    envelope_size, content_size, count = _HEADER.unpack(header)
+    envelope = bytearray(envelope_size)
+    yield envelope
+    sizes = bytearray(count * _BUFFER.size)
+    yield sizes
+    content = bytearray(content_size)
+    yield content
+    buffers: list[Any] = []
+    for size, writable in _BUFFER.iter_unpack(sizes):
+        buffer = bytearray(size)
+        yield buffer
+        buffers.append(buffer if writable else memoryview(buffer).toreadonly())
+    kind, number, name = pickle.loads(envelope)
+    return _Message(kind, number, name, content, buffers)
+
+
+def _pieces(parts: list[Any], most: int) -> Iterator[list[Any]]:
+    """The bytes of ``parts`` in order, as lists of pieces that have ``most`` bytes together."""
+    pieces: list[memoryview] = []
+    room = most
+    for part in parts:
+        rest = memoryview(part)
+        while rest:
+            piece = rest[:room]
+            pieces.append(piece)
+            rest, room = rest[len(piece) :], room - len(piece)
+            if room == 0:
+                yield pieces
+                pieces, room = [], most
+    if pieces:
+        yield pieces
 
 
 def _encode(

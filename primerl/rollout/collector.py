@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -15,9 +15,11 @@ from primerl.rollout.accounts import Accounts
 from primerl.rollout.buffer import Buffer
 from primerl.rollout.channel import Channel
 from primerl.rollout.engine import Engine
+from primerl.rollout.engine_health import EngineFailed, EngineHealth
 from primerl.rollout.environment import Environment, Task
 from primerl.rollout.errors import words
 from primerl.rollout.groups import (
+    ENGINE,
     FAILED,
     GroupFailed,
     Progress,
@@ -29,14 +31,17 @@ from primerl.rollout.loop_lag import LoopLag
 from primerl.rollout.proofs import UNPROVEN
 from primerl.rollout.recording import require_plain
 from primerl.rollout.remote_engine import EngineAddress, RemoteEngines
+from primerl.rollout.standstill import Wait, unfillable
 from primerl.rollout.task_streams import TaskStream
 from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
 POLL_S = 0.01  # how soon a newly served version is noticed
 BEAT_S = 1.0
 CLOSE_S = 15.0
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 CANCELLED = "cancelled"
+SAVED = ("group_size", "min_group", "groups_per_step", "await_proof")
+"""Of the plan, what a state may not be restored without."""
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +84,7 @@ class Collector:
         self._channel = channel
         self._engines = RemoteEngines(channel)
         self._engine = self._engines.find(engine)
+        self._health = EngineHealth(_name(engine, self._engine), timeout_s=plan.timeout_s)
         self._environment = environment
         self._tasks = tasks
         self._plan = plan
@@ -91,7 +97,8 @@ class Collector:
         )
         self._again: deque[Task] = deque()
         self._drawn_out = False
-        self._next_version = 0  # until the first step is asked for, anything is of use
+        self._taken: PolicyVersion = 0  # the last step that was handed out
+        self._ended_delivery = 0  # takes up to this one have reached the trainer, or were given up
         self._in_flight: dict[asyncio.Task[None], tuple[Task, Progress]] = {}
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
@@ -144,25 +151,45 @@ class Collector:
                 log.exception("the environment could not be closed")
         return self.stats()
 
-    async def take(self, version: PolicyVersion, served: PolicyVersion | None) -> list[Group]:
-        """The groups of one step; ``served`` is the engine's version as the trainer sees it."""
+    async def take(
+        self, version: PolicyVersion, delivery: int, served: PolicyVersion | None
+    ) -> list[Group]:
+        """The groups of one step; ``served`` is the engine's version as the trainer sees it.
+
+        They are buffered until ``deliver`` says that they arrived. ``delivery`` numbers the calls:
+        one that was given up before, or while, it ran reserves nothing for a later one to lose.
+        """
         self._learn(served)
         began = time.monotonic()
-        kept, deadline = self._accounts.kept, began + self._plan.timeout_s
-        self._expect(version)
-        while (groups := self._buffer.take(version, in_flight=self._versions())) is None:
-            self._require_progress(version)
-            await self._change(min(1.0, self._plan.timeout_s))
-            if self._accounts.kept != kept:
-                kept, deadline = self._accounts.kept, time.monotonic() + self._plan.timeout_s
-            elif time.monotonic() > deadline:
+        wait = Wait(self._plan.timeout_s, self._buffer.dropped)
+        self._cancel_unusable(version)
+        while delivery > self._ended_delivery:
+            groups = self._buffer.reserve(version, in_flight=self._versions())
+            if groups is not None:
+                self._taken = version
+                self._trainer_wait_s += time.monotonic() - began
+                return groups
+            self._require_fillable(version)
+            if not wait.look(self._buffer.ready):
                 raise RuntimeError(
-                    f"no group was kept for {self._plan.timeout_s:.0f} s while step {version} "
-                    f"waited for {self._plan.groups_per_step}; {self._describe()}"
+                    f"no group was kept for {self._plan.timeout_s:.0f} s that step {version} can "
+                    f"use, which waits for {self._plan.groups_per_step}; "
+                    f"{wait.describe(self._buffer, self._engine.version)}{self._errors()}"
                 )
-        self._expect(version + 1)
-        self._trainer_wait_s += time.monotonic() - began
-        return groups
+            await self._change(min(1.0, self._plan.timeout_s))
+        raise RuntimeError("the trainer gave this take up")
+
+    def deliver(self, delivery: int) -> None:
+        """The groups that ``take`` returned have reached the trainer."""
+        self._ended_delivery = delivery
+        self._buffer.deliver()
+        self._cancel_unusable(self._taken + 1)
+
+    def give_back(self, delivery: int) -> None:
+        """The trainer gave a ``take`` up; what that returned, if it did, has not reached it."""
+        self._ended_delivery = delivery
+        self._buffer.give_back()
+        self._changed.set()
 
     async def settle(
         self, version: PolicyVersion, proven: bool, served: PolicyVersion | None
@@ -189,13 +216,23 @@ class Collector:
         """Play each task once, in order, with one version of the weights."""
         self._learn(served)
         evaluated = self._engine if engine is None else self._engines.find(engine)
+        health = self._health
+        if evaluated is not self._engine:
+            health = EngineHealth(_name(engine, evaluated), timeout_s=self._plan.timeout_s)
         version = evaluated.version
         mine = asyncio.current_task()
         assert mine is not None
         self._evaluations.add(mine)
         try:
             rollouts = await gather_or_cancel(
-                play(self._environment, task, evaluated, params, retries=self._plan.retries)
+                play(
+                    self._environment,
+                    task,
+                    evaluated,
+                    params,
+                    retries=self._plan.retries,
+                    health=health,
+                )
                 for task in tasks
             )
         finally:
@@ -216,6 +253,7 @@ class Collector:
         buffer = self._buffer
         return {
             **self._accounts.stats(),
+            "engine_errors": dict(self._health.errors),
             "started": buffer.started,
             "trained": buffer.trained,
             "dropped": buffer.dropped.total(),
@@ -238,11 +276,13 @@ class Collector:
             require_plain(task, f"task {task['id']!r}")
         content = {
             "format": STATE_FORMAT,
+            "plan": {name: getattr(self._plan, name) for name in SAVED},
             "buffer": self._buffer.state(),
             "tasks": self._tasks.state(),
             "waits": [self._trainer_wait_s, self._rollout_wait_s],
             "again": [dict(task) for task in [*playing, *self._again]],
             "accounts": self._accounts.state(),
+            "engine_errors": dict(self._health.errors),
         }
         return msgspec.msgpack.encode(content)
 
@@ -280,16 +320,36 @@ class Collector:
                 "was written by another version of primerl"
             )
         try:
+            self._require_same_plan(state["plan"])
             self._buffer.restore(state["buffer"])
             self._tasks.restore(state["tasks"])
             self._again.extend(state["again"])
             self._accounts.restore(state["accounts"])
+            self._health.errors.update(state["engine_errors"])
             self._trainer_wait_s, self._rollout_wait_s = state["waits"]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"the state does not fit: {type(error).__name__}: {error}; it is damaged, or of a "
                 "worker with tasks of another kind"
             ) from error
+
+    def _require_same_plan(self, saved: Mapping[str, Any]) -> None:
+        """Refuse a state whose groups this worker would not have made."""
+        mine = self._plan
+        refused = {
+            "group_size": "its finished groups have another size, and are compared with each other",
+            "groups_per_step": "steps of another size can't continue its count",
+        }
+        if saved["min_group"] < mine.min_group:
+            refused["min_group"] = "its finished groups may have fewer rollouts"
+        if saved["await_proof"] and not mine.await_proof:
+            refused["await_proof"] = "its groups that wait for proof would be trained without"
+        for name, why in refused.items():
+            if saved[name] != getattr(mine, name):
+                raise ValueError(
+                    f"the state was taken with {name}={saved[name]}, not {getattr(mine, name)}: "
+                    f"{why}; resume with {name}={saved[name]}, or without the worker's state"
+                )
 
     # ---- playing ----
 
@@ -358,13 +418,19 @@ class Collector:
                 retries=plan.retries,
                 timeout_s=plan.group_timeout_s,
                 progress=progress,
+                health=self._health,
             )
         except asyncio.CancelledError:
             reason = UNPROVEN if progress.unproven else CANCELLED
             self._buffer.drop(reason, tokens=progress.tokens)
         except GroupFailed as failure:
             self._buffer.drop(failure.reason, tokens=progress.tokens)
-            self._failed(task, failure)
+            if failure.reason == ENGINE:  # nothing was learned of the task
+                log.info("%s", failure)
+                if self._health.reason is not None:  # or groups would end as soon as they begin
+                    self._fail(EngineFailed(self._health.reason))
+            else:
+                self._failed(task, failure)
         except Exception as error:  # a RewardError, or what nobody foresaw: the run cannot go on
             self._buffer.drop(FAILED, tokens=progress.tokens)
             self._fail(error)
@@ -384,7 +450,7 @@ class Collector:
         self._accounts.succeeded(group)
         try:
             self._tasks.report(task, group)
-            self._accounts.kept += self._buffer.put(group) and self._usable(group)
+            self._buffer.put(group)
         except Exception as error:  # a user's filter or curriculum raised: the run cannot go on
             self._buffer.drop(FAILED, tokens=len(group.versions))
             self._fail(error)
@@ -407,21 +473,14 @@ class Collector:
 
     # ---- waiting ----
 
-    def _expect(self, version: PolicyVersion) -> None:
+    def _cancel_unusable(self, version: PolicyVersion) -> None:
         """The next step is ``version``: cancel every group that it could not use."""
-        self._next_version = version
         if self._plan.on_stale != "drop":
             return
         oldest = version - self._plan.max_staleness
         for group, (_, progress) in self._in_flight.items():
             if progress.oldest_version(version) < oldest:
                 group.cancel()
-
-    def _usable(self, group: Group) -> bool:
-        """Whether the next step could train the group; what it would drop is no progress."""
-        newest = self._plan.on_stale == "mask_tokens"
-        version = group.versions.max() if newest else group.versions.min()
-        return bool(version >= self._next_version - self._plan.max_staleness)
 
     def _versions(self) -> list[PolicyVersion]:
         served = self._engine.version
@@ -434,37 +493,29 @@ class Collector:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
-    def _require_progress(self, version: PolicyVersion) -> None:
+    def _require_fillable(self, version: PolicyVersion) -> None:
         if self._error is not None:
             raise RuntimeError(f"rollouts stopped: {words(self._error)}") from self._error
-        served, bound = self._engine.version, self._plan.max_staleness
-        if version - served > bound:
-            raise RuntimeError(
-                f"step {version} cannot be filled: the engine still serves version {served}, so "
-                f"any rollout would be {version - served} steps stale, more than "
-                f"max_staleness={bound}; publish weights after the optimizer step (and check that "
-                "publishing succeeds)"
-            )
-        if self._drawn_out and not self._again and not self._in_flight:
-            raise RuntimeError(
-                "the tasks ran out and could not be iterated again; pass a list, not an iterator"
-            )
-
-    def _describe(self) -> str:
-        buffer = self._buffer
-        text = (
-            f"{buffer.in_flight} groups are in flight, {buffer.buffered} buffered, "
-            f"{dict(buffer.dropped)} dropped; the engine serves version {self._engine.version}"
+        if self._health.reason is not None:
+            raise RuntimeError(f"step {version} cannot be filled: {self._health.reason}")
+        reason = unfillable(
+            version,
+            served=self._engine.version,
+            buffer=self._buffer,
+            drawn_out=self._drawn_out and not self._again,
         )
-        if buffer.proofs.halted:
-            text += "; the newest version was rejected: publish it again and settle that"
-        if buffer.awaited:
-            counts = ", ".join(f"{n} for version {v}" for v, n in buffer.awaited.items())
-            text += f"; groups that wait for proof: {counts}: call settle(version, proven=...)"
+        if reason is not None:
+            raise RuntimeError(f"step {version} cannot be filled: {reason}")
+
+    def _errors(self) -> str:
         errors = self._accounts.errors
-        return text + (f"; errors: {dict(errors)}" if errors else "")
+        return (f"; errors: {dict(errors)}" if errors else "") + self._health.describe()
 
     async def _beat(self, channel: Channel) -> None:
         while True:
             channel.notify("beat")
             await asyncio.sleep(BEAT_S)
+
+
+def _name(where: Any, engine: Engine) -> str:
+    return where.name if isinstance(where, EngineAddress) else type(engine).__name__

@@ -121,16 +121,26 @@ class DifficultyPools:
         return dict(self._counts)
 
     def state(self) -> dict[str, Any]:
-        """``{"draws": so far, "rates": by id, "last_drawn": number of the last draw, by id}``."""
+        """``{"draws": so far, "seed", "rates": by id, "last_drawn": number of it, by id}``."""
         drawn = zip(self._tasks, self._last_drawn, strict=True)
         return {
             "draws": self._draws,
+            "seed": self._seed,
             "rates": self.solve_rates(),
             "last_drawn": {task["id"]: number for task, number in drawn if number >= 0},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; tasks that it doesn't know are new, others are left."""
+        """Go on where ``state`` was taken; tasks that it doesn't know are new, others are left.
+
+        Raises:
+            ValueError: the seed is another.
+        """
+        if state.get("seed", self._seed) != self._seed:
+            raise ValueError(
+                f"the state was taken with seed={state['seed']}, not {self._seed}: it would draw "
+                "otherwise; restore with the same seed, or begin a new stream"
+            )
         self._draws = state["draws"]
         self._fill(state["rates"], state["last_drawn"])
 

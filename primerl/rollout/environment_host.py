@@ -6,11 +6,14 @@ from primerl.rollout.groups import attempt
 from primerl.rollout.remote_engine import EngineAddress, RemoteEngine
 from primerl.types import Rollout, SamplingParams
 
+MAX_REPLY_BYTES = 1 << 31  # a rollout that is larger is a mistake, and would exhaust the worker
+
 
 class EnvironmentHost:
     """Plays rollouts in the child process."""
 
     def __init__(self, channel: Channel, *, environment: Environment) -> None:
+        channel.max_message_bytes = MAX_REPLY_BYTES
         self._channel = channel
         self._environment = environment
 

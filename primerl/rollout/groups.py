@@ -1,20 +1,24 @@
 """Groups: several rollouts of one task, run together, with retries, survivors and a deadline."""
 
 import asyncio
+import contextlib
+import time
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Iterable
 
 import attrs
 
 from primerl.rollout.engine import Engine
+from primerl.rollout.engine_health import EngineFailed, EngineHealth, Repetition
 from primerl.rollout.environment import Environment, RewardError, Task
 from primerl.rollout.errors import summary
+from primerl.rollout.observed_engine import ObservedEngine
 from primerl.rollout.staleness import oldest_version
-from primerl.types import Completion, Group, PolicyVersion, Rollout, SamplingParams
+from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
 FAILED = "failed"
 TIMEOUT = "timeout"
+ENGINE = "engine"
 CANCEL_S = 5.0  # what a cancelled rollout may take to clean up, before it is left behind
 
 
@@ -39,6 +43,8 @@ class Progress:
     """Failed attempts, by the name of the error."""
     begun: bool = False
     """Whether its task runs: one that is cancelled before could not account for its end."""
+    attempts: dict[int, ObservedEngine] = attrs.Factory(dict)
+    """Of each rollout, the attempt that is played."""
     unproven: bool = False
     """Whether it is cancelled because a version that sampled it was rejected."""
 
@@ -46,33 +52,28 @@ class Progress:
         """The oldest version that a token of the group may have; ``served`` before any has."""
         return min(self.oldest.values(), default=served)
 
-
-@attrs.frozen
-class _Observed:
-    """An engine that notes when a rollout first samples, and how much."""
-
-    engine: Engine
-    progress: Progress
-    rollout: int
-
     @property
-    def version(self) -> PolicyVersion:
-        return self.engine.version
+    def ignored_by_engine(self) -> bool:
+        """Whether a rollout waits for the engine, which has long answered nobody."""
+        return any(attempt.ignored for attempt in self.attempts.values())
 
-    @property
-    def context_length(self) -> int:
-        return self.engine.context_length
+    def observe(
+        self, engine: Engine, index: int, health: EngineHealth | None = None
+    ) -> ObservedEngine:
+        """The engine for an attempt at rollout ``index``, of which this takes note."""
+        self.oldest.pop(index, None)
 
-    async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
-    ) -> Completion:
-        self.progress.oldest.setdefault(self.rollout, self.engine.version)
-        completion = await self.engine.generate(prompt_ids, params, session=session)
-        self.progress.tokens += len(completion.token_ids)
-        return completion
+        def begin(version: PolicyVersion | None) -> None:
+            if version is None:
+                self.oldest.pop(index, None)
+            else:
+                self.oldest.setdefault(index, version)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)  # what this engine has beyond the protocol
+        def sampled(tokens: int) -> None:
+            self.tokens += tokens
+
+        self.attempts[index] = ObservedEngine(engine, begin=begin, sampled=sampled, health=health)
+        return self.attempts[index]
 
 
 async def run_group(
@@ -87,6 +88,7 @@ async def run_group(
     retries: int = 0,
     timeout_s: float | None = None,
     progress: Progress | None = None,
+    health: EngineHealth | None = None,
 ) -> Group:
     """Run ``size`` rollouts of ``task`` at once.
 
@@ -95,26 +97,41 @@ async def run_group(
     of them by default). As soon as that can't be reached any more, the rest is cancelled, so that
     nothing goes on sampling for a group that will not be used.
 
+    With ``health``, rollouts wait while the engine fails (the deadline moves by as much), and its
+    failures are not theirs; without, they are.
+
     Raises:
-        GroupFailed: too few rollouts survived: ``reason`` is ``"failed"``, or ``"timeout"`` where
-            the deadline decided. The last failure is its cause.
+        GroupFailed: too few rollouts survived: ``reason`` is ``"failed"``, ``"timeout"`` where
+            the deadline decided, or ``"engine"`` where the engine did. The last failure is its
+            cause.
         RewardError: at once: a mistake in the experiment, which no retry mends.
     """
     needed = size if min_size is None else min_size
     seen = progress if progress is not None else Progress()
     rollouts = [
         asyncio.create_task(
-            play(environment, task, engine, params, retries=retries, progress=seen, index=index)
+            play(
+                environment,
+                task,
+                engine,
+                params,
+                retries=retries,
+                progress=seen,
+                index=index,
+                health=health,
+            )
         )
         for index in range(size)
     ]
     pending = set(rollouts)
     failures: list[BaseException] = []
-    deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+    deadline = None if timeout_s is None else _Deadline(timeout_s, health)
+    silent = False
     try:
         while pending and size - len(failures) >= needed:
-            left = None if deadline is None else deadline - asyncio.get_running_loop().time()
-            if left is not None and left <= 0:
+            left = None if deadline is None else deadline.left_s
+            if deadline is not None and deadline.left_s <= 0:
+                silent = seen.ignored_by_engine
                 break
             done, pending = await asyncio.wait(
                 pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
@@ -132,13 +149,31 @@ async def run_group(
             task_id=task_id, rollouts=survivors, environment=str(task.get("environment", ""))
         )
     late = size - len(survivors) - len(failures)
+    own = sum(not isinstance(error, EngineFailed) for error in failures)
     reason = TIMEOUT if size - len(failures) >= needed else FAILED
+    unfinished = f" and {late} had not ended after {timeout_s:g} s" if reason == TIMEOUT else ""
+    if silent or (reason == FAILED and size - own >= needed):
+        reason = ENGINE
     raise GroupFailed(
-        f"task {task_id!r}: {len(failures)} of {size} rollouts failed"
-        + (f" and {late} had not ended after {timeout_s:.0f} s" if reason == TIMEOUT else "")
+        f"task {task_id!r}: {len(failures)} of {size} rollouts failed{unfinished}"
         + (f"; the last: {summary(failures[-1])}" if failures else ""),
         reason=reason,
     ) from (failures[-1] if failures else None)
+
+
+class _Deadline:
+    """The end of a group's time; an engine's outage does not count."""
+
+    def __init__(self, timeout_s: float, health: EngineHealth | None) -> None:
+        self._at = time.monotonic() + timeout_s
+        self._health = health
+        self._down_s = 0.0 if health is None else health.down_s
+
+    @property
+    def left_s(self) -> float:
+        """How much time is left."""
+        down_s = 0.0 if self._health is None else self._health.down_s - self._down_s
+        return self._at + down_s - time.monotonic()
 
 
 async def play(
@@ -150,27 +185,41 @@ async def play(
     retries: int = 0,
     progress: Progress | None = None,
     index: int = 0,
+    health: EngineHealth | None = None,
 ) -> Rollout:
     """Play one rollout, again where it fails, up to ``retries`` times; raises the last failure.
 
-    ``progress`` takes note of it as the group's rollout ``index``.
+    ``progress`` takes note of it as the group's rollout ``index``. With the engine's ``health``,
+    what the engine fails is no failure of the rollout, and is repeated until it answers.
+
+    Raises:
+        EngineFailed: the engine was given up. Else what the environment raised.
     """
     progress = progress or Progress()
-    for number in range(retries + 1):
-        progress.oldest.pop(index, None)
-        try:
-            rollout = await attempt(environment, task, _Observed(engine, progress, index), params)
-        except Exception as error:  # whatever an environment raises is data
-            progress.errors[type(error).__name__] += 1
-            if number == retries or isinstance(error, RewardError):
-                raise
-            progress.retried += 1
-        else:
-            versions = oldest_version(Group(task_id="", rollouts=[rollout]))
-            if versions is not None:
-                progress.oldest[index] = versions
-            return rollout
-    raise AssertionError("unreachable")
+    repetition = None if health is None else Repetition(health)
+    failures = 0
+    with contextlib.nullcontext() if health is None else health.used():
+        while True:
+            observed = progress.observe(engine, index, health)
+            try:
+                rollout = await attempt(environment, task, observed, params)
+            except Exception as error:  # whatever an environment raises is data
+                mistake = isinstance(error, RewardError)
+                if not mistake and observed.given_up is not None:
+                    raise observed.given_up from None
+                if not mistake and repetition is not None and observed.failed_by_engine(error):
+                    await repetition.failed(error)
+                    continue
+                progress.errors[type(error).__name__] += 1
+                if failures == retries or mistake:
+                    raise
+                failures += 1
+                progress.retried += 1
+            else:
+                versions = oldest_version(Group(task_id="", rollouts=[rollout]))
+                if versions is not None:
+                    progress.oldest[index] = versions
+                return rollout
 
 
 async def attempt(

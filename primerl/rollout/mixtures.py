@@ -77,14 +77,15 @@ class Mixture:
         self._streams[name].report({**task, "id": own_id}, group)
 
     def state(self) -> dict[str, Any]:
-        """``{"drawn": by stream, since the last one left, "streams": the state of each}``."""
+        """``{"drawn": by stream, since the last one left, "weights", "streams": states}``."""
         return {
             "drawn": dict(self._drawn),
+            "weights": {name: str(weight) for name, weight in self._weights.items()},
             "streams": {name: stream.state() for name, stream in self._streams.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken.
+        """Go on where ``state`` was taken. Under other weights, draws are counted anew from there.
 
         Raises:
             ValueError: the streams have other names.
@@ -97,7 +98,10 @@ class Mixture:
         for name, stream in self._streams.items():
             stream.restore(state["streams"][name])
         drawn = state["drawn"]
-        self._drawn = {name: drawn[name] for name in self._streams if name in drawn}
+        weights = {name: str(weight) for name, weight in self._weights.items()}
+        # Or the stream whose share has grown would be drawn alone until it had caught up.
+        same = state.get("weights", weights) == weights
+        self._drawn = {name: drawn[name] if same else 0 for name in self._streams if name in drawn}
 
     def _next_name(self) -> str:
         """Earliest deadline first, of the streams that have had less than their share.

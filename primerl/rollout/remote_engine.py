@@ -28,6 +28,7 @@ class EngineAddress:
     index: int
     version: PolicyVersion
     context_length: int
+    name: str = "engine"
 
 
 class EngineHost:
@@ -42,7 +43,7 @@ class EngineHost:
         known = [index for index, one in self._engines.items() if one is engine]
         index = known[0] if known else next(self._indices)
         self._engines[index] = engine
-        return EngineAddress(index, engine.version, engine.context_length)
+        return EngineAddress(index, engine.version, engine.context_length, type(engine).__name__)
 
     @contextlib.contextmanager
     def lease(self, engine: Engine) -> Iterator[EngineAddress]:
@@ -50,7 +51,7 @@ class EngineHost:
         index = next(self._indices)
         self._engines[index] = engine
         try:
-            yield EngineAddress(index, engine.version, engine.context_length)
+            yield EngineAddress(index, engine.version, engine.context_length, type(engine).__name__)
         finally:
             del self._engines[index]
 

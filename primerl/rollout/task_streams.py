@@ -1,9 +1,12 @@
 """Where tasks come from: streams that are drawn from, told what came of it, saved and restored."""
 
+import hashlib
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
+
+import msgspec
 
 from primerl.rollout.environment import Task
 from primerl.types import Group
@@ -52,6 +55,34 @@ def as_task(row: Any, index: int) -> dict[str, Any]:
     return {**row, "id": str(index if own is None else own)}
 
 
+def fingerprint(row: Any) -> str | None:
+    """What tells a task from another, in a stream's state: a digest; None where it can't be told.
+
+    Of the row as MessagePack, which is the same in every process.
+    """
+    try:
+        content = msgspec.msgpack.encode(row, order="deterministic")
+    except (TypeError, ValueError, OverflowError):  # what a worker's state could not hold either
+        return None
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def require_same_task(saved: Mapping[str, Any], row: Any, place: int) -> None:
+    """Refuse a state whose last drawn task is not ``row``, at ``place`` of these tasks.
+
+    Raises:
+        ValueError: it is another.
+    """
+    now = fingerprint(row)
+    last = saved.get("last")
+    if None not in (last, now) and last != now:
+        raise ValueError(
+            f"the state was taken after another task than the one at place {place} now "
+            f"({row!r:.80}; digest {now}, expected {last}): restore with the same tasks, "
+            "or begin a new stream"
+        )
+
+
 class InOrder:
     """Tasks in their order, again and again; ends where a pass yields nothing.
 
@@ -67,6 +98,7 @@ class InOrder:
         self._tasks: Any = _require_rows(tasks)
         self._indexed = _is_indexed(tasks)
         self._rows: Iterator[Any] | None = None  # made late: iterators don't pickle
+        self._last: Any = None
         self._pass = 0
         self._index = 0
 
@@ -79,35 +111,43 @@ class InOrder:
         if row is _END:
             return None
         self._index += 1
+        self._last = row
         return as_task(row, self._index - 1)
 
     def report(self, task: Task, group: Group | None) -> None:
         """Nothing: the order is fixed."""
 
     def state(self) -> dict[str, Any]:
-        """``{"pass": passes completed, "index": tasks drawn in this one}``."""
-        return {"pass": self._pass, "index": self._index}
+        """``{"pass": passes completed, "index": tasks drawn in this one, "last": its digest}``."""
+        last = fingerprint(self._last) if self._index else None
+        return {"pass": self._pass, "index": self._index, "last": last}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken; the tasks before that place are passed over.
 
         Raises:
-            ValueError: there are fewer tasks than that.
+            ValueError: there are fewer tasks than that, or another one is at that place.
         """
         passes, place = state["pass"], state["index"]
         if self._indexed:
             count = len(self._tasks)
+            known = 0 < place <= count and state.get("last") is not None
+            last = self._tasks[place - 1] if known else None
         else:
             self._rows = iter(self._tasks)
             # All of an iterator lies before a second pass, which it doesn't have.
             skip = None if passes and self._rows is self._tasks else place
-            count = sum(1 for _ in islice(self._rows, skip))
+            count, last = 0, None
+            for row in islice(self._rows, skip):
+                count, last = count + 1, row
         if place > count:
             raise ValueError(
                 f"the state is after task {place} of a pass, and now there are {count}; restore "
                 "with the same tasks, or begin a new stream"
             )
-        self._pass, self._index = passes, place
+        if last is not None and (self._indexed or place == count):
+            require_same_task(state, last, place - 1)
+        self._pass, self._index, self._last = passes, place, last
 
     def _next_row(self) -> Any:
         if self._indexed:
@@ -146,10 +186,13 @@ class Shuffled:
         """Nothing: the order is decided by the seed."""
 
     def state(self) -> dict[str, Any]:
-        """Passes completed, tasks drawn in this one, how many there are, and the seed."""
+        """Passes completed, tasks drawn in this one, how many there are, the last one's digest,
+        and the seed.
+        """
         return {
             "pass": self._pass,
             "index": self._index,
+            "last": fingerprint(self._last()),
             "tasks": len(self._order),
             "seed": self._seed,
         }
@@ -158,7 +201,8 @@ class Shuffled:
         """Go on where ``state`` was taken.
 
         Raises:
-            ValueError: the number of tasks or the seed is another, and so would be the order.
+            ValueError: the number of tasks or the seed is another, and so would be the order; or
+                the task that was drawn last is another.
         """
         if state["seed"] != self._seed:
             raise ValueError(
@@ -172,6 +216,11 @@ class Shuffled:
             )
         self._pass, self._index = state["pass"], state["index"]
         self._order = self._order_of(self._pass)
+        if self._index:
+            require_same_task(state, self._last(), self._order[self._index - 1])
+
+    def _last(self) -> Any:
+        return self._tasks[self._order[self._index - 1]] if self._index else None
 
     def _order_of(self, number: int) -> list[int]:
         # Of all that random offers, only random() is promised to stay as it is.

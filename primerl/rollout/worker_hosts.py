@@ -50,6 +50,10 @@ class InThread:
         result = getattr(self._collector, name)(*args)
         return await result if asyncio.iscoroutine(result) else result
 
+    def notify(self, name: str, *args: Any) -> None:
+        """Call a method of the collector, without an answer."""
+        getattr(self._collector, name)(*args)
+
     async def stop(self) -> dict[str, Any]:
         """End it; returns the last stats, unless it died."""
         return await self._collector.aclose()
@@ -98,6 +102,10 @@ class InProcess:
         except RuntimeError:
             self._told = self._told or not self._child.alive
             raise
+
+    def notify(self, name: str, *args: Any) -> None:
+        """Call a method of the collector, without an answer."""
+        self._child.notify(name, *args)
 
     async def _mourn(self) -> None:
         """Say at once that the child died, and soon interrupt a trainer that is busy elsewhere."""

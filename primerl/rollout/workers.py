@@ -1,6 +1,7 @@
 """The worker: collects rollouts while the trainer trains, within the staleness bound."""
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
@@ -74,10 +75,12 @@ def worker(
         quarantine_after: a task is not played any more when so many groups of it have failed and
             none has succeeded since.
         group_timeout_s: how long a group may take; its stragglers are then cancelled.
-        timeout_s: how long a wait may see no group that is kept before it raises.
+        timeout_s: how long a wait may see no further group that its step can use, and how long the
+            engine may fail every request, before that is an error.
         await_proof: whether a version is provisional until ``Worker.settle`` has named it, the one
             that is served at the start included.
-        state: what ``Worker.state`` returned, to go on from there.
+        state: what ``Worker.state`` returned, to go on from there; refused where its groups or
+            tasks are not what this worker would make (another ``group_size``, say).
         isolation: ``"process"``: in a process of its own, so that environments never take the
             trainer's interpreter lock; what crosses is pickled, lambdas and local functions
             included. ``"thread"``: in this process, for notebooks and tests.
@@ -189,6 +192,8 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._last_stats: dict[str, Any] | None = None
+        self._taking = threading.Lock()
+        self._deliveries = itertools.count(1)
 
     def __enter__(self) -> "Worker":
         self._loop = asyncio.new_event_loop()
@@ -217,18 +222,30 @@ class Worker:
     def take(self, version: PolicyVersion) -> list[Group]:
         """The groups of one policy step, oldest first; blocks until they are there.
 
+        They count as trained once they are here. Where this raises, whatever raised, they stay
+        buffered and the next ``take`` has them.
+
         Args:
             version: of the weights that the batch will be applied to. No returned token to be
                 trained is staler than ``version - max_staleness``.
 
         Raises:
-            RuntimeError: the engine serves weights too old for any rollout to be used (nothing
-                was published); rollouts keep failing; the reward function failed; no group was
-                kept for ``timeout_s`` (none ended, or the filters refused them all); the worker
-                died, or its event loop is blocked.
+            RuntimeError: at once where no rollout could be used: the engine serves weights that
+                are too old (nothing was published) or newer than ``version``, or more steps were
+                taken than versions published. Rollouts keep failing; the reward function failed;
+                no group came for ``timeout_s`` that the step can use (none ended, the filters
+                refused them, or they were too old or too new); the worker died, or its event loop
+                is blocked.
         """
-        groups: list[Group] = self._wait("take", version, self._engine.version)
-        return groups
+        with self._taking:
+            delivery = next(self._deliveries)
+            try:
+                groups: list[Group] = self._wait("take", version, delivery, self._engine.version)
+            except BaseException:  # they may be on their way
+                self._notify("give_back", delivery)
+                raise
+            self._notify("deliver", delivery)
+            return groups
 
     def settle(self, version: PolicyVersion, *, proven: bool) -> None:
         """Say whether the engines were proven to serve ``version``'s weights (``await_proof``).
@@ -286,7 +303,8 @@ class Worker:
         Groups: ``started == trained + dropped + in_flight + buffered``, with ``dropped_by`` the
         count for each reason. ``rollout_tokens`` were sampled for groups that ended well;
         ``tokens_by`` for trained groups and for each reason of dropped ones. Rollouts: ``retried``
-        and, by the error's name, ``errors``. Tasks: ``quarantined``, and how often one was drawn
+        and, by the error's name, ``errors``; requests that the engine failed: ``engine_errors``.
+        Tasks: ``quarantined``, and how often one was drawn
         and ``skipped``. ``environments``: by name, groups, rollouts, tokens, failed groups and
         the sum of rewards. ``awaiting_proof``: for each version that is not settled, the finished
         groups that wait for it. ``trainer_wait_s``: time in ``take``. ``rollout_wait_s``: time in
@@ -318,6 +336,11 @@ class Worker:
         if self._loop is None or self._thread is None or not self._thread.is_alive():
             raise RuntimeError("the worker is not running; use `with rollout.worker(...) as ...`")
         return self._submit(self._host.call(name, *args))
+
+    def _notify(self, name: str, *args: Any) -> None:
+        """Call a method without waiting for it; it comes before whatever is called next."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._host.notify, name, *args)
 
     def _wait(self, name: str, *args: Any) -> Any:
         return self._finish(self._call(name, *args), f"{name!r} was not answered", None)

@@ -1,0 +1,216 @@
+"""An engine that fails or hangs for a while: rollouts wait, and no task pays for it."""
+
+import asyncio
+import time
+
+import pytest
+from conftest import CharacterCodes, FakeEngine
+
+from primerl import rollout
+from primerl.types import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=3)
+TASKS = [{"id": str(n), "prompt": f"task {n}"} for n in range(8)]
+
+
+class Outages(FakeEngine):
+    """Fails, or hangs, in stated spans of seconds after its first request."""
+
+    def __init__(self, *spans, error=ConnectionError, hangs=False):
+        super().__init__(delay_s=0.002)
+        self.spans, self.error, self.hangs = spans, error, hangs
+        self.began = None
+        self.failures = 0
+
+    async def generate(self, prompt_ids, params, *, session=None):
+        now = time.monotonic()
+        self.began = self.began or now
+        for start, end in self.spans:
+            if start <= now - self.began < end:
+                if self.hangs:
+                    await asyncio.sleep(end - (now - self.began))
+                else:
+                    self.failures += 1
+                    await asyncio.sleep(0.001)
+                    raise self.error("nobody is there")
+        return await super().generate(prompt_ids, params)
+
+
+base = rollout.single_turn(CharacterCodes(), reward=lambda task, reply: 1.0)
+
+
+async def wraps(task, engine, params):
+    try:
+        return await base(task, engine, params)
+    except Exception as error:
+        raise ValueError("no reply") from error
+
+
+async def hides(task, engine, params):
+    try:
+        return await base(task, engine, params)
+    except Exception:
+        pass
+    raise KeyError("reply")
+
+
+async def impatient(task, engine, params):
+    async with asyncio.timeout(1.0):
+        return await base(task, engine, params)
+
+
+async def several_turns(task, engine, params):
+    chat = rollout.Conversation(engine, CharacterCodes(), params)
+    for _ in range(4):
+        await chat.turn("a")
+    return chat.rollout(reward=1.0)
+
+
+def make_worker(engine, environment=base, **change):
+    plan = {
+        "params": PARAMS,
+        "group_size": 2,
+        "groups_per_step": 16,
+        "max_staleness": 1,
+        "timeout_s": 20.0,
+        "isolation": "thread",
+    }
+    return rollout.worker(engine, environment, TASKS, **plan | change)
+
+
+def balanced(stats):
+    ended = stats["trained"] + stats["dropped"] + stats["buffered"]
+    return stats["started"] == ended + stats["in_flight"]
+
+
+def train(rollouts, engine, *, seconds, steps=3):
+    began, step = time.monotonic(), 0
+    while step < steps or time.monotonic() - began < seconds:
+        assert len(rollouts.take(version=step)) == 16
+        step += 1
+        engine.version = step
+        time.sleep(0.02)
+    return rollouts.stats()
+
+
+class ServerError(Exception):
+    """As of a library that derives from nothing in particular."""
+
+
+CASES = [
+    *[(base, kind) for kind in (ConnectionRefusedError, TimeoutError, RuntimeError, ServerError)],
+    *[(environment, ServerError) for environment in (wraps, hides, several_turns)],
+    (impatient, ConnectionRefusedError),
+]
+
+
+@pytest.mark.parametrize(("environment", "error"), CASES)
+def test_an_outage_counts_for_no_task(environment, error):
+    spans = [(0.05, 2.2)] if environment is impatient else [(0.05, 0.4), (0.5, 0.7)]
+    engine = Outages(*spans, error=error)
+    with make_worker(engine, environment, quarantine_after=1, retries=0) as rollouts:
+        stats = train(rollouts, engine, seconds=spans[-1][1])
+
+    assert stats["engine_errors"][error.__name__] > 8
+    assert stats["quarantined"] == stats["retried"] == 0
+    assert stats["errors"] == {}
+    assert set(stats["dropped_by"]) <= {"cancelled", "stale"}  # where a step went without it
+    assert balanced(stats)
+
+
+@pytest.mark.parametrize(("environment", "group_s"), [(base, 1.0), (impatient, 600.0)])
+def test_an_engine_that_hangs_times_out_no_task(environment, group_s):
+    engine = Outages((0.05, 2.5), hangs=True)
+    plan = {"quarantine_after": 1, "retries": 0, "group_timeout_s": group_s}
+    with make_worker(engine, environment, **plan) as rollouts:
+        stats = train(rollouts, engine, seconds=2.6)
+
+    assert stats["quarantined"] == 0
+    assert not {"failed", "timeout"} & set(stats["dropped_by"])
+    assert balanced(stats)
+
+
+def test_what_the_environment_fails_beside_an_outage_counts_as_ever():
+    async def poisoned(task, engine, params):
+        reply = await base(task, engine, params)
+        if task["id"] == "3":
+            raise ConnectionError("the sandbox is gone")
+        return reply
+
+    engine = Outages((0.05, 0.4))
+    with make_worker(engine, poisoned, quarantine_after=2, retries=1) as rollouts:
+        stats = train(rollouts, engine, seconds=0.6)
+
+    assert stats["quarantined"] == 1
+    assert stats["dropped_by"]["failed"] >= 2
+    assert stats["errors"]["ConnectionError"] >= 4
+    assert balanced(stats)
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_an_engine_that_stays_away_is_an_error_that_names_it(isolation):
+    engine = Outages((0.0, 3600.0))
+    with make_worker(engine, timeout_s=1.0, isolation=isolation) as rollouts:
+        with pytest.raises(RuntimeError, match=r"engine \(Outages\) .*ConnectionError: nobody is"):
+            rollouts.take(version=0)
+        with pytest.raises(RuntimeError, match=r"engine \(Outages\) .*ConnectionError: nobody is"):
+            rollouts.evaluate(TASKS, PARAMS)
+        stats = rollouts.stats()
+
+    assert stats["quarantined"] == 0
+    assert balanced(stats)
+
+
+def test_a_request_that_fails_while_others_are_answered_is_dropped_by_name():
+    class Poisoned(FakeEngine):
+        async def generate(self, prompt_ids, params, *, session=None):
+            if prompt_ids[-1] == ord("3"):
+                raise ConnectionError("the server died of it")
+            return await super().generate(prompt_ids, params)
+
+    engine = Poisoned(delay_s=0.002)
+    with make_worker(engine) as rollouts:
+        step, stats = 0, {"dropped_by": {}}
+        while "engine" not in stats["dropped_by"]:
+            rollouts.take(version=step)
+            step += 1
+            engine.version = step
+            time.sleep(0.02)
+            stats = rollouts.stats()
+
+    assert stats["dropped_by"]["engine"] > 0
+    assert stats["quarantined"] == 0
+    assert "failed" not in stats["dropped_by"]
+    assert balanced(stats)
+
+
+def test_what_an_engine_refuses_is_the_rollouts_failure():
+    engine = Outages((0.0, 3600.0), error=ValueError)
+    with make_worker(engine) as rollouts:
+        with pytest.raises(RuntimeError, match="nobody is there"):
+            rollouts.take(version=0)
+        stats = rollouts.stats()
+
+    assert stats["dropped_by"]["failed"] >= 12
+    assert stats["engine_errors"] == {}
+
+
+def test_an_evaluation_waits_for_its_engine():
+    engine = Outages((0.0, 0.5))
+    with make_worker(FakeEngine()) as rollouts:
+        results = rollouts.evaluate(TASKS, PARAMS, engine=engine)
+
+    assert len(results) == 8
+    assert engine.failures > 0
+
+
+def test_an_outage_in_a_process_of_the_environments_own():
+    engine = Outages((0.0, 1.0))
+    environment = rollout.isolated(wraps, processes=1)
+    with make_worker(engine, environment, quarantine_after=1, retries=0) as rollouts:
+        rollouts.take(version=0)
+        stats = rollouts.stats()
+
+    assert engine.failures > 0
+    assert stats["errors"] == {}
+    assert stats["dropped"] == stats["quarantined"] == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from primerl.rollout.contract import BadCompletion, Limits, check_completion, check_rollout
 from primerl.rollout.engine import Engine
 from primerl.rollout.environment import Environment, RewardError, Task
 from primerl.rollout.errors import summary
@@ -37,6 +38,8 @@ class Progress:
     retried: int = 0
     errors: Counter[str] = attrs.Factory(Counter)
     """Failed attempts, by the name of the error."""
+    bad: dict[int, BadCompletion] = attrs.Factory(dict)
+    """Of each rollout: an answer that broke the contract, whatever its environment made of it."""
     begun: bool = False
     """Whether its task runs: one that is cancelled before could not account for its end."""
     unproven: bool = False
@@ -66,8 +69,15 @@ class _Observed:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
     ) -> Completion:
-        self.progress.oldest.setdefault(self.rollout, self.engine.version)
+        served = self.engine.version
+        self.progress.oldest.setdefault(self.rollout, served)
         completion = await self.engine.generate(prompt_ids, params, session=session)
+        try:
+            limits = Limits.of(self.engine, oldest=served)
+            check_completion(completion, len(prompt_ids), params, limits)
+        except BadCompletion as error:
+            self.progress.bad[self.rollout] = error
+            raise
         self.progress.tokens += len(completion.token_ids)
         return completion
 
@@ -158,8 +168,12 @@ async def play(
     progress = progress or Progress()
     for number in range(retries + 1):
         progress.oldest.pop(index, None)
+        progress.bad.pop(index, None)
         try:
             rollout = await attempt(environment, task, _Observed(engine, progress, index), params)
+            if (bad := progress.bad.pop(index, None)) is not None:
+                raise bad  # the environment caught it; its rollout is not to be trusted
+            check_rollout(rollout, params, Limits.of(engine))
         except Exception as error:  # whatever an environment raises is data
             progress.errors[type(error).__name__] += 1
             if number == retries or isinstance(error, RewardError):
@@ -189,18 +203,6 @@ async def attempt(
         raise RuntimeError(f"the environment raised {type(error).__name__}: {error}") from error
     if not isinstance(rollout, Rollout):
         raise TypeError(f"the environment returned a {type(rollout).__name__}; expected a Rollout")
-    for sample in rollout.samples:
-        if sample.temperature == 0 and params.temperature > 0:
-            raise ValueError(
-                "the environment returned a greedy sample (temperature=0), which can't be trained; "
-                f"sample with the params that it is given (temperature={params.temperature})"
-            )
-        trained = sample.loss_mask.nonzero()[0]
-        if len(trained) and trained[-1] >= engine.context_length:
-            raise ValueError(
-                f"the environment returned a sample whose token {trained[-1]} is to be trained, "
-                f"beyond the engine's context of {engine.context_length}"
-            )
     return rollout
 
 

@@ -221,8 +221,8 @@ class TransformersEngine:
             raise ValueError("the prompt is empty; a completion needs at least one token before it")
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             raise ValueError(
-                f"the prompt has a token outside the model's vocabulary of {self.vocab_size}: is the "
-                "tokenizer the model's own?"
+                f"the prompt has a token outside the model's vocabulary of {self.vocab_size}: is "
+                "the tokenizer the model's own?"
             )
         if len(prompt) + params.max_tokens > self.context_length:
             raise ValueError(

@@ -112,7 +112,9 @@ class Http:
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if encoding.lower() != "identity":
                     raise BadAnswer(f"{where} answered with the encoding {encoding[:40]!r}")
-                content = await _read(response, max_bytes)
+                declared = response.content_length or 0
+                if declared <= max_bytes:
+                    content = await _read(response, max_bytes)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise Unreachable(f"{url} can't be reached ({error})", sent=False) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
@@ -120,7 +122,7 @@ class Http:
             raise Unreachable(text, sent=True) from error
         except (aiohttp.ClientError, asyncio.LimitOverrunError) as error:
             raise RuntimeError(f"{url} is no server of HTTP: {error}") from error
-        if len(content) > max_bytes:
+        if declared > max_bytes or len(content) > max_bytes:
             raise BadAnswer(
                 f"{where} answered more than the {max_bytes:,} bytes that were expected"
             )

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from primerl.rollout.contract import newest_version
+from primerl.rollout.contract import Limits
 from primerl.rollout.engine import Engine
 from primerl.rollout.environment import Environment, Task
 from primerl.types import (
@@ -26,18 +26,18 @@ from primerl.types import (
 NO_VOCABULARY = 1_000_000_000  # an id of no model
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class Request:
-    """What an answer is spoilt against."""
+    """What was asked, and what the engine can answer."""
 
     prompt_length: int
     params: SamplingParams
-    engine: Engine
+    limits: Limits
 
     @property
     def beyond_vocabulary(self) -> int:
         """The first token id that the model does not have."""
-        return getattr(self.engine, "vocab_size", None) or NO_VOCABULARY
+        return self.limits.vocab_size or NO_VOCABULARY
 
 
 Spoil = Callable[[Completion, Request], Any]
@@ -92,7 +92,9 @@ class HostileEngine:
         if next(self._numbers) % self._every:
             return answer
         self.spoilt += 1
-        return self._spoil(answer, Request(len(prompt_ids), params, self._engine))
+        limits = Limits.of(self._engine, oldest=self._engine.version)
+        request = Request(prompt_length=len(prompt_ids), params=params, limits=limits)
+        return self._spoil(answer, request)
 
 
 def engine_faults() -> tuple[str, ...]:
@@ -116,7 +118,7 @@ def _too_many_tokens(completion: Completion, request: Request) -> Completion:
 
 
 def _beyond_context(completion: Completion, request: Request) -> Completion:
-    return _resized(completion, request.engine.context_length)
+    return _resized(completion, request.limits.context_length)
 
 
 def _too_few_tokens(completion: Completion, request: Request) -> Completion:
@@ -167,20 +169,20 @@ def _logprob(value: float) -> Spoil:
 
 
 def _versions_go_back(completion: Completion, request: Request) -> Completion:
-    versions = np.full_like(completion.versions, request.engine.version)
-    versions[0] += 1
-    return attrs.evolve(_resized(completion, len(versions)), versions=versions)
+    longer = _resized(completion, max(2, len(completion.versions)))
+    versions = np.full_like(longer.versions, request.limits.newest)
+    versions[-1] -= 1
+    return attrs.evolve(longer, versions=versions)
 
 
 def _older_version(completion: Completion, request: Request) -> Completion:
-    return attrs.evolve(
-        completion, versions=np.full_like(completion.versions, request.engine.version - 1)
-    )
+    older = np.full_like(completion.versions, request.limits.oldest - 1)
+    return attrs.evolve(completion, versions=older)
 
 
 def _unpublished_version(completion: Completion, request: Request) -> Completion:
-    newest = newest_version(request.engine)
-    return attrs.evolve(completion, versions=np.full_like(completion.versions, newest + 1000))
+    unheard_of = np.full_like(completion.versions, request.limits.newest + 1000)
+    return attrs.evolve(completion, versions=unheard_of)
 
 
 COMPLETION_FAULTS: Mapping[str, Spoil] = {
@@ -235,7 +237,7 @@ class HostileEnvironment:
         if next(self._numbers) % self._every:
             return rollout
         spoil = SAMPLE_FAULTS[self._fault]
-        request = Request(0, params, engine)
+        request = Request(prompt_length=0, params=params, limits=Limits.of(engine))
         return attrs.evolve(rollout, samples=[spoil(one, request) for one in rollout.samples])
 
 
@@ -257,7 +259,7 @@ def _trained(field: str, value: Callable[[Request], Any]) -> Callable[[Sample, R
 
 
 def _long_sample(sample: Sample, request: Request) -> Sample:
-    places = np.minimum(np.arange(request.engine.context_length + 1), len(sample.token_ids) - 1)
+    places = np.minimum(np.arange(request.limits.context_length + 1), len(sample.token_ids) - 1)
     names = ("token_ids", "loss_mask", "behavior_logprobs", "versions")
     return attrs.evolve(sample, **{name: getattr(sample, name)[places] for name in names})
 
@@ -277,7 +279,7 @@ SAMPLE_FAULTS: Mapping[str, Callable[[Sample, Request], Any]] = {
     "nan_logprob": _trained("behavior_logprobs", lambda _: float("nan")),
     "infinite_logprob": _trained("behavior_logprobs", lambda _: float("inf")),
     "minus_infinite_logprob": _trained("behavior_logprobs", lambda _: float("-inf")),
-    "unpublished_version": _trained("versions", lambda one: newest_version(one.engine) + 1000),
+    "unpublished_version": _trained("versions", lambda one: one.limits.newest + 1000),
     "negative_version": _trained("versions", lambda _: -7),
     "greedy_sample": lambda sample, _: attrs.evolve(sample, temperature=0.0),
     "another_class": _with_advantages,

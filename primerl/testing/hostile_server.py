@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-import attrs
 import numpy as np
 from aiohttp import web
 
+from primerl.rollout.contract import Limits
 from primerl.testing.hostile import COMPLETION_FAULTS, Request
 from primerl.types import Completion, SamplingParams
 
@@ -24,15 +24,6 @@ BOMB_BYTES = 1 << 31
 GZIP_BYTES = 1 << 29
 START_S = 10.0
 Json = dict[str, Any]
-
-
-@attrs.frozen
-class _Served:
-    """What faults ask of an engine."""
-
-    version: int
-    context_length: int
-    vocab_size: int
 
 
 class HostileServer:
@@ -161,8 +152,14 @@ class HostileServer:
             finish_reason="length" if end is None else "stop",
         )
         if spoil is not None:
-            served = _Served(version, self._context_length, self._vocab_size)
-            completion = spoil(completion, Request(len(prompt), params, served))  # type: ignore[arg-type]
+            limits = Limits(
+                context_length=self._context_length,
+                vocab_size=self._vocab_size,
+                oldest=version,
+                newest=version,
+            )
+            request = Request(prompt_length=len(prompt), params=params, limits=limits)
+            completion = spoil(completion, request)
         return _wire(completion, run, body)
 
 

@@ -300,7 +300,7 @@ class VersionsGoBack(WaitsForUpdates):
         (NoSession, ["session"]),
         (AnyPrompt, ["empty_prompt"]),
         (OtherError, ["empty_prompt"]),
-        (lambda: CutsPrompts(context_length=200), ["too_long"]),
+        (lambda: CutsPrompts(context_length=200), ["too_long", "every_answer"]),
         (lambda: OneTokenLess(context_length=200), ["full_context"]),
         (NeverUpdates, ["update"]),
         (GoesBack, ["update_back"]),

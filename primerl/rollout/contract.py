@@ -5,6 +5,7 @@ it. What breaks the contract fails its own rollout, under the name ``BadCompleti
 ``BadSample`` in the worker's ``errors``. The rules for engines are in ``docs/engines.md``.
 """
 
+import math
 from typing import Any
 
 import attrs
@@ -114,9 +115,10 @@ def _length_fault(
 
 def _ending_fault(completion: Completion, params: SamplingParams) -> str | None:
     tokens, reason = completion.token_ids, completion.finish_reason
-    is_stop = (tokens[:, None] == np.array(params.stop_token_ids, dtype=np.int64)).any(axis=1)
-    first = int(is_stop.argmax())
-    stopped = bool(is_stop[first])
+    places = [(tokens == stop).nonzero()[0] for stop in params.stop_token_ids]
+    ends = [int(found[0]) for found in places if len(found)]
+    stopped = bool(ends)
+    first = min(ends, default=len(tokens) - 1)
     after = len(tokens) - 1 - first
     if reason not in ("stop", "length"):
         return f"has the finish_reason {reason!r}, expected 'stop' or 'length'"
@@ -141,9 +143,9 @@ def _token_fault(tokens: np.ndarray, vocab_size: int | None) -> str | None:
 
 def _logprob_fault(logprobs: np.ndarray) -> str | None:
     highest, lowest = float(logprobs.max()), float(logprobs.min())  # both are NaN where one is
-    if np.isfinite(lowest) and highest <= LOGPROB_ROUNDING:
+    if math.isfinite(lowest) and highest <= LOGPROB_ROUNDING:
         return None
-    worst = highest if np.isfinite(lowest) else lowest
+    worst = highest if math.isfinite(lowest) else lowest
     return f"has the logprob {worst}, expected finite logprobs of at most 0"
 
 

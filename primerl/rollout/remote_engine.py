@@ -91,7 +91,7 @@ class EngineHost:
         while True:
             for index, engine in list(self._engines.items()):
                 try:
-                    version = engine.version
+                    version = int(engine.version)
                 except Exception as error:  # whatever a stranger's property raises
                     if failures.get(index) != summary(error):
                         failures[index] = summary(error)

@@ -30,7 +30,6 @@ from primerl.types import Completion, PolicyVersion, SamplingParams
 
 log = logging.getLogger(__name__)
 
-VOCAB_SIZE_S = 10.0  # in which servers say the size of their vocabulary
 LOOK_S = 2.0  # in which servers are let say what they serve when an engine is first used
 
 
@@ -125,7 +124,6 @@ class VLLMEngine:
             raise ValueError(f"vocab_size is {vocab_size}, expected at least 1")
         self._told = version
         self._vocab_size = vocab_size
-        self._asked_vocab_size = vocab_size is not None
         self._context_length: int | None = None
         self._parts: _Parts | None = None
         self._closed = False
@@ -156,7 +154,7 @@ class VLLMEngine:
     @property
     def vocab_size(self) -> int | None:
         """The number of token ids; None where it was not given and no server has said it yet."""
-        return self._vocab_size
+        return self._vocab_size if self._parts is None else self._parts.requests.vocab_size
 
     def learn(self, version: PolicyVersion) -> None:
         """Another copy of this engine saw ``version`` served by every replica in use."""
@@ -206,7 +204,6 @@ class VLLMEngine:
         """
         prompt = [int(token) for token in prompt_ids]
         await self._learn_context()
-        await self._learn_vocab_size()
         self._check(prompt, params.max_tokens)
         if 0 < params.temperature < LEAST_TEMPERATURE:
             raise ValueError(
@@ -214,9 +211,7 @@ class VLLMEngine:
                 "less is asked for; use 0 (greedy), or at least that"
             )
         completion: Completion = await self._request(
-            lambda parts: parts.requests.generate(
-                prompt, params, session, vocab_size=self._vocab_size
-            )
+            lambda parts: parts.requests.generate(prompt, params, session)
         )
         return completion
 
@@ -249,27 +244,6 @@ class VLLMEngine:
             parts = await asyncio.to_thread(self._running)
             future = parts.loop.submit(parts.fleet.context())
             self._context_length = await asyncio.wrap_future(future)
-
-    async def _learn_vocab_size(self) -> None:
-        if self._asked_vocab_size:
-            return
-        self._asked_vocab_size = True  # of many first requests, one asks
-        parts = self._running()
-        future = parts.loop.submit(agreed(parts.fleet, "served_vocab_size", VOCAB_SIZE_S))
-        try:
-            size = await asyncio.wrap_future(future)
-            if type(size) is not int or size < 1:
-                raise RuntimeError(f"the servers say that it has {size!r:.80} ids")
-            self._vocab_size = size
-        except RuntimeError as error:
-            log.warning(
-                "the vocabulary is unknown, so ids beyond it can't be told: %s; pass "
-                "VLLMEngine(..., vocab_size=)",
-                error,
-            )
-        except BaseException:  # the request was cancelled
-            self._asked_vocab_size = False
-            raise
 
     def _check(self, tokens: list[int], most: int) -> None:
         if not tokens:
@@ -476,6 +450,7 @@ class VLLMEngine:
                 keeps=self._on_update == "keep",
                 retries=self._retries,
                 routes_folder=self._routes_folder,
+                vocab_size=self._vocab_size,
             )
             return _Parts(loop, fleet, requests, Updates(fleet, on_update=self._on_update))
 

@@ -1,6 +1,7 @@
 """Requests of completions: to whichever replica serves, until one has answered."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,17 @@ import numpy as np
 
 from primerl.rollout import vllm_wire as wire
 from primerl.rollout.contract import BadCompletion, Limits, check_completion
+from primerl.rollout.errors import summary
 from primerl.rollout.replicas import Replica
+from primerl.rollout.vllm_calls import rpc_results
 from primerl.rollout.vllm_fleet import Fleet
 from primerl.rollout.vllm_http import BadAnswer, ServerFailed, Unreachable
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
 FIRST_BACKOFF_S = 0.1
 MOST_BACKOFF_S = 5.0
+VOCAB_SIZE_S = 10.0  # in which a server says the size of its vocabulary
+log = logging.getLogger(__name__)
 _UNFINISHED = ("abort", "error", None)  # the server gave up, which says nothing of the request
 
 
@@ -38,23 +43,29 @@ class Requests:
         keeps: updates leave the prefix cache as it is, so that a prefix may be of older weights.
         retries: how often a request is sent again.
         routes_folder: where the experts go that tokens were routed to.
+        vocab_size: the number of token ids; None has it asked of the servers.
     """
 
     def __init__(
-        self, fleet: Fleet, *, keeps: bool, retries: int, routes_folder: Path | None
+        self,
+        fleet: Fleet,
+        *,
+        keeps: bool,
+        retries: int,
+        routes_folder: Path | None,
+        vocab_size: int | None,
     ) -> None:
+        self.vocab_size = vocab_size
+        """The number of token ids, where it is known; read from other threads."""
         self._fleet = fleet
         self._keeps = keeps
         self._retries = retries
         self._routes_folder = routes_folder
+        self._asked_vocab_size = vocab_size is not None
+        self._asking = asyncio.Lock()
 
     async def generate(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        session: str | None,
-        *,
-        vocab_size: int | None = None,
+        self, prompt: list[int], params: SamplingParams, session: str | None
     ) -> Completion:
         """One completion, from whichever replica serves.
 
@@ -78,9 +89,10 @@ class Requests:
                 raise _Again(f"{replica.url} ended a request by {choice.finish_reason!r}")
             versions = await self._versions(choice, replica)
             completion = wire.make_completion(choice, versions)
+            await self._learn_vocab_size(replica)
             limits = Limits(
                 context_length=self._fleet.context_length or len(prompt) + params.max_tokens,
-                vocab_size=vocab_size,
+                vocab_size=self.vocab_size,
                 oldest=self._fleet.number(label) or 0,
                 newest=self._fleet.newest_version,
             )
@@ -173,6 +185,27 @@ class Requests:
         if versions:
             await self._fleet.confirm(replica, max(versions))
         return versions
+
+    async def _learn_vocab_size(self, replica: Replica) -> None:
+        """Ask a server for the size of its vocabulary, once; none says it that isn't primerl's."""
+        async with self._asking:  # the first answers wait for it together
+            if self._asked_vocab_size:
+                return
+            try:
+                async with asyncio.timeout(VOCAB_SIZE_S):
+                    found = await rpc_results(self._fleet, replica, "served_vocab_size", {})
+            except (Unreachable, RuntimeError, ValueError, TimeoutError) as error:
+                found = [summary(error)]
+            self._asked_vocab_size = True
+            if found and all(type(one) is int and one > 0 for one in found):
+                self.vocab_size = min(found)
+            else:
+                log.warning(
+                    "%s does not say the size of its vocabulary (%.200s), so ids beyond it can't "
+                    "be told: pass VLLMEngine(..., vocab_size=)",
+                    replica.url,
+                    found,
+                )
 
     def _learn(self, replica: Replica, versions: list[PolicyVersion], label: str | None) -> None:
         """Take note of what a server served, by an answer that is as it must be."""

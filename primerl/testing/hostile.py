@@ -62,7 +62,7 @@ class HostileEngine:
             raise ValueError(f"there is no fault {fault!r}, only {', '.join(COMPLETION_FAULTS)}")
         self.spoilt = 0
         """Answers so far that were spoilt."""
-        self._spoil = COMPLETION_FAULTS[fault]
+        self._fault = fault
         self._engine = engine
         self._every = every
         self._numbers = itertools.count(1)
@@ -94,7 +94,7 @@ class HostileEngine:
         self.spoilt += 1
         limits = Limits.of(self._engine, oldest=self._engine.version)
         request = Request(prompt_length=len(prompt_ids), params=params, limits=limits)
-        return self._spoil(answer, request)
+        return COMPLETION_FAULTS[self._fault](answer, request)
 
 
 def engine_faults() -> tuple[str, ...]:

@@ -174,7 +174,7 @@ def _wire(completion: Any, run: str, body: Json) -> Json:
     content = [{"token_id": t, "logprob": v} for t, v in zip(tokens, values, strict=True)]
     scores = [None, *({str(token): {"logprob": -1.0}} for token in body["token_ids"][1:])]
     return {
-        "request_id": f"generate-tokens-{body['request_id']}",
+        "request_id": f"generate-tokens-{body.get('request_id', '')}",
         "usage": {"prompt_tokens": len(body["token_ids"]), "completion_tokens": len(tokens)},
         "prompt_logprobs": scores if "prompt_logprobs" in body["sampling_params"] else None,
         "choices": [

@@ -3,8 +3,11 @@ it is trained, and the run goes on with the others.
 """
 
 import asyncio
+import contextlib
 import logging
 import resource
+import socket
+import threading
 import time
 
 import attrs
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 
 from primerl import rollout, testing
+from primerl.rollout import vllm_readiness
 from primerl.rollout.contract import BadCompletion, Limits, check_completion
 from primerl.testing import hostile, hostile_server
 from primerl.types import LOGPROB_ROUNDING, Completion, Rollout, Sample, SamplingParams
@@ -372,3 +376,83 @@ def test_the_kit_passes_the_server_without_a_fault():
 def test_faults_have_distinct_names():
     names = [*testing.server_faults(), *(f"sample {one}" for one in hostile.SAMPLE_FAULTS)]
     assert len(set(names)) == len(names)
+
+
+# ---- other clients ----
+
+
+def serve_raw(chunks, pause_s):
+    """A port where whoever connects is sent ``chunks``, and the thread that does it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        with listener, contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            with connection:
+                for chunk in chunks:
+                    connection.sendall(chunk)
+                    time.sleep(pause_s)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return listener.getsockname()[1], thread
+
+
+@pytest.mark.parametrize(
+    ("chunks", "status"),
+    [
+        ([b"HTTP/1.1 200 OK\r\n", b"Content-Length: 9999999999\r\n\r\n"], 200),
+        ([b"HTTP/1.1 4", b"01 No\r\n\r\n"], 401),
+        ([b"H"] * 1000, None),
+        ([b"x" * 100_000] * 100, None),
+        ([b"HTTP/1.1 " + b"9" * 500 + b" OK\r\n"], None),
+        ([b"SSH-2.0-OpenSSH\r\n"], None),
+        ([], None),
+    ],
+)
+def test_a_probe_of_readiness_reads_one_line_in_its_time(monkeypatch, chunks, status):
+    monkeypatch.setattr(vllm_readiness, "PROBE_S", 0.5)
+    port, thread = serve_raw(chunks, pause_s=0.01)
+    began = time.monotonic()
+
+    assert vllm_readiness.status_of("127.0.0.1", port, "/health") == status
+
+    assert time.monotonic() - began < 5
+    thread.join(20)
+
+
+@pytest.mark.parametrize("fault", ["endless_body", "gzip_bomb"])
+def test_answers_of_tool_servers_are_bounded(fault):
+    pytest.importorskip("verifiers")
+    from primerl.rollout.verifiers_adapter import tools
+
+    hostile_server._gzip_bomb()
+
+    async def ask(url):
+        async with tools.connections() as http:
+            await http.get(url)
+
+    before = megabytes()
+    with testing.HostileServer(fault, route="/mcp") as server:
+        with pytest.raises(Exception, match="a tool server answered") as caught:
+            asyncio.run(ask(f"{server.url}/mcp"))
+    assert type(caught.value).__name__ == "ReadError"
+    assert megabytes() - before < MOST_MEGABYTES
+
+
+def test_a_tool_call_nested_too_deeply_is_the_policys_mistake():
+    pytest.importorskip("verifiers")
+    from primerl.rollout.verifiers_adapter.tools import Toolbox
+
+    toolbox = Toolbox([], {"look": (None, "look")}, timeout_s=1.0)
+    answer = asyncio.run(toolbox.call("look", "[" * 100_000))
+    assert answer.startswith("error: the arguments are not JSON")
+
+
+def test_an_id_beyond_every_vocabulary_fills_no_table():
+    pytest.importorskip("verifiers")
+    from primerl.rollout.verifiers_adapter.client import _shared
+
+    before = megabytes()
+    assert _shared(np.array([5, 2**31 - 1], np.int32)) == [5, 2**31 - 1]
+    assert megabytes() - before < MOST_MEGABYTES

@@ -185,6 +185,8 @@ class Fleet:
     def learn(self, version: PolicyVersion) -> None:
         """Another copy saw ``version`` served by every replica in use."""
         self.replicas.learn(version)
+        if self.published is not None:
+            self.published = max(self.published, version)
         self.tell()
 
     async def context(self) -> int:

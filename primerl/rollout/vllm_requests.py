@@ -143,6 +143,9 @@ class Requests:
             replica = await self._serving(session, avoid)
             try:
                 return await ask(replica)
+            except BadCompletion as error:
+                where = "" if replica.url in str(error) else f"{replica.url}: "
+                raise BadCompletion(f"{where}{error}") from error
             except _Again as again:
                 avoid.add(replica.url)
                 if again.free:
@@ -194,7 +197,9 @@ class Requests:
             try:
                 async with asyncio.timeout(VOCAB_SIZE_S):
                     found = await rpc_results(self._fleet, replica, "served_vocab_size", {})
-            except (Unreachable, RuntimeError, ValueError, TimeoutError) as error:
+            except Unreachable:
+                return  # the next answer's server is asked
+            except (RuntimeError, ValueError, TimeoutError) as error:
                 found = [summary(error)]
             self._asked_vocab_size = True
             if found and all(type(one) is int and one > 0 for one in found):

@@ -16,7 +16,6 @@ from primerl.types import PolicyVersion
 
 POLL_S = 0.15  # how soon a newly served version is known where no request is in flight
 SILENT_S = 30.0  # a server that does not even say that it is healthy for this long is lost
-LABEL_CHARACTERS = 200  # of a label are kept; those of a run are shorter
 GENERATE = "/inference/v1/generate"
 
 T = TypeVar("T")
@@ -96,7 +95,8 @@ class Fleet:
             try:
                 await self.look(replica)
             except Exception as error:  # nobody else would see it, and the replica would serve on
-                log.exception("%s could not be watched", replica.url)
+                if replica.alive:  # once, not at every look
+                    log.exception("%s could not be watched", replica.url)
                 self.lost(replica, f"it could not be watched: {summary(error)}")
                 self._withdraw(replica)
             await asyncio.sleep(POLL_S)
@@ -153,8 +153,7 @@ class Fleet:
             async with asyncio.timeout(SILENT_S):
                 await self.http.get(replica.url, "/health")
             return replica.label
-        label = wire.decode(wire.weight_infos, content, replica.url).weight_version
-        return None if label is None else label[:LABEL_CHARACTERS]
+        return wire.decode(wire.weight_infos, content, replica.url).weight_version
 
     async def _read_context(self, replica: Replica) -> None:
         async with asyncio.timeout(SILENT_S):

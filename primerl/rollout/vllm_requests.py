@@ -187,6 +187,8 @@ class Requests:
             raise _Again(f"{replica.url} sampled with weights that are not this run's")
         if versions:
             await self._fleet.confirm(replica, max(versions))
+            if max(versions) > self._fleet.newest_version and not replica.alive:
+                raise _Again(f"{replica.url} was lost before it said what it serves", wait=False)
         return versions
 
     async def _learn_vocab_size(self, replica: Replica) -> None:

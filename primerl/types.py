@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int32
 
 __all__ = [
+    "LOGPROB_ROUNDING",
     "NOT_SAMPLED",
     "Completion",
     "Group",
@@ -30,6 +31,17 @@ NOT_SAMPLED = -1
 """The version of a token that no policy sampled: a prompt, a tool's reply."""
 
 
+LOGPROB_ROUNDING = 1e-5
+"""By how much a logprob may exceed 0.
+
+``logit - logsumexp`` in float32 rounds to half a unit in the last place of each, 4e-6 for values
+between 64 and 128. A larger excess isn't rounding: it belongs to no distribution, or was computed
+in bfloat16, which is too coarse to train on.
+"""
+
+_INT32 = np.iinfo(np.int32)
+
+
 def _read_only(values: Any, dtype: type) -> np.ndarray:
     array: np.ndarray = np.array(values, dtype=dtype)
     array.setflags(write=False)  # a frozen value is frozen all the way down
@@ -37,7 +49,17 @@ def _read_only(values: Any, dtype: type) -> np.ndarray:
 
 
 def _int32(values: Any) -> np.ndarray:
-    return _read_only(values, np.int32)
+    array = np.asarray(values)
+    if array.dtype != np.int32 and array.size and not _fits_int32(array):
+        raise ValueError(f"{values!r:.80}: token ids and versions are whole numbers of 32 bits")
+    return _read_only(array, np.int32)
+
+
+def _fits_int32(array: np.ndarray) -> bool:
+    """Whether every entry is a number that int32 holds; numpy's own cast would wrap the others."""
+    if array.dtype.kind not in "biuf" or array.min() < _INT32.min or array.max() > _INT32.max:
+        return False
+    return array.dtype.kind != "f" or bool((array == np.floor(array)).all())
 
 
 def _float32(values: Any) -> np.ndarray:
@@ -137,8 +159,9 @@ class Sample:
     they are 0 and ``NOT_SAMPLED``. Token 0 has nothing before it and cannot be trained.
 
     Raises:
-        ValueError: lengths differ, token 0 is in the mask, or a masked-in token has no version or
-            no finite logprob.
+        ValueError: lengths differ, a token id is negative, token 0 is in the mask, or a token to be
+            trained has no version, or a logprob that is not finite or above 0 (by more than
+            ``LOGPROB_ROUNDING``).
     """
 
     token_ids: Int32[np.ndarray, " t"] = attrs.field(converter=_int32)
@@ -161,8 +184,16 @@ class Sample:
             raise ValueError(f"{name} has no tokens")
         if self.loss_mask[0]:
             raise ValueError(f"{name}.loss_mask[0] is set, but nothing precedes token 0")
-        if not np.isfinite(self.behavior_logprobs[self.loss_mask]).all():
+        if self.token_ids.min() < 0:
+            raise ValueError(f"{name}.token_ids holds {self.token_ids.min()}, expected ids >= 0")
+        trained = self.behavior_logprobs[self.loss_mask]
+        if not np.isfinite(trained).all():
             raise ValueError(f"{name}.behavior_logprobs is not finite at a token to be trained")
+        if (trained > LOGPROB_ROUNDING).any():
+            raise ValueError(
+                f"{name}.behavior_logprobs is {trained.max()} at a token to be trained, expected "
+                "logprobs of at most 0"
+            )
         if (self.versions[self.loss_mask] < 0).any():
             raise ValueError(f"{name}.versions is negative at a token to be trained")
         if not 0 <= self.temperature < float("inf"):

@@ -186,7 +186,11 @@ class ScriptedVLLM:
         elif path == "/update_weight_version":
             self.label = body["new_version"]
         elif path == "/collective_rpc":
-            results = {"weight_receipt": self.receipt, "served_dtype": self.dtype}
+            results = {
+                "weight_receipt": self.receipt,
+                "served_dtype": self.dtype,
+                "served_vocab_size": self.vocabulary,
+            }
             if body["method"] == "prepare_weights" and self.unprepared:
                 self.unprepared -= 1
                 return 200, {"results": [{"prepared": True}, {"prepared": False}]}
@@ -239,4 +243,10 @@ class ScriptedVLLM:
         if "prompt_logprobs" in params:
             scores = [{str(token): {"logprob": -token / 8}} for token in prompt]
             scores[0] = None
-        return 200, {"request_id": "x", "prompt_logprobs": scores, "choices": [choice]}
+        answer = {
+            "request_id": f"generate-tokens-{body['request_id']}",
+            "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)},
+            "prompt_logprobs": scores,
+            "choices": [choice],
+        }
+        return 200, answer

@@ -286,28 +286,28 @@ class VersionsGoBack(WaitsForUpdates):
     ("make", "expected"),
     [
         (Broken, []),
-        (PositiveLogprobs, ["logprobs"]),
-        (NotANumber, ["logprobs"]),
-        (OldVersions, ["update", "update_in_flight"]),
-        (NextVersion, ["versions", "update", "update_in_flight"]),
-        (TooLong, ["max_tokens", "concurrency"]),
-        (OwnStop, ["max_tokens", "concurrency"]),
-        (WrongReason, ["stop_tokens"]),
-        (LosesTheStopToken, ["stop_tokens"]),
+        (PositiveLogprobs, ["logprobs", "every_answer"]),
+        (NotANumber, ["logprobs", "every_answer"]),
+        (OldVersions, ["update", "update_in_flight", "every_answer"]),
+        (NextVersion, ["versions", "update", "update_in_flight", "every_answer"]),
+        (TooLong, ["max_tokens", "concurrency", "every_answer"]),
+        (OwnStop, ["max_tokens", "concurrency", "every_answer"]),
+        (WrongReason, ["stop_tokens", "every_answer"]),
+        (LosesTheStopToken, ["stop_tokens", "every_answer"]),
         (IgnoresTemperature, ["greedy", "stop_tokens"]),
-        (MixesAnswers, ["concurrency"]),
-        (SwallowsCancellation, ["cancellation"]),
+        (MixesAnswers, ["concurrency", "every_answer"]),
+        (SwallowsCancellation, ["cancellation", "every_answer"]),
         (NoSession, ["session"]),
         (AnyPrompt, ["empty_prompt"]),
         (OtherError, ["empty_prompt"]),
-        (lambda: CutsPrompts(context_length=200), ["too_long"]),
+        (lambda: CutsPrompts(context_length=200), ["too_long", "every_answer"]),
         (lambda: OneTokenLess(context_length=200), ["full_context"]),
         (NeverUpdates, ["update"]),
         (GoesBack, ["update_back"]),
         (Forever, []),
         (WaitsForUpdates, []),
         (FailsInFlight, ["update_in_flight"]),
-        (VersionsGoBack, ["update_in_flight"]),
+        (VersionsGoBack, ["update_in_flight", "every_answer"]),
     ],
 )
 def test_a_broken_engine_fails_where_it_is_broken(make, expected):
@@ -361,7 +361,7 @@ def test_where_the_form_is_wrong_the_rest_is_not_run(make, message):
     ) as caught:
         testing.check_engine(make())
 
-    assert str(caught.value).endswith("- update_back was not run")
+    assert str(caught.value).endswith("- every_answer was not run")
 
 
 def test_an_engine_that_leaks_is_given_up():
@@ -385,7 +385,7 @@ def test_an_engine_that_cancels_late(monkeypatch):
     with pytest.raises(AssertionError, match="16 cancelled requests go on after 0.1 s") as caught:
         testing.check_engine(CancelsLate())
 
-    assert "fails 1 of 16" in str(caught.value)
+    assert "fails 1 of 18" in str(caught.value)
 
 
 def test_an_error_of_the_engine_is_named_with_its_type():

@@ -35,11 +35,12 @@ def random_sample(seed, length, temperature, routes):
     mask = rng.random(length) < 0.5
     mask[0] = False
     logprobs = np.frombuffer(rng.bytes(4 * length), np.float32)
+    signed = np.where(mask, -np.abs(logprobs), logprobs)
     versions = np.frombuffer(rng.bytes(4 * length), np.int32)
     return Sample(
-        token_ids=np.frombuffer(rng.bytes(4 * length), np.int32),
+        token_ids=np.frombuffer(rng.bytes(4 * length), np.int32) & np.int32(2**31 - 1),
         loss_mask=mask,
-        behavior_logprobs=np.where(mask & ~np.isfinite(logprobs), np.float32(-1), logprobs),
+        behavior_logprobs=np.where(mask & ~(np.abs(logprobs) < np.inf), np.float32(-1), signed),
         versions=np.where(mask, np.abs(versions // 2), versions),
         temperature=temperature,
         routes=routes,

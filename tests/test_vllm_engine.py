@@ -67,6 +67,8 @@ def test_what_is_sent(server, make):
     engine = make(server, run="abc")
     params = P(max_tokens=3, temperature=0.7, top_p=0.9, top_k=5, seed=11, stop_token_ids=[9, 8])
     run(engine.generate(np.array([3, 4]), params))
+    request_id = server.bodies[0].pop("request_id")
+    assert len(request_id) == 32
     assert server.bodies == [
         {
             "token_ids": [3, 4],
@@ -188,7 +190,7 @@ def test_a_request_has_a_deadline(server, make):
 def test_an_answer_of_something_else(server, make):
     engine = make(server)
     server.faults["/inference/v1/generate"] = [GARBAGE]
-    with pytest.raises(RuntimeError, match="no completion of vLLM's"):
+    with pytest.raises(rollout.BadCompletion, match="answered what no vLLM server does"):
         run(engine.generate([3], P(max_tokens=1)))
 
 
@@ -822,7 +824,7 @@ def test_the_dtype_of_all_servers(servers, make):
     engine = make(*servers)
     assert engine.dtype == "bfloat16"
     servers[1].dtype = "float32"
-    with pytest.raises(RuntimeError, match="several dtypes: .*bfloat16.*float32"):
+    with pytest.raises(RuntimeError, match="differ in served_dtype: .*bfloat16.*float32"):
         _ = engine.dtype
 
 
@@ -928,21 +930,45 @@ def choice(**fields):
 def test_spans_become_versions():
     labels = wire.Labels("abc")
     spans = [wire.Span("abc-1", 0, 1), wire.Span("abc-3", 1, 3)]
-    assert wire.span_versions(choice(weight_versions=spans), labels) == [1, 3, 3]
+    assert wire.span_versions(choice(weight_versions=spans), labels.number) == [1, 3, 3]
     spans[0].version = "default"
-    assert wire.span_versions(choice(weight_versions=spans), labels) == [None, 3, 3]
+    assert wire.span_versions(choice(weight_versions=spans), labels.number) == [None, 3, 3]
 
 
-@pytest.mark.parametrize("spans", [None, [("a-1", 0, 2)], [("a-1", 1, 3)], [("a-1", 0, 4)]])
+@pytest.mark.parametrize(
+    "spans",
+    [
+        None,
+        [("a-1", 0, 2)],
+        [("a-1", 1, 3)],
+        [("a-1", 0, 4)],
+        [("a-1", 0, 2), ("a-1", 1, 3)],
+        [("a-1", 0, -1)],
+        [("a-1", 0, 2**31 - 1)],
+    ],
+)
 def test_spans_that_do_not_cover_the_tokens(spans):
     made = None if spans is None else [wire.Span(*span) for span in spans]
-    with pytest.raises(ValueError, match="span"):
-        wire.span_versions(choice(weight_versions=made), wire.Labels("a"))
+    with pytest.raises(rollout.BadCompletion, match="span"):
+        wire.span_versions(choice(weight_versions=made), wire.Labels("a").number)
 
 
 @pytest.mark.parametrize(
     ("label", "version"),
-    [("ab-0", 0), ("ab-12", 12), ("12", None), ("default", None), (None, None), ("ab--1", None)],
+    [
+        ("ab-0", 0),
+        ("ab-12", 12),
+        ("ab-2147483647", 2**31 - 1),
+        ("ab-2147483648", None),
+        ("ab-" + "9" * 5000, None),
+        ("ab-012", None),
+        ("ab-\u0663", None),
+        ("ab-", None),
+        ("12", None),
+        ("default", None),
+        (None, None),
+        ("ab--1", None),
+    ],
 )
 def test_labels(label, version):
     assert wire.Labels("ab").number(label) == version
@@ -951,12 +977,16 @@ def test_labels(label, version):
 @pytest.mark.parametrize("value", [-9999.0, -math.inf, math.nan])
 def test_damaged_weights_are_named(value):
     logprobs = wire.Logprobs([wire.TokenLogprob(one) for one in (-1.0, value, -1.0)])
-    with pytest.raises(RuntimeError, match="damaged"):
-        wire.make_completion(choice(logprobs=logprobs), [0, 0, 0], None)
+    with pytest.raises(rollout.BadCompletion, match="damaged"):
+        wire.make_completion(choice(logprobs=logprobs), [0, 0, 0])
 
 
 def test_logprobs_of_every_token():
-    with pytest.raises(RuntimeError, match="0 logprobs for 3 tokens"):
-        wire.make_completion(choice(), [0, 0, 0], None)
+    with pytest.raises(rollout.BadCompletion, match="0 logprobs for 3 tokens"):
+        wire.make_completion(choice(), [0, 0, 0])
+    logprobs = wire.Logprobs([wire.TokenLogprob(-1.0, token) for token in (5, 6, 8)])
+    with pytest.raises(rollout.BadCompletion, match="the logprob of 8 with token 7"):
+        wire.make_completion(choice(logprobs=logprobs), [0, 0, 0])
     logprobs = wire.Logprobs([wire.TokenLogprob(one) for one in (-1.0, 1e-6, 0.0)])
-    assert wire.make_completion(choice(logprobs=logprobs), [0, 0, 0], None).logprobs.max() == 0
+    made = wire.make_completion(choice(logprobs=logprobs), [0, 0, 0])
+    assert made.logprobs.tolist() == [-1.0, np.float32(1e-6), 0.0], "rounding is let pass"

@@ -202,7 +202,7 @@ def test_filters_that_refuse_everything_are_an_error_with_their_count():
             rollouts.take(version=0)
 
 
-def test_an_engine_that_samples_with_older_weights_than_it_says_is_not_progress():
+def test_an_engine_that_samples_with_older_weights_than_it_says_is_named():
     class Behind(FakeEngine):
         async def generate(self, *args, **options):
             completion = await super().generate(*args, **options)
@@ -211,8 +211,9 @@ def test_an_engine_that_samples_with_older_weights_than_it_says_is_not_progress(
     engine = Behind(delay_s=0)
     engine.version = 5
     with make_worker(engine, timeout_s=0.5) as rollouts:
-        with pytest.raises(RuntimeError, match="no group was kept for .*'stale': [0-9]+"):
+        with pytest.raises(RuntimeError, match="version 0, older than 5, which was served"):
             rollouts.take(version=5)
+        assert set(rollouts.stats()["errors"]) == {"BadCompletion"}
 
 
 @pytest.mark.parametrize("ahead", [1, 50])

@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from primerl.rollout.buffer import Buffer
+from primerl.rollout.contract import BadCompletion, BadSample
 from primerl.rollout.conversation import Conversation
 from primerl.rollout.difficulty_pools import DifficultyPools
 from primerl.rollout.engine import Engine
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from primerl.rollout.vllm_server import serve_vllm
 
 __all__ = [
+    "BadCompletion",
+    "BadSample",
     "Buffer",
     "Conversation",
     "DifficultyPools",

@@ -12,6 +12,9 @@ class Engine(Protocol):
 
     An engine that is a client of a server elsewhere sets ``portable = True``: a copy of it in
     another process serves as well. Any other stays in its process, and is called from outside.
+
+    Two optional members bound what its answers may hold, which every worker checks: ``vocab_size``,
+    the number of token ids, and ``newest_version``, where replicas may be ahead of ``version``.
     """
 
     @property

@@ -13,12 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
+from primerl.rollout.contract import BadCompletion
 from primerl.rollout.errors import summary
 
 FIRST_PAUSE_S = 0.05
 MOST_PAUSE_S = 5.0
 MOST_FAILURES = 8  # of one request, while others are answered
 NOT_OUTAGES = (
+    BadCompletion,
     ValueError,
     TypeError,
     LookupError,

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Iterable
 
 import attrs
 
+from primerl.rollout.contract import Limits, check_rollout
 from primerl.rollout.engine import Engine
 from primerl.rollout.engine_health import EngineFailed, EngineHealth, Repetition
 from primerl.rollout.environment import Environment, RewardError, Task
@@ -203,6 +204,9 @@ async def play(
             observed = progress.observe(engine, index, health)
             try:
                 rollout = await attempt(environment, task, observed, params)
+                if observed.bad is not None:
+                    raise observed.bad  # the environment caught it; its rollout is not to be trusted
+                check_rollout(rollout, params, Limits.of(engine))
             except Exception as error:  # whatever an environment raises is data
                 mistake = isinstance(error, RewardError)
                 if not mistake and observed.given_up is not None:
@@ -238,18 +242,6 @@ async def attempt(
         raise RuntimeError(f"the environment raised {type(error).__name__}: {error}") from error
     if not isinstance(rollout, Rollout):
         raise TypeError(f"the environment returned a {type(rollout).__name__}; expected a Rollout")
-    for sample in rollout.samples:
-        if sample.temperature == 0 and params.temperature > 0:
-            raise ValueError(
-                "the environment returned a greedy sample (temperature=0), which can't be trained; "
-                f"sample with the params that it is given (temperature={params.temperature})"
-            )
-        trained = sample.loss_mask.nonzero()[0]
-        if len(trained) and trained[-1] >= engine.context_length:
-            raise ValueError(
-                f"the environment returned a sample whose token {trained[-1]} is to be trained, "
-                f"beyond the engine's context of {engine.context_length}"
-            )
     return rollout
 
 

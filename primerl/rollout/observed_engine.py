@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from primerl.rollout.contract import BadCompletion, Limits, check_completion
 from primerl.rollout.engine import Engine
 from primerl.rollout.engine_health import (
     EngineFailed,
@@ -51,6 +52,8 @@ class ObservedEngine:
         self._answered = False
         self.given_up: EngineFailed | None = None
         """Why a request of this attempt was given up."""
+        self.bad: BadCompletion | None = None
+        """An answer that broke the contract, whatever the environment made of it."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -74,10 +77,18 @@ class ObservedEngine:
 
         Raises:
             EngineFailed: it was given up. What it refuses (a ``ValueError``, say) is raised.
+            BadCompletion: the answer breaks the contract.
         """
-        completion: Completion = await self._ask(
-            lambda: self._engine.generate(prompt_ids, params, session=session)
-        )
+        served = self._engine.version
+        try:
+            completion: Completion = await self._ask(
+                lambda: self._engine.generate(prompt_ids, params, session=session)
+            )
+            limits = Limits.of(self._engine, oldest=served)
+            check_completion(completion, len(prompt_ids), params, limits)
+        except BadCompletion as error:
+            self.bad = error
+            raise
         self._answered = True
         self._sampled(len(completion.token_ids))
         return completion

@@ -8,6 +8,7 @@ client of a server elsewhere has ``portable = True`` and crosses as a copy.
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,10 +16,14 @@ import attrs
 import numpy as np
 
 from primerl.rollout.channel import Channel
+from primerl.rollout.contract import newest_version
 from primerl.rollout.engine import Engine
+from primerl.rollout.errors import summary
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
 POLL_S = 0.01  # how soon a newly served version is told to the other process
+
+log = logging.getLogger(__name__)
 
 
 @attrs.frozen
@@ -28,7 +33,17 @@ class EngineAddress:
     index: int
     version: PolicyVersion
     context_length: int
+    vocab_size: int | None = None
     name: str = "engine"
+
+
+@attrs.frozen
+class Answer:
+    """A completion, and what its engine serves by the time that it is there."""
+
+    completion: Completion
+    version: PolicyVersion
+    newest_version: PolicyVersion
 
 
 class EngineHost:
@@ -43,7 +58,7 @@ class EngineHost:
         known = [index for index, one in self._engines.items() if one is engine]
         index = known[0] if known else next(self._indices)
         self._engines[index] = engine
-        return EngineAddress(index, engine.version, engine.context_length, type(engine).__name__)
+        return _address(index, engine)
 
     @contextlib.contextmanager
     def lease(self, engine: Engine) -> Iterator[EngineAddress]:
@@ -51,7 +66,7 @@ class EngineHost:
         index = next(self._indices)
         self._engines[index] = engine
         try:
-            yield EngineAddress(index, engine.version, engine.context_length, type(engine).__name__)
+            yield _address(index, engine)
         finally:
             del self._engines[index]
 
@@ -61,31 +76,53 @@ class EngineHost:
         prompt_ids: np.ndarray,
         params: SamplingParams,
         session: str | None,
-    ) -> Completion:
+    ) -> Answer:
         """Sample with an engine of this process, for another one."""
         engine = self._engines[index]
-        return await engine.generate(prompt_ids.tolist(), params, session=session)
+        completion = await engine.generate(prompt_ids.tolist(), params, session=session)
+        return Answer(completion, engine.version, newest_version(engine))
 
     async def report_versions(self, notify: Callable[..., Any]) -> None:
-        """Tell the versions that engines serve, whenever one changes; runs until cancelled."""
+        """Tell the versions that engines serve, whenever one changes; runs until cancelled.
+
+        An engine that can't say its version is logged, once for each error, and asked again.
+        """
         told: dict[int, PolicyVersion] = {}
+        failures: dict[int, str] = {}
         while True:
-            for index, engine in self._engines.items():
-                if told.get(index) != engine.version:
-                    told[index] = engine.version
-                    notify("serves", index, engine.version)
+            for index, engine in list(self._engines.items()):
+                try:
+                    version = int(engine.version)
+                except Exception as error:  # whatever a stranger's property raises
+                    if failures.get(index) != summary(error):
+                        failures[index] = summary(error)
+                        log.error("the engine can't say its version: %s", summary(error))
+                    continue
+                failures.pop(index, None)
+                if told.get(index) != version:
+                    told[index] = version
+                    notify("serves", index, version)
             await asyncio.sleep(POLL_S)
+
+
+def _address(index: int, engine: Engine) -> EngineAddress:
+    vocab_size = getattr(engine, "vocab_size", None)
+    name = type(engine).__name__
+    return EngineAddress(index, engine.version, engine.context_length, vocab_size, name)
 
 
 class RemoteEngine:
     """An ``Engine`` whose weights and requests are in the parent process.
 
-    ``version`` is the latest that the parent has told, by itself or with a completion.
+    ``version`` is the latest that the parent's engine has told, by itself or beside a completion;
+    what a completion says of itself is not believed before it was checked.
     """
 
     def __init__(self, channel: Channel, address: EngineAddress) -> None:
         self.version: PolicyVersion = address.version
+        self.newest_version: PolicyVersion = address.version
         self.context_length = address.context_length
+        self.vocab_size = address.vocab_size
         self._index = address.index
         self._channel = channel
 
@@ -94,12 +131,10 @@ class RemoteEngine:
     ) -> Completion:
         """Sample one completion in the parent process; what the engine raises is raised."""
         prompt = np.asarray(prompt_ids, dtype=np.int32)
-        completion: Completion = await self._channel.call(
-            "generate", self._index, prompt, params, session
-        )
-        if len(completion.versions):
-            self.version = max(self.version, int(completion.versions[-1]))
-        return completion
+        answer: Answer = await self._channel.call("generate", self._index, prompt, params, session)
+        self.version = max(self.version, answer.version)
+        self.newest_version = max(self.newest_version, answer.newest_version)
+        return answer.completion
 
 
 class RemoteEngines:

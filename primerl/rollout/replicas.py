@@ -49,8 +49,8 @@ class Replica:
             return f"{self.url} is down ({self.error})"
         if self.version is None:
             return (
-                f"{self.url} is up, but its weights ({self.label!r}) are not this run's: publish "
-                "to it, or declare what it holds with adopt(version)"
+                f"{self.url} is up, but its weights ({self.label!r:.80}) are not this run's: "
+                "publish to it, or declare what it holds with adopt(version)"
             )
         return f"{self.url} serves version {self.version}"
 

@@ -124,6 +124,12 @@ class TransformersEngine:
         positions: int = self._model.config.get_text_config().max_position_embeddings
         return min(positions, self._cache_tokens)
 
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids that the model has embeddings for."""
+        size: int = self._model.config.get_text_config().vocab_size
+        return size
+
     def start(self) -> "TransformersEngine":
         """Begin to serve; ``with`` does this, and closes the engine at its end."""
         refuse_inference_mode()
@@ -213,11 +219,10 @@ class TransformersEngine:
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         if not prompt:
             raise ValueError("the prompt is empty; a completion needs at least one token before it")
-        vocabulary: int = self._model.config.get_text_config().vocab_size
-        if min(prompt) < 0 or max(prompt) >= vocabulary:
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             raise ValueError(
-                f"the prompt has a token outside the model's vocabulary of {vocabulary}: is the "
-                "tokenizer the model's own?"
+                f"the prompt has a token outside the model's vocabulary of {self.vocab_size}: is "
+                "the tokenizer the model's own?"
             )
         if len(prompt) + params.max_tokens > self.context_length:
             raise ValueError(

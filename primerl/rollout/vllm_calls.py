@@ -4,15 +4,19 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import numpy as np
 
 from primerl.rollout import vllm_wire as wire
+from primerl.rollout.contract import Limits, check_completion
 from primerl.rollout.replicas import Replica
 from primerl.rollout.vllm_fleet import Fleet
 from primerl.rollout.vllm_http import Unreachable
 from primerl.types import SamplingParams
+
+METRICS_BYTES = 1 << 24
 
 
 async def call_all(
@@ -60,16 +64,18 @@ async def call_all(
     return answers
 
 
-async def call_route(fleet: Fleet, path: str, body: bytes, timeout_s: float) -> dict[str, Any]:
+async def call_route(
+    fleet: Fleet, path: str, body: bytes, timeout_s: float, *, max_bytes: int
+) -> dict[str, Any]:
     """The answers of all live replicas to a POST, decoded, by url."""
     answers = await call_all(
         fleet,
         await fleet.live(),
-        lambda replica: post(fleet, replica, path, body),
+        lambda replica: fleet.http.post(replica.url, path, body, max_bytes=max_bytes),
         time.monotonic() + timeout_s,
         f"{path} failed",
     )
-    return {replica.url: decode(answer) for replica, answer in answers.items()}
+    return {replica.url: decode(answer, replica.url) for replica, answer in answers.items()}
 
 
 async def read_metrics(fleet: Fleet, timeout_s: float) -> dict[str, dict[str, float]]:
@@ -77,11 +83,14 @@ async def read_metrics(fleet: Fleet, timeout_s: float) -> dict[str, dict[str, fl
     pages = await call_all(
         fleet,
         await fleet.live(),
-        lambda replica: fleet.http.get(replica.url, "/metrics"),
+        lambda replica: fleet.http.get(replica.url, "/metrics", max_bytes=METRICS_BYTES),
         time.monotonic() + timeout_s,
         "there are no metrics",
     )
-    return {replica.url: wire.read_metrics(page.decode()) for replica, page in pages.items()}
+    return {
+        replica.url: wire.read_metrics(page.decode(errors="replace"))
+        for replica, page in pages.items()
+    }
 
 
 async def probe(
@@ -94,14 +103,32 @@ async def probe(
         # Two requests: vLLM scores without reading its prefix cache, and what serves reads it. It
         # reads the oldest of equal blocks: those of older weights, or else what scoring computed.
         how: dict[str, Any] = {"salt": replica.label or "", "priority": wire.FIRST}
-        scored = await fleet.ask(replica, wire.score_body(token_ids, **how))
-        continued = await fleet.ask(replica, wire.generate_body(token_ids, params, **how))
-        content = continued.choices[0].logprobs
-        logprobs = [token.logprob for token in content.content] if content else []
+
+        async def ask(body: bytes, request_id: str, scored: int) -> wire.Answer:
+            most = wire.most_bytes(max_new_tokens, scored=scored)
+            content = await fleet.ask(replica, body, max_bytes=most)
+            return wire.read_answer(
+                content, replica.url, request_id=request_id, prompt_length=len(token_ids)
+            )
+
+        name = uuid4().hex
+        scored = await ask(wire.score_body(token_ids, request_id=name, **how), name, len(token_ids))
+        name = uuid4().hex
+        body = wire.generate_body(token_ids, params, request_id=name, **how)
+        choice = (await ask(body, name, 0)).choices[0]
+        versions = [one or 0 for one in wire.span_versions(choice, fleet.number)]
+        completion = wire.make_completion(choice, versions)
+        limits = Limits(
+            context_length=len(token_ids) + max_new_tokens,
+            vocab_size=None,
+            oldest=0,
+            newest=max(versions, default=0),  # what is served is what is being found out
+        )
+        check_completion(completion, len(token_ids), params, limits)
         return {
             "scores": wire.prompt_scores(scored, token_ids),
-            "token_ids": np.array(continued.choices[0].token_ids, dtype=np.int32),
-            "logprobs": np.array(logprobs, dtype=np.float32),
+            "token_ids": completion.token_ids,
+            "logprobs": completion.logprobs,
         }
 
     async def every(replica: Replica) -> list[dict[str, np.ndarray]]:
@@ -122,10 +149,40 @@ async def rpc(
     fleet: Fleet, replica: Replica, method: str, arguments: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """The results of a method of the worker extension, one for each worker of a replica."""
+    results = await rpc_results(fleet, replica, method, arguments)
+    if not all(isinstance(one, dict) for one in results):
+        raise RuntimeError(f"{replica.url} answered {method} with {results!r:.200}")
+    return results
+
+
+async def rpc_results(
+    fleet: Fleet, replica: Replica, method: str, arguments: Mapping[str, Any]
+) -> list[Any]:
+    """As ``rpc``, where the results may be anything."""
     body = encode({"method": method, "kwargs": arguments})
-    answer = decode(await post(fleet, replica, "/collective_rpc", body))
+    answer = decode(await post(fleet, replica, "/collective_rpc", body), replica.url)
     results = answer.get("results") if isinstance(answer, dict) else None
     return results if isinstance(results, list) else []
+
+
+async def agreed(fleet: Fleet, method: str, timeout_s: float) -> Any:
+    """What all workers of all live replicas answer to a method of the worker extension.
+
+    Raises:
+        RuntimeError: they differ, or one does not answer.
+    """
+    answers = await call_all(
+        fleet,
+        await fleet.live(),
+        lambda replica: rpc_results(fleet, replica, method, {}),
+        time.monotonic() + timeout_s,
+        f"{method} was not answered",
+    )
+    results = [one for results in answers.values() for one in results]
+    if not results or any(one != results[0] for one in results):
+        named = {replica.url: results for replica, results in answers.items()}
+        raise RuntimeError(f"the servers differ in {method}: {named!r:.300}")
+    return results[0]
 
 
 def encode(value: Mapping[str, Any]) -> bytes:
@@ -133,13 +190,10 @@ def encode(value: Mapping[str, Any]) -> bytes:
     return msgspec.json.encode(value)
 
 
-def decode(content: bytes) -> Any:
+def decode(content: bytes, where: str) -> Any:
     """What a body of JSON holds; None where it is empty.
 
     Raises:
-        RuntimeError: it is no JSON.
+        RuntimeError: it is no JSON, or nested too deeply.
     """
-    try:
-        return msgspec.json.decode(content) if content else None
-    except msgspec.DecodeError as error:
-        raise RuntimeError(f"a server answered what is no JSON: {content[:200]!r}") from error
+    return wire.decode(wire.anything, content, where) if content else None

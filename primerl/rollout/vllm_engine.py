@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import queue
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from pathlib import Path
 from types import TracebackType
@@ -17,13 +19,16 @@ import msgspec
 import numpy as np
 
 from primerl.rollout.background_loop import BackgroundLoop
+from primerl.rollout.errors import summary
 from primerl.rollout.members import Members, tidy
-from primerl.rollout.vllm_calls import call_route, probe, read_metrics
+from primerl.rollout.vllm_calls import agreed, call_route, probe, read_metrics
 from primerl.rollout.vllm_fleet import Fleet
 from primerl.rollout.vllm_requests import Requests
 from primerl.rollout.vllm_updates import ON_UPDATE, Rendezvous, Updates
 from primerl.rollout.vllm_wire import LEAST_TEMPERATURE, Labels
 from primerl.types import Completion, PolicyVersion, SamplingParams
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 2.0  # in which servers are let say what they serve when an engine is first used
 
@@ -68,7 +73,10 @@ class VLLMEngine:
         down_timeout_s: how long requests wait while no server serves. Before the first weights
             were published they wait longer: as long as a request may take.
         retries: how often a request is sent again that a server failed.
-        routes_folder: where expert routes are written that servers return; None drops them.
+        routes_folder: where expert routes are written that servers return; without one, answers
+            have no room for the routes of long sequences.
+        vocab_size: the number of token ids; by default what the servers say, or unknown where they
+            don't. A completion with an id beyond it is a ``BadCompletion``.
 
     Raises:
         ValueError: an argument is out of range, or a url is none.
@@ -88,6 +96,7 @@ class VLLMEngine:
         down_timeout_s: float = 60.0,
         retries: int = 3,
         routes_folder: str | os.PathLike[str] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         if on_update not in ON_UPDATE:
             raise ValueError(f"on_update={on_update!r}; expected one of {', '.join(ON_UPDATE)}")
@@ -111,7 +120,10 @@ class VLLMEngine:
         self._routes_folder = None if routes_folder is None else Path(routes_folder).absolute()
         if self._routes_folder is not None:
             self._routes_folder.mkdir(parents=True, exist_ok=True)
+        if vocab_size is not None and vocab_size < 1:
+            raise ValueError(f"vocab_size is {vocab_size}, expected at least 1")
         self._told = version
+        self._vocab_size = vocab_size
         self._context_length: int | None = None
         self._parts: _Parts | None = None
         self._closed = False
@@ -133,6 +145,16 @@ class VLLMEngine:
     def version(self) -> PolicyVersion:
         """The version of the slowest server in use; known within 0.2 s of a change."""
         return max(self._told, self._running().fleet.version)
+
+    @property
+    def newest_version(self) -> PolicyVersion:
+        """The newest version that a server is known to serve; others may be behind it."""
+        return max(self.version, self._running().fleet.newest_version)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of token ids; None where it was not given and no server has said it yet."""
+        return self._vocab_size if self._parts is None else self._parts.requests.vocab_size
 
     def learn(self, version: PolicyVersion) -> None:
         """Another copy of this engine saw ``version`` served by every replica in use."""
@@ -159,12 +181,8 @@ class VLLMEngine:
         Raises:
             RuntimeError: none could be reached, or they differ.
         """
-        answers = self.call("/collective_rpc", {"method": "served_dtype"})
-        named = {url: name for url, answer in answers.items() for name in answer["results"]}
-        if len(set(named.values())) != 1:
-            raise RuntimeError(f"the servers compute in several dtypes: {named}")
-        dtype: str = next(iter(named.values()))
-        return dtype
+        parts = self._running()
+        return str(parts.loop.submit(agreed(parts.fleet, "served_dtype", 60.0)).result())
 
     # ---- requests ----
 
@@ -177,6 +195,8 @@ class VLLMEngine:
         distribution that was sampled, and each version of the weights that sampled its token.
 
         Raises:
+            BadCompletion: a server's answer breaks the contract of engines. It is not asked for
+                again: what is wrong once is to be seen.
             ValueError: the prompt is empty or exceeds the context with ``max_tokens``, or vLLM
                 refuses the request.
             RuntimeError: no server served for ``down_timeout_s``, the retries were used up, or
@@ -300,17 +320,22 @@ class VLLMEngine:
         parts.loop.submit(parts.updates.adopt(version, timeout_s)).result()
 
     def call(
-        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = 60.0
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float = 60.0,
+        max_bytes: int = 1 << 24,
     ) -> dict[str, Any]:
         """POST ``body`` to a route of every live server: ``{url: answer}``.
 
         Raises:
-            RuntimeError: one failed.
+            RuntimeError: one failed, or answered more than ``max_bytes``.
             ValueError: one refused it.
         """
         parts = self._running()
         content = b"" if body is None else msgspec.json.encode(body)
-        coroutine = call_route(parts.fleet, path, content, timeout_s)
+        coroutine = call_route(parts.fleet, path, content, timeout_s, max_bytes=max_bytes)
         answers: dict[str, Any] = parts.loop.submit(coroutine).result()
         return answers
 
@@ -425,14 +450,21 @@ class VLLMEngine:
                 keeps=self._on_update == "keep",
                 retries=self._retries,
                 routes_folder=self._routes_folder,
+                vocab_size=self._vocab_size,
             )
             return _Parts(loop, fleet, requests, Updates(fleet, on_update=self._on_update))
 
         parts: _Parts = loop.submit(build()).result()
-        loop.submit(parts.fleet.run())
+        loop.submit(parts.fleet.run()).add_done_callback(_report)
         with contextlib.suppress(NotInTime):
             loop.submit(parts.fleet.first_look()).result(LOOK_S)
         return parts
+
+
+def _report(watch: "Future[None]") -> None:
+    """Say that the watch over the servers has ended, unless it was cancelled."""
+    if not watch.cancelled() and (error := watch.exception()) is not None:
+        log.error("the servers are not watched any more: %s", summary(error))
 
 
 def _members(urls: Any) -> tuple[Members, str | None]:

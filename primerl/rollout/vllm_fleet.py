@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from primerl.rollout import vllm_wire as wire
+from primerl.rollout.errors import summary
 from primerl.rollout.members import Members
 from primerl.rollout.replicas import Replica, Replicas
 from primerl.rollout.vllm_http import Http, ServerFailed, Unreachable
@@ -37,12 +38,17 @@ class Fleet:
         self.labels = labels
         self.version = version
         """Of the slowest replica that serves; read from other threads."""
+        self.newest_version = version
+        """That any replica is known to have served; read from other threads."""
+        self.published: PolicyVersion | None = None
+        """The newest that this copy has published, or None where it publishes nothing."""
         self.context_length: int | None = None
         self.unseeded: Callable[[Replica], None] | None = None
         """Called where a replica is up without weights of this run."""
         self._members = members
         self._down_timeout_s = down_timeout_s
         self._changed = asyncio.Event()
+        self._confirming = asyncio.Lock()
         self._scopes: dict[Replica, set[asyncio.Timeout]] = {}
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
         self.http = Http(api_key)
@@ -75,8 +81,8 @@ class Fleet:
                     if replica.url not in urls:
                         self.replicas.leave(replica.url)
                         log.info("%s left", replica.url)
-        except ValueError as error:
-            log.error("the replicas stay as they were: %s", error)
+        except Exception as error:  # whatever a file can do: the watch goes on
+            log.error("the replicas stay as they were: %s", summary(error))
         present = set(self.replicas)
         for replica in present - set(self._watchers):
             self._watchers[replica] = asyncio.create_task(self._watch(replica))
@@ -86,7 +92,13 @@ class Fleet:
 
     async def _watch(self, replica: Replica) -> None:
         while True:
-            await self.look(replica)
+            try:
+                await self.look(replica)
+            except Exception as error:  # nobody else would see it, and the replica would serve on
+                if replica.alive:  # once, not at every look
+                    log.exception("%s could not be watched", replica.url)
+                self.lost(replica, f"it could not be watched: {summary(error)}")
+                self._withdraw(replica)
             await asyncio.sleep(POLL_S)
 
     async def look(self, replica: Replica) -> None:
@@ -107,9 +119,22 @@ class Fleet:
 
     def heard(self, replica: Replica, label: str | None) -> None:
         """A server calls its weights ``label``."""
-        if self.replicas.heard(replica, label, self.labels.number(label)):
+        if self.replicas.heard(replica, label, self.number(label)):
             self._withdraw(replica)
         self.tell()
+
+    def number(self, label: str | None) -> PolicyVersion | None:
+        """The version that a label names; None where it is no version that this run published."""
+        version = self.labels.number(label)
+        if version is None or self.published is None or version <= self.published:
+            return version
+        return None
+
+    async def confirm(self, replica: Replica, version: PolicyVersion) -> None:
+        """Ask a server what it serves, where one of its answers is newer than all that is known."""
+        async with self._confirming:  # the first of many answers asks
+            if version > self.newest_version:
+                await self.look(replica)
 
     def failed(self, replica: Replica) -> None:
         """A server failed to load weights: until it has some, what it says does not count."""
@@ -128,18 +153,13 @@ class Fleet:
             async with asyncio.timeout(SILENT_S):
                 await self.http.get(replica.url, "/health")
             return replica.label
-        try:
-            return wire.weight_infos.decode(content).weight_version
-        except ValueError as error:
-            raise RuntimeError(f"{replica.url} is no vLLM server: {error}") from error
+        return wire.decode(wire.weight_infos, content, replica.url).weight_version
 
     async def _read_context(self, replica: Replica) -> None:
         async with asyncio.timeout(SILENT_S):
             content = await self.http.get(replica.url, "/v1/models")
-        try:
-            lengths = [card.max_model_len for card in wire.model_cards.decode(content).data]
-        except ValueError as error:
-            raise RuntimeError(f"{replica.url} is no vLLM server: {error}") from error
+        cards = wire.decode(wire.model_cards, content, replica.url).data
+        lengths = [card.max_model_len for card in cards]
         self.context_length = min([one for one in lengths if one], default=None)
 
     def lost(self, replica: Replica, error: str) -> None:
@@ -157,12 +177,15 @@ class Fleet:
     def tell(self) -> None:
         """Something is known that was not: wake who waits for a replica."""
         self.version = self.replicas.version
+        self.newest_version = max(self.newest_version, self.version, self.replicas.newest or 0)
         self._changed.set()
         self._changed = asyncio.Event()
 
     def learn(self, version: PolicyVersion) -> None:
         """Another copy saw ``version`` served by every replica in use."""
         self.replicas.learn(version)
+        if self.published is not None:
+            self.published = max(self.published, version)
         self.tell()
 
     async def context(self) -> int:
@@ -221,10 +244,9 @@ class Fleet:
 
     # ---- requests ----
 
-    async def ask(self, replica: Replica, body: bytes) -> wire.Answer:
+    async def ask(self, replica: Replica, body: bytes, *, max_bytes: int) -> bytes:
         """The answer of one replica to a request of a completion."""
-        content = await self.http.post(replica.url, GENERATE, body, keep=True)
-        return wire.read_answer(content, replica.url)
+        return await self.http.post(replica.url, GENERATE, body, keep=True, max_bytes=max_bytes)
 
     @contextlib.asynccontextmanager
     async def holding(self, replica: Replica) -> AsyncIterator[None]:

@@ -1,6 +1,5 @@
 """Waiting for a vLLM server to answer, and saying why it does not."""
 
-import http.client
 import re
 import socket
 import time
@@ -9,6 +8,7 @@ from pathlib import Path
 
 POLL_S = 0.1
 PROBE_S = 5.0
+STATUS_LINE_BYTES = 1024
 TAIL_LINES = 40
 # What the log of a server that ended holds, and what to do about it.
 _CAUSES = {
@@ -24,6 +24,7 @@ _CAUSES = {
         "the device's memory does not suffice: lower gpu_memory_utilization, or free memory"
     ),
 }
+_STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([0-9]{3})[ \r\n]")
 _REFUSED = re.compile(r"error: (?:argument|unrecognized|the following|ambiguous|invalid).*")
 _RAISED = re.compile(r"\b(\w+(?:\.\w+)*(?:Error|Exception)): (\S.*)")
 _ADDRESS_IN_USE = "Address already in use"
@@ -54,16 +55,28 @@ def free_port(host: str, port: int | None = None) -> int:
 
 
 def status_of(host: str, port: int, path: str, *, api_key: str | None = None) -> int | None:
-    """The status that a GET request is answered with; None without an answer."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    connection = http.client.HTTPConnection(host, port, timeout=PROBE_S)
+    """The status that a GET request is answered with; None without one within ``PROBE_S``.
+
+    Nothing is read but the first line: whoever took the port may answer at any length and pace.
+    """
+    name = f"[{host}]" if ":" in host else host
+    request = [f"GET {path} HTTP/1.1", f"Host: {name}:{port}", "Connection: close"]
+    request += [f"Authorization: Bearer {api_key}"] if api_key else []
+    deadline = time.monotonic() + PROBE_S
+    line = b""
     try:
-        connection.request("GET", path, headers=headers)
-        return connection.getresponse().status
-    except (OSError, http.client.HTTPException):
+        with socket.create_connection((host, port), timeout=PROBE_S) as connection:
+            connection.sendall("\r\n".join([*request, "", ""]).encode())
+            while b"\n" not in line and len(line) < STATUS_LINE_BYTES:
+                connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+                received = connection.recv(STATUS_LINE_BYTES)
+                if not received:
+                    break
+                line += received
+    except OSError:
         return None  # not listening yet, or not answering
-    finally:
-        connection.close()
+    status = _STATUS_LINE.match(line)
+    return int(status[1]) if status else None
 
 
 def wait_until_ready(

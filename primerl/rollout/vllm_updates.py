@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from primerl.rollout.errors import summary
 from primerl.rollout.replicas import FAILED, Replica
 from primerl.rollout.vllm_calls import call_all, encode, post, rpc
 from primerl.rollout.vllm_fleet import Fleet
@@ -27,7 +28,6 @@ LAST_S = 60.0  # that a rank may be later than the first
 SEED_S = 600.0
 SEED_AGAIN_S = 5.0
 UNSEEDED = "default"  # what vLLM calls the weights of its checkpoint
-_FAILURES = (Unreachable, ServerFailed, RuntimeError, ValueError, TimeoutError)
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +100,7 @@ class Updates:
                 deadline,
                 f"version {version} was not prepared, and nothing is changed",
             )
+            self._fleet.published = max(version, self._fleet.published or 0)
             meeting = Rendezvous(len(prepared)) if ready is not None else None
             if ready is not None and meeting is not None:
                 ready(meeting)
@@ -125,6 +126,7 @@ class Updates:
         async with self._busy:
             replicas = await self._fleet.live()
             fresh = all(one.label == UNSEEDED for one in replicas)
+            self._fleet.published = max(version, self._fleet.published or 0)
             await call_all(
                 self._fleet,
                 replicas,
@@ -141,7 +143,7 @@ class Updates:
         arguments = {"update": dict(update), "ticket": secrets.token_hex(8)}
         while True:
             workers = await rpc(self._fleet, replica, "prepare_weights", arguments)
-            if all(one["prepared"] for one in workers):
+            if all(one.get("prepared") for one in workers):
                 break
             await asyncio.sleep(PREPARED_S)
         # vLLM passes on the answers of the first data-parallel rank alone; the others have as good
@@ -200,8 +202,8 @@ class Updates:
         try:
             async with asyncio.timeout(MARK_S):
                 await post(self._fleet, replica, "/resume")
-        except _FAILURES as error:
-            log.error("%s could not be resumed: %s", replica.url, error)
+        except Exception as error:  # in the background, where nobody else would see it
+            log.error("%s could not be resumed: %s", replica.url, summary(error))
 
     async def _label_failed(self, replica: Replica) -> None:
         """Have a server say that it failed to load, as soon as it can, while that is so."""
@@ -213,8 +215,10 @@ class Updates:
                         async with asyncio.timeout(MARK_S):
                             await post(self._fleet, replica, "/update_weight_version", body)
                             return
-                    except _FAILURES as error:
-                        log.error("%s could not be told that it failed: %s", replica.url, error)
+                    except Exception as error:  # in the background, as above
+                        log.error(
+                            "%s could not be told that it failed: %s", replica.url, summary(error)
+                        )
             await asyncio.sleep(SEED_AGAIN_S)
 
     async def _name(self, replica: Replica, version: PolicyVersion) -> None:
@@ -247,8 +251,8 @@ class Updates:
                     else:
                         await self._prepare(replica, latest.update)
                         await self._swap(replica, latest.update, latest.version, None)
-            except _FAILURES as error:
-                log.error("%s could not be seeded: %s", replica.url, error or "it took too long")
+            except Exception as error:  # in the background, as above
+                log.error("%s could not be seeded: %s", replica.url, summary(error))
             else:
                 log.info("%s was seeded with version %d", replica.url, latest.version)
                 return

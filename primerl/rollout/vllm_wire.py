@@ -1,19 +1,32 @@
-"""What vLLM's token-in, token-out route is sent and answers, and what the answers mean."""
+"""What vLLM's token-in, token-out route is sent and answers, and what the answers mean.
+
+Answers come from elsewhere: their size is bounded by what was asked for, their numbers by their
+types, and nothing is allocated by what a number says.
+"""
 
 import base64
 import binascii
+import io
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from primerl.types import Completion, SamplingParams
+from primerl.rollout.contract import BadCompletion
+from primerl.types import Completion, PolicyVersion, SamplingParams
 
 NO_LOGPROB = -9999.0  # what vLLM writes in place of -inf and NaN
 FIRST = -1  # the priority of what is not to queue behind rollouts
 LEAST_TEMPERATURE = 0.01  # vLLM samples with this where less is asked for
+ANSWER_BYTES = 1 << 16  # of an answer without its tokens
+TOKEN_BYTES = 1 << 10  # of a token with its logprob and span; vLLM's take about 200
+ROUTE_BYTES = 1 << 13  # of a token's experts: 128 layers of 24 experts in base64, 2 bytes each
+MOST_VERSION = 2**31 - 1
+
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+T = TypeVar("T")
 
 
 class Refused(ValueError):
@@ -24,14 +37,15 @@ class Span(msgspec.Struct):
     """Tokens ``start`` to ``end`` were sampled by weights called ``version``."""
 
     version: str | None
-    start: int
-    end: int
+    start: Int32
+    end: Int32
 
 
 class TokenLogprob(msgspec.Struct):
-    """The logprob of a sampled token."""
+    """The logprob of a token."""
 
     logprob: float
+    token_id: Int32 | None = None
 
 
 class Logprobs(msgspec.Struct):
@@ -44,16 +58,25 @@ class Choice(msgspec.Struct):
     """One completion."""
 
     finish_reason: str | None
-    token_ids: list[int]
+    token_ids: list[Int32]
     logprobs: Logprobs | None = None
     routed_experts: str | None = None
     weight_versions: list[Span] | None = None
+
+
+class Usage(msgspec.Struct):
+    """How many tokens the server counted."""
+
+    prompt_tokens: int
+    completion_tokens: int | None = None
 
 
 class Answer(msgspec.Struct):
     """The answer to a request; one choice, as one was asked for."""
 
     choices: list[Choice]
+    request_id: str = ""
+    usage: Usage | None = None
     prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
 
 
@@ -78,6 +101,22 @@ class WeightInfo(msgspec.Struct):
 answers = msgspec.json.Decoder(Answer)
 model_cards = msgspec.json.Decoder(ModelCards)
 weight_infos = msgspec.json.Decoder(WeightInfo)
+anything: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+
+
+def decode(decoder: "msgspec.json.Decoder[T]", content: bytes, where: str) -> T:
+    """The JSON of a server.
+
+    Raises:
+        RuntimeError: it is none, has another form, or is nested too deeply.
+    """
+    try:
+        return decoder.decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RuntimeError(
+            f"{where} answered what no vLLM server does: {error}; primerl works with vllm >=0.32: "
+            f"{content[:200]!r}"
+        ) from error
 
 
 class Labels:
@@ -99,11 +138,30 @@ class Labels:
     def number(self, label: str | None) -> int | None:
         """The version that a label of this run names, or None."""
         run, _, version = (label or "").rpartition("-")
-        return int(version) if run == self.run and version.isdecimal() else None
+        if run != self.run or not 0 < len(version) <= len(str(MOST_VERSION)):
+            return None
+        number = int(version) if version.isascii() and version.isdecimal() else MOST_VERSION + 1
+        return number if number <= MOST_VERSION and str(number) == version else None
+
+
+def most_bytes(completion_tokens: int, *, scored: int = 0, routed: int = 0) -> int:
+    """The most bytes of an answer.
+
+    Args:
+        completion_tokens: the most that were asked for.
+        scored: tokens of the prompt whose logprobs were asked for.
+        routed: tokens whose experts may come along.
+    """
+    return ANSWER_BYTES + TOKEN_BYTES * (completion_tokens + scored) + ROUTE_BYTES * routed
 
 
 def generate_body(
-    prompt: Sequence[int], params: SamplingParams, *, salt: str, priority: int = 0
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    salt: str,
+    request_id: str,
+    priority: int = 0,
 ) -> bytes:
     """A request for one completion that nothing but ``max_tokens`` and stop tokens end."""
     sampling: dict[str, Any] = {
@@ -118,69 +176,106 @@ def generate_body(
     }
     if params.seed is not None:
         sampling["seed"] = params.seed
-    body: dict[str, Any] = {"token_ids": prompt, "sampling_params": sampling, "cache_salt": salt}
+    body: dict[str, Any] = {
+        "request_id": request_id,
+        "token_ids": prompt,
+        "sampling_params": sampling,
+        "cache_salt": salt,
+    }
     return msgspec.json.encode(body | ({"priority": priority} if priority else {}))
 
 
-def score_body(token_ids: Sequence[int], *, salt: str | None = None, priority: int = 0) -> bytes:
+def score_body(
+    token_ids: Sequence[int], *, request_id: str, salt: str | None = None, priority: int = 0
+) -> bytes:
     """A request for the logprobs of a prompt; vLLM does not read its prefix cache for them.
 
     With a ``salt`` it writes to the cache what requests of that salt read.
     """
     sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
-    body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": sampling}
+    body: dict[str, Any] = {
+        "request_id": request_id,
+        "token_ids": token_ids,
+        "sampling_params": sampling,
+    }
     body |= {} if salt is None else {"cache_salt": salt}
     return msgspec.json.encode(body | ({"priority": priority} if priority else {}))
 
 
-def read_answer(content: bytes, where: str) -> Answer:
-    """The answer of a server.
+def read_answer(content: bytes, where: str, *, request_id: str, prompt_length: int) -> Answer:
+    """The answer of a server, which says of itself to which request it is.
 
     Raises:
-        RuntimeError: it has another form than vLLM's.
+        BadCompletion: it has another form than vLLM's, or answers another request.
     """
     try:
-        answer = answers.decode(content)
-    except msgspec.MsgspecError as error:
-        raise RuntimeError(
-            f"{where} answered what is no completion of vLLM's: {error}; primerl works with vllm "
-            f">=0.32: {content[:200]!r}"
-        ) from error
+        answer = decode(answers, content, where)
+    except RuntimeError as error:
+        raise BadCompletion(str(error)) from error
+    if request_id not in answer.request_id:
+        raise BadCompletion(
+            f"{where} answered the request {answer.request_id!r:.80}, and was asked {request_id!r}"
+        )
     if len(answer.choices) != 1:
-        raise RuntimeError(f"{where} answered {len(answer.choices)} completions, expected 1")
+        raise BadCompletion(f"{where} answered {len(answer.choices)} completions, expected 1")
+    usage, sampled = answer.usage, len(answer.choices[0].token_ids)
+    if usage is not None and usage.prompt_tokens != prompt_length:
+        raise BadCompletion(
+            f"{where} answered a prompt of {usage.prompt_tokens} tokens, and was asked one of "
+            f"{prompt_length}"
+        )
+    if usage is not None and usage.completion_tokens not in (None, sampled):
+        raise BadCompletion(
+            f"{where} answered {sampled} tokens, and says that it sampled {usage.completion_tokens}"
+        )
     return answer
 
 
-def span_versions(choice: Choice, labels: Labels) -> list[int | None]:
+def span_versions(
+    choice: Choice, number: Callable[[str | None], PolicyVersion | None]
+) -> list[PolicyVersion | None]:
     """The version of each token, None where its weights have no version of this run.
 
+    Args:
+        choice: a completion.
+        number: the version that a label names.
+
     Raises:
-        ValueError: the spans do not cover each token once, in order.
+        BadCompletion: the spans do not cover each token once, in order.
     """
-    versions: list[int | None] = []
+    versions: list[PolicyVersion | None] = []
+    count = len(choice.token_ids)
     for span in choice.weight_versions or []:
-        if span.start != len(versions) or span.end < span.start:
-            raise ValueError(f"a span begins at token {span.start}, expected {len(versions)}")
-        versions += [labels.number(span.version)] * (span.end - span.start)
-    if len(versions) != len(choice.token_ids):
-        raise ValueError(f"spans cover {len(versions)} of {len(choice.token_ids)} tokens")
+        if span.start != len(versions) or not span.start <= span.end <= count:
+            raise BadCompletion(
+                f"the server's weight_versions have a span of tokens {span.start} to {span.end}, "
+                f"expected one from {len(versions)} on, to {count} at most"
+            )
+        versions += [number(span.version)] * (span.end - span.start)
+    if len(versions) != count:
+        raise BadCompletion(
+            f"the server's weight_versions have spans over {len(versions)} of {count} tokens"
+        )
     return versions
 
 
-def make_completion(choice: Choice, versions: Sequence[int], routes: str | None) -> Completion:
+def make_completion(choice: Choice, versions: Sequence[PolicyVersion]) -> Completion:
     """The completion of a finished choice.
 
     Raises:
-        RuntimeError: a token has no logprob, or one that is no number.
+        BadCompletion: a token has no logprob, that of another token, or one that is no number.
     """
     content = choice.logprobs.content if choice.logprobs is not None else []
-    logprobs = [min(token.logprob, 0.0) for token in content]
-    if len(logprobs) != len(choice.token_ids):
-        raise RuntimeError(
-            f"the server sent {len(logprobs)} logprobs for {len(choice.token_ids)} tokens"
+    if len(content) != len(choice.token_ids):
+        raise BadCompletion(
+            f"the server sent {len(content)} logprobs for {len(choice.token_ids)} tokens"
         )
+    for token, of in zip(choice.token_ids, content, strict=True):
+        if of.token_id not in (None, token):
+            raise BadCompletion(f"the server sent the logprob of {of.token_id} with token {token}")
+    logprobs = [one.logprob for one in content]
     if not all(one > NO_LOGPROB for one in logprobs):
-        raise RuntimeError(
+        raise BadCompletion(
             "a sampled token has a logprob of -inf or NaN: the served weights are damaged"
         )
     return Completion(
@@ -188,7 +283,6 @@ def make_completion(choice: Choice, versions: Sequence[int], routes: str | None)
         logprobs=logprobs,
         versions=versions,
         finish_reason=choice.finish_reason or "",
-        routes=routes,
     )
 
 
@@ -217,16 +311,25 @@ def routed_experts(choice: Choice) -> bytes | None:
     """The ``.npy`` file of the experts that each token was routed to, where the server sent it.
 
     Raises:
-        RuntimeError: it is damaged.
+        BadCompletion: it is damaged, or would be larger in memory than it is here.
     """
     if choice.routed_experts is None:
         return None
     try:
         content = base64.b64decode(choice.routed_experts, validate=True)
     except binascii.Error as error:
-        raise RuntimeError(f"the routed experts are no base64: {error}") from error
-    if not content.startswith(b"\x93NUMPY"):
-        raise RuntimeError("the routed experts are no .npy file")
+        raise BadCompletion(f"the routed experts are no base64: {error}") from error
+    file = io.BytesIO(content)
+    npy: Any = np.lib.format
+    try:
+        npy.read_magic(file)
+        shape, _, dtype = npy.read_array_header_1_0(file)
+    except (ValueError, RecursionError, MemoryError) as error:  # a header nested too deeply
+        raise BadCompletion(f"the routed experts are no .npy file: {error}") from error
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(content) - file.tell():
+        raise BadCompletion(
+            f"the routed experts have {len(content)} bytes, and say that they are {dtype}{shape}"
+        )
     return content
 
 
@@ -234,7 +337,7 @@ def refusal(content: bytes) -> str:
     """What an answer that is an error says, in a line."""
     try:
         error: Any = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return repr(content[:300])
     for name in ("error", "message", "detail"):
         if isinstance(error, Mapping) and error.get(name):

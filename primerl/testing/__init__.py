@@ -1,21 +1,37 @@
 """Small real things for tests and demonstrations: models, a tokenizer, words, engines.
 
+And things that break the rules on purpose, to see that what you build notices: ``HostileEngine``,
+``HostileEnvironment``, ``HostileServer``.
+
 Above all other packages; nothing imports it.
 """
 
 from primerl.testing.characters import character_tokenizer
 from primerl.testing.conformance import check_engine
+from primerl.testing.hostile import (
+    HostileEngine,
+    HostileEnvironment,
+    engine_faults,
+    environment_faults,
+)
+from primerl.testing.hostile_server import HostileServer, server_faults
 from primerl.testing.imitation import imitate
 from primerl.testing.models import smollm2, tiny_model
 from primerl.testing.scripted import ScriptedEngine, lognormal
 from primerl.testing.vocabulary import words
 
 __all__ = [
+    "HostileEngine",
+    "HostileEnvironment",
+    "HostileServer",
     "ScriptedEngine",
     "character_tokenizer",
     "check_engine",
+    "engine_faults",
+    "environment_faults",
     "imitate",
     "lognormal",
+    "server_faults",
     "smollm2",
     "tiny_model",
     "words",

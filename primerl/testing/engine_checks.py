@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 import numpy as np
 
+from primerl.rollout.contract import BadCompletion, Limits, check_completion
 from primerl.rollout.engine import Engine
-from primerl.types import Completion, SamplingParams
+from primerl.types import LOGPROB_ROUNDING, Completion, SamplingParams
 
-ROUNDING = 1e-5  # by which a logprob may exceed 0
 BEGIN_S = 0.05  # in which requests are let get going
 CANCEL_S = 10.0  # in which a cancelled request must have ended
 FILLED_CONTEXT = 4096  # a longer context is not filled for a check
@@ -30,6 +30,8 @@ class Case:
     max_tokens: int
     concurrency: int
     update: Callable[[int], Any] | None
+    broken: list[str] = attrs.Factory(list)
+    """What the answers of all checks so far have broken of the contract."""
 
     def generate(
         self,
@@ -47,7 +49,17 @@ class Case:
             stop_token_ids=stop_token_ids,
         )
         prompt = self.prompt_ids if prompt_ids is None else prompt_ids
-        return self.engine.generate(prompt, params, **keywords)
+        request = self.engine.generate(prompt, params, **keywords)
+        return self._checked(request, prompt, params) if inspect.isawaitable(request) else request
+
+    async def _checked(self, request: Any, prompt: list[int], params: SamplingParams) -> Any:
+        served = self.engine.version
+        answer = await request
+        try:
+            check_completion(answer, len(prompt), params, Limits.of(self.engine, oldest=served))
+        except BadCompletion as error:
+            self.broken.append(str(error))
+        return answer
 
     async def publish(self, version: int) -> None:
         """Serve some weights as ``version``; skips the check where there is no way to."""
@@ -62,7 +74,10 @@ def _expect(condition: Any, message: str) -> None:
 
 
 async def protocol(case: Case) -> None:
-    """``version`` and ``context_length`` are counts, and there is ``generate``."""
+    """``version`` and ``context_length`` are counts, and there is ``generate``.
+
+    So is ``vocab_size``, where an engine has it and knows it.
+    """
     _expect(isinstance(case.engine, Engine), "expected version, context_length and generate")
     for name, least in (("version", 0), ("context_length", 2)):
         value = getattr(case.engine, name)
@@ -70,6 +85,11 @@ async def protocol(case: Case) -> None:
             isinstance(value, int) and value >= least,
             f"{name} is {value!r}, expected an integer of at least {least}",
         )
+    vocab_size = getattr(case.engine, "vocab_size", None)
+    _expect(
+        vocab_size is None or (isinstance(vocab_size, int) and vocab_size >= 1),
+        f"vocab_size is {vocab_size!r}, expected the number of token ids, or None",
+    )
 
 
 async def completion(case: Case) -> None:
@@ -89,6 +109,11 @@ async def completion(case: Case) -> None:
     )
     _expect(len(answer.token_ids) > 0, "the completion is empty, expected at least one token")
     _expect((answer.token_ids >= 0).all(), f"negative token ids: {answer.token_ids.tolist()}")
+    vocab_size = getattr(case.engine, "vocab_size", None)
+    _expect(
+        vocab_size is None or (answer.token_ids < vocab_size).all(),
+        f"token ids outside the vocabulary of {vocab_size}: {answer.token_ids.tolist()}",
+    )
     _expect(
         answer.finish_reason in ("stop", "length"),
         f"finish_reason is {answer.finish_reason!r}, expected 'stop' or 'length'",
@@ -99,7 +124,7 @@ async def logprobs(case: Case) -> None:
     """Each token has a finite logprob of at most 0."""
     values = (await case.generate()).logprobs
     _expect(np.isfinite(values).all(), f"logprobs are not finite: {values.tolist()}")
-    _expect((values <= ROUNDING).all(), f"logprobs above 0: {values.tolist()}")
+    _expect((values <= LOGPROB_ROUNDING).all(), f"logprobs above 0: {values.tolist()}")
 
 
 async def versions(case: Case) -> None:
@@ -141,6 +166,28 @@ async def stop_tokens(case: Case) -> None:
         f"{answer.token_ids.tolist()} ended by {answer.finish_reason!r}; expected {expected}, "
         "ended by 'stop'",
     )
+
+
+async def own_answers(case: Case) -> None:
+    """Of many requests at once, each gets its own answer: here, that of its own prompt.
+
+    Each greedy answer is compared with what its prompt got alone. One that differs is excused, as
+    batches round otherwise, unless it is what another of the prompts got alone.
+    """
+    base = case.prompt_ids
+    prompts = [base[n:] + base[:n] for n in range(len(base))]
+    alone = [(await case.generate(prompt_ids=one, temperature=0)).token_ids for one in prompts]
+    together = await asyncio.gather(
+        *(case.generate(prompt_ids=one, temperature=0) for one in prompts)
+    )
+    for own, answer in zip(alone, together, strict=True):
+        tokens = answer.token_ids
+        mixed = any(np.array_equal(tokens, other) for other in alone)
+        _expect(
+            np.array_equal(tokens, own) or not mixed,
+            f"a request among others was answered with {tokens.tolist()}, which is the answer to "
+            f"another prompt; alone it was {own.tolist()}",
+        )
 
 
 async def concurrency(case: Case) -> None:
@@ -263,9 +310,19 @@ async def _expect_refusal(request: Awaitable[Any], what: str) -> None:
     raise AssertionError(f"{what} was accepted; expected ValueError")
 
 
+async def every_answer(case: Case) -> None:
+    """All answers of the other checks keep the contract that a worker enforces.
+
+    So a fault that comes and goes is found here, if not where it belongs.
+    """
+    kinds = list(dict.fromkeys(case.broken))
+    _expect(not kinds, f"{len(case.broken)} answers break it: {'; '.join(kinds[:5])}")
+
+
 FIRST = (protocol, completion)  # the others mean nothing where these fail
 CHECKS = (
     *FIRST,
-    *(logprobs, versions, max_tokens, greedy, stop_tokens, concurrency, cancellation, session),
-    *(empty_prompt, too_long, full_context, update, update_in_flight, update_back),
+    *(logprobs, versions, max_tokens, greedy, stop_tokens, own_answers, concurrency, cancellation),
+    *(session, empty_prompt, too_long, full_context, update, update_in_flight, update_back),
+    every_answer,
 )

@@ -66,6 +66,7 @@ class ScriptedEngine:
         failures: the share of calls that fail, or ``call number -> exception or None``; raised
             after a random part of the call's latency.
         context_length: the most tokens of one request.
+        vocab_size: the number of token ids, where a worker is to check it.
         seed: of latencies and failures.
 
     Raises:
@@ -91,6 +92,7 @@ class ScriptedEngine:
         seconds_per_token: float = 0.0,
         failures: float | Callable[[int], Exception | None] = 0.0,
         context_length: int = 32_768,
+        vocab_size: int | None = None,
         seed: int = 0,
     ) -> None:
         if not callable(latency) and not 0 <= latency < math.inf:
@@ -107,6 +109,7 @@ class ScriptedEngine:
         self._seconds_per_token = seconds_per_token
         self._failures = failures
         self._context_length = context_length
+        self.vocab_size = vocab_size
         self._random = random.Random(seed)
         self._updates: list[tuple[float, PolicyVersion]] = [(-math.inf, 0)]
         self.calls = self.in_flight = self.peak_in_flight = self.cancelled = 0

@@ -309,6 +309,11 @@ class WeightReceiver:
         runner: Any = self.model_runner
         return str(runner.model_config.dtype).removeprefix("torch.")
 
+    def served_vocab_size(self) -> int:
+        """The number of token ids of the model."""
+        runner: Any = self.model_runner
+        return int(runner.model_config.get_vocab_size())
+
     def weight_receipt(self) -> dict[str, Any]:
         """What the last update handed to this worker's model: version, digest, seconds."""
         receipt: dict[str, Any] = self.weight_transfer_engine.receipt

@@ -111,6 +111,7 @@ def test_one_of_two_replicas_that_stays_old_is_named(pair, tied_experts):
         one = rollout.VLLMEngine(first, run=trainer.run)
         with contextlib.closing(one):
             trainer.transport = weights.SharedMemory(trainer.model, one)
+            trainer.engine.learn(trainer.version + 1)  # or it believes its own publications alone
             verdict = trainer.step()
     found = {one.replica: one for one in verdict.replicas}
     print(verdict.reason)

@@ -167,12 +167,15 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         return token_ids
 
 
+SHARED_TOKENS = 1 << 20  # more than vocabularies have; an id beyond it must not fill the memory
 _TOKENS: list[int] = []
 
 
 def _shared(token_ids: np.ndarray) -> list[int]:
     """As a list whose numbers are shared by all lists: an ``int`` of its own is 32 bytes."""
     above = int(token_ids.max(initial=-1)) + 1
+    if above > SHARED_TOKENS:
+        return [int(token) for token in token_ids]
     if above > len(_TOKENS):
         _TOKENS.extend(range(len(_TOKENS), above))
     return [_TOKENS[token] for token in token_ids.tolist()]

@@ -178,7 +178,7 @@ def _concatenated(messages: Sequence[Message]) -> str:
 def _tool_call(text: str) -> ParsedToolCall | None:
     try:
         call = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None

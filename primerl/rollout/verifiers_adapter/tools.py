@@ -14,16 +14,46 @@ _transport: Any = require("mcp.client.streamable_http", extra="verifiers")
 _http: Any = require("httpx2", extra="verifiers")
 
 
+MAX_BYTES = 1 << 24  # of one answer of a tool server
+
+
 def connections() -> Any:
     """The HTTP connections to tool servers, for all rollouts of an event loop.
 
-    Making them for each rollout costs 30 ms, most of it for certificates.
+    Making them for each rollout costs 30 ms, most of it for certificates. An answer ends in an
+    error at ``MAX_BYTES``, and a compressed one at once.
     """
     return _http.AsyncClient(
         follow_redirects=True,
+        headers={"Accept-Encoding": "identity"},
+        event_hooks={"response": [_bound]},
         timeout=_http.Timeout(None, connect=30.0),  # each call has its own deadline
         limits=_http.Limits(max_connections=None, max_keepalive_connections=64),
     )
+
+
+async def _bound(response: Any) -> None:
+    if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise _http.ReadError("a tool server answered with compressed content")
+    response.stream = _Bounded(response.stream)
+
+
+class _Bounded(_http.AsyncByteStream):  # type: ignore[misc]
+    """A stream that ends in an error after ``MAX_BYTES``."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        received = 0
+        async for chunk in self._stream:
+            received += len(chunk)
+            if received > MAX_BYTES:
+                raise _http.ReadError(f"a tool server answered more than {MAX_BYTES:,} bytes")
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
 
 
 @contextlib.asynccontextmanager
@@ -92,7 +122,7 @@ class Toolbox:
             return f"error: there is no tool {name!r}, only {sorted(self._owners)}"
         try:
             values = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"error: the arguments are not JSON: {error}"
         if not isinstance(values, dict):
             return "error: the arguments are not an object of names and values"

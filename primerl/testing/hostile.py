@@ -1,0 +1,287 @@
+"""An engine and an environment that break the contract, one rule at a time.
+
+For the test that what you train with notices: put one between a good engine and a worker, and see
+that its rollouts fail by name, that nothing of them is trained, and that the run goes on.
+"""
+
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from primerl.rollout.contract import Limits
+from primerl.rollout.engine import Engine
+from primerl.rollout.environment import Environment, Task
+from primerl.types import (
+    LOGPROB_ROUNDING,
+    Completion,
+    Rollout,
+    Sample,
+    SamplingParams,
+    TrainingSample,
+)
+
+NO_VOCABULARY = 1_000_000_000  # an id of no model
+
+
+@attrs.frozen(kw_only=True)
+class Request:
+    """What was asked, and what the engine can answer."""
+
+    prompt_length: int
+    params: SamplingParams
+    limits: Limits
+
+    @property
+    def beyond_vocabulary(self) -> int:
+        """The first token id that the model does not have."""
+        return self.limits.vocab_size or NO_VOCABULARY
+
+
+Spoil = Callable[[Completion, Request], Any]
+
+
+class HostileEngine:
+    """Breaks one rule of the contract of engines in every ``every``-th answer.
+
+        engine = testing.HostileEngine("positive_logprob", testing.ScriptedEngine(), every=10)
+
+    Args:
+        fault: one of ``engine_faults()``.
+        engine: gives the answers that are spoilt.
+        every: 1 spoils each answer.
+
+    Raises:
+        ValueError: there is no such fault.
+    """
+
+    def __init__(self, fault: str, engine: Any, *, every: int = 1) -> None:
+        if fault not in COMPLETION_FAULTS:
+            raise ValueError(f"there is no fault {fault!r}, only {', '.join(COMPLETION_FAULTS)}")
+        self.spoilt = 0
+        """Answers so far that were spoilt."""
+        self._fault = fault
+        self._engine = engine
+        self._every = every
+        self._numbers = itertools.count(1)
+
+    @property
+    def version(self) -> int:
+        """That of the engine within."""
+        version: int = self._engine.version
+        return version
+
+    @property
+    def context_length(self) -> int:
+        """That of the engine within."""
+        length: int = self._engine.context_length
+        return length
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # as an engine that is being unpickled has none within
+            raise AttributeError(name)
+        return getattr(self._engine, name)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    ) -> Any:
+        """The answer of the engine within, spoilt if it is its turn."""
+        answer = await self._engine.generate(prompt_ids, params, session=session)
+        if next(self._numbers) % self._every:
+            return answer
+        self.spoilt += 1
+        limits = Limits.of(self._engine, oldest=self._engine.version)
+        request = Request(prompt_length=len(prompt_ids), params=params, limits=limits)
+        return COMPLETION_FAULTS[self._fault](answer, request)
+
+
+def engine_faults() -> tuple[str, ...]:
+    """The rules that ``HostileEngine`` can break, by name."""
+    return tuple(COMPLETION_FAULTS)
+
+
+def _resized(completion: Completion, count: int) -> Completion:
+    """With ``count`` tokens: cut short, or continued with its last token but one."""
+    places = np.minimum(np.arange(count), max(0, len(completion.token_ids) - 1))
+    return attrs.evolve(
+        completion,
+        token_ids=completion.token_ids[places],
+        logprobs=completion.logprobs[places],
+        versions=completion.versions[places],
+    )
+
+
+def _too_many_tokens(completion: Completion, request: Request) -> Completion:
+    return _resized(completion, request.params.max_tokens + 1)
+
+
+def _beyond_context(completion: Completion, request: Request) -> Completion:
+    return _resized(completion, request.limits.context_length)
+
+
+def _too_few_tokens(completion: Completion, request: Request) -> Completion:
+    shorter = _resized(completion, request.params.max_tokens - 1)
+    return attrs.evolve(shorter, finish_reason="length")
+
+
+def _stop_without_stop_token(completion: Completion, request: Request) -> Completion:
+    token = next(one for one in itertools.count() if one not in request.params.stop_token_ids)
+    tokens = np.full_like(completion.token_ids, token)
+    return attrs.evolve(completion, token_ids=tokens, finish_reason="stop")
+
+
+def _tokens_after_stop(completion: Completion, request: Request) -> Completion:
+    stops = request.params.stop_token_ids
+    longer = _resized(completion, request.params.max_tokens)
+    tokens = longer.token_ids.copy()
+    if stops:
+        tokens[0] = stops[0]
+    return attrs.evolve(longer, token_ids=tokens, finish_reason="stop")
+
+
+def _stop_called_length(completion: Completion, request: Request) -> Completion:
+    stops = request.params.stop_token_ids
+    tokens = completion.token_ids.copy()
+    if stops:
+        tokens[-1] = stops[0]
+        return attrs.evolve(completion, token_ids=tokens, finish_reason="length")
+    return attrs.evolve(completion, finish_reason="stop")
+
+
+def _token(name: Callable[[Request], int]) -> Spoil:
+    def spoil(completion: Completion, request: Request) -> Completion:
+        tokens = completion.token_ids.copy()
+        tokens[0] = name(request)
+        return attrs.evolve(completion, token_ids=tokens)
+
+    return spoil
+
+
+def _logprob(value: float) -> Spoil:
+    def spoil(completion: Completion, _: Request) -> Completion:
+        logprobs = completion.logprobs.copy()
+        logprobs[0] = value
+        return attrs.evolve(completion, logprobs=logprobs)
+
+    return spoil
+
+
+def _versions_go_back(completion: Completion, request: Request) -> Completion:
+    longer = _resized(completion, max(2, len(completion.versions)))
+    versions = np.full_like(longer.versions, request.limits.newest)
+    versions[-1] -= 1
+    return attrs.evolve(longer, versions=versions)
+
+
+def _older_version(completion: Completion, request: Request) -> Completion:
+    older = np.full_like(completion.versions, request.limits.oldest - 1)
+    return attrs.evolve(completion, versions=older)
+
+
+def _unpublished_version(completion: Completion, request: Request) -> Completion:
+    unheard_of = np.full_like(completion.versions, request.limits.newest + 1000)
+    return attrs.evolve(completion, versions=unheard_of)
+
+
+COMPLETION_FAULTS: Mapping[str, Spoil] = {
+    "too_many_tokens": _too_many_tokens,
+    "beyond_context": _beyond_context,
+    "too_few_tokens": _too_few_tokens,
+    "stop_without_stop_token": _stop_without_stop_token,
+    "tokens_after_stop": _tokens_after_stop,
+    "stop_called_length": _stop_called_length,
+    "unknown_finish_reason": lambda answer, _: attrs.evolve(answer, finish_reason="eos"),
+    "empty": lambda answer, _: _resized(answer, 0),
+    "negative_token_id": _token(lambda _: -1),
+    "token_id_beyond_vocabulary": _token(lambda request: request.beyond_vocabulary),
+    "positive_logprob": _logprob(50.0),
+    "slightly_positive_logprob": _logprob(100 * LOGPROB_ROUNDING),
+    "nan_logprob": _logprob(float("nan")),
+    "infinite_logprob": _logprob(float("inf")),
+    "minus_infinite_logprob": _logprob(float("-inf")),
+    "versions_go_back": _versions_go_back,
+    "older_version": _older_version,
+    "unpublished_version": _unpublished_version,
+    "not_a_completion": lambda answer, _: {"token_ids": answer.token_ids.tolist()},
+}
+
+
+class HostileEnvironment:
+    """Breaks one rule for samples in every ``every``-th rollout.
+
+        environment = testing.HostileEnvironment("nan_logprob", environment, every=10)
+
+    Args:
+        fault: one of ``environment_faults()``.
+        environment: plays the rollouts that are spoilt.
+        every: 1 spoils each rollout.
+
+    Raises:
+        ValueError: there is no such fault.
+    """
+
+    def __init__(self, fault: str, environment: Environment, *, every: int = 1) -> None:
+        if fault not in SAMPLE_FAULTS:
+            raise ValueError(f"there is no fault {fault!r}, only {', '.join(SAMPLE_FAULTS)}")
+        self._fault = fault
+        self._environment = environment
+        self._every = every
+        self._numbers = itertools.count(1)
+
+    async def __call__(self, task: Task, engine: Engine, params: SamplingParams) -> Rollout:
+        """A rollout of the environment within, spoilt if it is its turn."""
+        played: Awaitable[Rollout] = self._environment(task, engine, params)
+        rollout = await played
+        if next(self._numbers) % self._every:
+            return rollout
+        spoil = SAMPLE_FAULTS[self._fault]
+        request = Request(prompt_length=0, params=params, limits=Limits.of(engine))
+        return attrs.evolve(rollout, samples=[spoil(one, request) for one in rollout.samples])
+
+
+def environment_faults() -> tuple[str, ...]:
+    """The rules that ``HostileEnvironment`` can break, by name."""
+    return tuple(SAMPLE_FAULTS)
+
+
+def _trained(field: str, value: Callable[[Request], Any]) -> Callable[[Sample, Request], Sample]:
+    """Another value of ``field`` at the last token to be trained."""
+
+    def spoil(sample: Sample, request: Request) -> Sample:
+        new = value(request)
+        values = getattr(sample, field).astype(np.float64 if isinstance(new, float) else np.int64)
+        values[sample.loss_mask.nonzero()[0][-1]] = new
+        return attrs.evolve(sample, **{field: values})
+
+    return spoil
+
+
+def _long_sample(sample: Sample, request: Request) -> Sample:
+    places = np.minimum(np.arange(request.limits.context_length + 1), len(sample.token_ids) - 1)
+    names = ("token_ids", "loss_mask", "behavior_logprobs", "versions")
+    return attrs.evolve(sample, **{name: getattr(sample, name)[places] for name in names})
+
+
+def _with_advantages(sample: Sample, _: Request) -> Sample:
+    fields = attrs.asdict(sample, recurse=False)
+    return TrainingSample(**fields, advantages=np.ones(len(sample.token_ids)))
+
+
+SAMPLE_FAULTS: Mapping[str, Callable[[Sample, Request], Any]] = {
+    "beyond_context": _long_sample,
+    "negative_token_id": _trained("token_ids", lambda _: -1),
+    "token_id_beyond_vocabulary": _trained("token_ids", lambda one: one.beyond_vocabulary),
+    "token_id_beyond_int32": _trained("token_ids", lambda _: 2**32 + 3),
+    "positive_logprob": _trained("behavior_logprobs", lambda _: 50.0),
+    "slightly_positive_logprob": _trained("behavior_logprobs", lambda _: 100 * LOGPROB_ROUNDING),
+    "nan_logprob": _trained("behavior_logprobs", lambda _: float("nan")),
+    "infinite_logprob": _trained("behavior_logprobs", lambda _: float("inf")),
+    "minus_infinite_logprob": _trained("behavior_logprobs", lambda _: float("-inf")),
+    "unpublished_version": _trained("versions", lambda one: one.limits.newest + 1000),
+    "negative_version": _trained("versions", lambda _: -7),
+    "greedy_sample": lambda sample, _: attrs.evolve(sample, temperature=0.0),
+    "another_class": _with_advantages,
+    "no_sample": lambda sample, _: {"token_ids": sample.token_ids.tolist()},
+}

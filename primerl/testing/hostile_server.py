@@ -1,0 +1,290 @@
+"""A server that speaks vLLM's routes, and answers wrongly or with far too much."""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import threading
+import zlib
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from primerl.rollout.contract import Limits
+from primerl.testing.hostile import COMPLETION_FAULTS, Request
+from primerl.types import Completion, SamplingParams
+
+GENERATE = "/inference/v1/generate"
+CHUNK = b" " * (1 << 16)
+BOMB_BYTES = 1 << 31
+GZIP_BYTES = 1 << 29
+START_S = 10.0
+Json = dict[str, Any]
+
+
+class HostileServer:
+    """Breaks one rule in every ``every``-th answer of one route; all others are those of vLLM.
+
+        with testing.HostileServer("gzip_bomb") as server:
+            engine = rollout.VLLMEngine(server.url)
+
+    Its greedy tokens are ``(sum(prompt) + i) % vocab_size``. It takes weights of any kind and
+    serves them under the label that it is given.
+
+    Args:
+        fault: one of ``server_faults()``; those of completions are of ``GENERATE`` alone. None
+            breaks no rule.
+        route: that answers wrongly.
+        every: 1 spoils each answer.
+        vocab_size: the number of token ids.
+        context_length: the most tokens of one request.
+
+    Raises:
+        ValueError: there is no such fault.
+    """
+
+    def __init__(
+        self,
+        fault: str | None,
+        *,
+        route: str = GENERATE,
+        every: int = 1,
+        vocab_size: int = 64,
+        context_length: int = 128,
+    ) -> None:
+        if fault is not None and fault not in server_faults():
+            raise ValueError(f"there is no fault {fault!r}, only {', '.join(server_faults())}")
+        self.fault = fault
+        self.route = route
+        self.spoilt = 0
+        """Answers so far that were spoilt."""
+        self.sent_bytes = 0
+        """Of bodies without end."""
+        self.label = "default"
+        self.url = ""
+        self._every = every
+        self._vocab_size = vocab_size
+        self._context_length = context_length
+        self._numbers = itertools.count(1)
+
+    def __enter__(self) -> "HostileServer":
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="hostile-server", daemon=True
+        )
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(START_S)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(START_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(START_S)
+        self._loop.close()
+
+    async def _start(self) -> None:
+        application = web.Application(client_max_size=BOMB_BYTES)
+        application.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read() or b"{}")
+        turn = request.path == self.route and next(self._numbers) % self._every == 0
+        fault = self.fault if turn else None
+        self.spoilt += fault is not None
+        if fault is not None and fault in BODY_FAULTS:
+            response: web.StreamResponse = await BODY_FAULTS[fault](self, request)
+            return response
+        answer = self._vllm(request.path, body, fault)
+        if fault is not None and fault in ANSWER_FAULTS:
+            answer = ANSWER_FAULTS[fault](answer)
+        if isinstance(answer, str):
+            return web.Response(text=answer)
+        return web.json_response(answer)
+
+    def _vllm(self, path: str, body: Json, fault: str | None) -> Any:
+        if path == GENERATE:
+            return self._generate(body, COMPLETION_FAULTS.get(fault or ""))
+        if path == "/finish_weight_update":
+            self.label = body["weight_version"]
+        elif path == "/update_weight_version":
+            self.label = body["new_version"]
+        results = {
+            "prepare_weights": {"prepared": True},
+            "served_dtype": "float32",
+            "served_vocab_size": self._vocab_size,
+        }
+        answers: Json = {
+            "/weight_info": {"weight_version": self.label},
+            "/v1/models": {"data": [{"id": "hostile", "max_model_len": self._context_length}]},
+            "/metrics": "vllm:num_requests_running 0.0\n",
+            "/collective_rpc": {"results": [results.get(body.get("method", ""), {})]},
+        }
+        return answers.get(path, {"status": "done"})
+
+    def _generate(self, body: Json, spoil: Callable[..., Any] | None) -> Json:
+        prompt, sampling = body["token_ids"], body["sampling_params"]
+        params = SamplingParams(
+            max_tokens=sampling["max_tokens"], stop_token_ids=sampling.get("stop_token_ids", ())
+        )
+        tokens = [(sum(prompt) + i) % self._vocab_size for i in range(params.max_tokens)]
+        end = next((i for i, token in enumerate(tokens) if token in params.stop_token_ids), None)
+        tokens = tokens if end is None else tokens[: end + 1]
+        run, _, number = self.label.rpartition("-")
+        version = int(number) if number.isdecimal() else 0
+        completion = Completion(
+            token_ids=tokens,
+            logprobs=np.full(len(tokens), -1.0),
+            versions=np.full(len(tokens), version),
+            finish_reason="length" if end is None else "stop",
+        )
+        if spoil is not None:
+            limits = Limits(
+                context_length=self._context_length,
+                vocab_size=self._vocab_size,
+                oldest=version,
+                newest=version,
+            )
+            request = Request(prompt_length=len(prompt), params=params, limits=limits)
+            completion = spoil(completion, request)
+        return _wire(completion, run, body)
+
+
+def _wire(completion: Any, run: str, body: Json) -> Json:
+    """A completion as vLLM writes it, or whatever stands in its place."""
+    if not isinstance(completion, Completion):
+        return {"choices": [completion]}
+    tokens = completion.token_ids.tolist()
+    names = [f"{run}-{version}" for version in completion.versions.tolist()]
+    spans = [{"version": name, "start": i, "end": i + 1} for i, name in enumerate(names)]
+    values = [one if np.isfinite(one) else -9999.0 for one in completion.logprobs.tolist()]
+    content = [{"token_id": t, "logprob": v} for t, v in zip(tokens, values, strict=True)]
+    scores = [None, *({str(token): {"logprob": -1.0}} for token in body["token_ids"][1:])]
+    return {
+        "request_id": f"generate-tokens-{body.get('request_id', '')}",
+        "usage": {"prompt_tokens": len(body["token_ids"]), "completion_tokens": len(tokens)},
+        "prompt_logprobs": scores if "prompt_logprobs" in body["sampling_params"] else None,
+        "choices": [
+            {
+                "index": 0,
+                "finish_reason": completion.finish_reason,
+                "token_ids": tokens,
+                "logprobs": {"content": content},
+                "weight_versions": spans,
+            }
+        ],
+    }
+
+
+def server_faults() -> tuple[str, ...]:
+    """The rules that ``HostileServer`` can break, by name."""
+    return (*COMPLETION_FAULTS, *ANSWER_FAULTS, *BODY_FAULTS)
+
+
+def _choice(**fields: Any) -> Callable[[Json], Json]:
+    return lambda answer: answer | {"choices": [answer["choices"][0] | fields]}
+
+
+def _span(start: int, end: int) -> Callable[[Json], Json]:
+    def spoil(answer: Json) -> Json:
+        name = answer["choices"][0]["weight_versions"][0]["version"]
+        return _choice(weight_versions=[{"version": name, "start": start, "end": end}])(answer)
+
+    return spoil
+
+
+def _label(number: str) -> Callable[[Json], Json]:
+    """A label of the server's run, with another number."""
+
+    def spoil(answer: Json) -> Json:
+        if "weight_version" in answer:
+            run = str(answer["weight_version"]).rpartition("-")[0]
+            return answer | {"weight_version": f"{run}-{number}"}
+        spans = answer["choices"][0]["weight_versions"]
+        run = spans[0]["version"].rpartition("-")[0]
+        named = [span | {"version": f"{run}-{number}"} for span in spans]
+        return _choice(weight_versions=named)(answer)
+
+    return spoil
+
+
+ANSWER_FAULTS: Mapping[str, Callable[[Json], Json]] = {
+    "another_request": lambda answer: answer | {"request_id": "generate-tokens-" + "0" * 32},
+    "no_request_id": lambda answer: answer | {"request_id": ""},
+    "another_prompt": lambda answer: answer | {"usage": {"prompt_tokens": 10**6}},
+    "no_choice": lambda answer: answer | {"choices": []},
+    "two_choices": lambda answer: answer | {"choices": answer["choices"] * 2},
+    "no_logprobs": _choice(logprobs=None),
+    "logprob_of_another_token": _choice(
+        logprobs={"content": [{"token_id": 10**6, "logprob": -1.0}] * 4}
+    ),
+    "no_versions": _choice(weight_versions=None),
+    "span_bomb": _span(0, 10**9),
+    "negative_span": _span(0, -(10**9)),
+    "long_label": _label("9" * 5000),
+    "label_beyond_int32": _label("9" * 12),
+}
+
+
+def _endless(status: int) -> Any:
+    async def respond(server: HostileServer, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=status, headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):  # the client has had enough
+            await response.write(b"{")
+            for _ in range(BOMB_BYTES // len(CHUNK)):
+                await response.write(CHUNK)
+                server.sent_bytes += len(CHUNK)
+        return response
+
+    return respond
+
+
+def _body(content: Callable[[], bytes], **headers: str) -> Any:
+    async def respond(_server: HostileServer, _request: web.Request) -> web.Response:
+        return web.Response(body=content(), headers=headers)
+
+    return respond
+
+
+@functools.cache
+def _gzip_bomb() -> bytes:
+    """Half a gigabyte of spaces, in two megabytes."""
+    packed = zlib.compressobj(level=1, wbits=31)
+    parts = [packed.compress(CHUNK) for _ in range(GZIP_BYTES // len(CHUNK))]
+    return b"".join([*parts, packed.flush()])
+
+
+async def _huge_length(_server: HostileServer, request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Length": str(BOMB_BYTES)})
+    await response.prepare(request)
+    await response.write(b"{")
+    return response
+
+
+BODY_FAULTS: Mapping[str, Any] = {
+    "gzip_bomb": _body(_gzip_bomb, **{"Content-Encoding": "gzip"}),
+    "endless_body": _endless(200),
+    "endless_error": _endless(400),
+    "huge_content_length": _huge_length,
+    "deep_nesting": _body(lambda: b'{"choices":' + b"[" * 50_000),
+    "deep_nesting_beside": _body(lambda: b'{"x":' + b"[" * 30_000 + b"]" * 30_000 + b"}"),
+    "huge_integer": _body(lambda: b'{"choices":[{"token_ids":[' + b"9" * 5000 + b"]}]}"),
+    "huge_number": _body(lambda: b"9" * 5000),
+    "not_json": _body(lambda: b"<html>"),
+    "not_utf8": _body(lambda: b'{"request_id":"\xff\xfe"}'),
+    "empty_body": _body(bytes),
+}

@@ -5,14 +5,16 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
+import msgspec
 import xxhash
 
-from primerl.checkpoint.tensor_file import digest, write_bytes
+from primerl._files import member
+from primerl.checkpoint.tensor_file import FileRecord, digest, write_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -20,16 +22,37 @@ FORMAT = 1
 SUBFOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 STATE = "state.json"
-_STEP = re.compile(r"step-(\d{8,})")
-_REMAINS = (".partial", ".removed")  # of saves and removals that were interrupted
+_STEP = re.compile(r"step-([0-9]{8,18})")
+_REMAINS = re.compile(rf"{_STEP.pattern}\.(partial|removed)")  # of what was interrupted
+_VALUE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a checkpoint consists of."""
+
+    format: int
+    step: int
+    world_size: int
+    files: dict[str, FileRecord]
+
+
+class State(msgspec.Struct, frozen=True):
+    """What rank 0 saves beside tensors."""
+
+    step: int
+    optimizer: dict[str, Any]
+    schedule: Any
+    values: dict[str, Any]
+    bytes: dict[str, str]
+    """Names of files, by the names of what they hold."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Saved:
-    """A checkpoint that was found whole, or none at all: ``last_good`` returns it."""
+    """A checkpoint that was found whole, or the start of a new run: see ``last_good``."""
 
     folder: Path | None = None
-    """Where it is; None if there is none."""
+    """Where it is; None for a new run."""
     step: int = 0
     """Policy steps taken when it was saved."""
     world_size: int = 0
@@ -43,7 +66,7 @@ class Saved:
 
 
 def last_good(folder: str | os.PathLike[str] | None, *, verify: bool = True) -> Saved:
-    """The last checkpoint of a run that is whole; one without a folder if there is none.
+    """The last checkpoint of a run that is whole.
 
         saved = checkpoint.last_good("runs/mine")
         rollouts = rollout.worker(..., state=saved.get("worker"))
@@ -52,22 +75,49 @@ def last_good(folder: str | os.PathLike[str] | None, *, verify: bool = True) -> 
     taken. It can be called before the ranks connect, by rank 0 alone.
 
     Args:
-        folder: of the run; its ``checkpoints`` are looked at. None is a run that has none.
+        folder: of the run; its ``checkpoints`` are looked at. None for a new run: the result has no
+            folder, and step 0.
         verify: whether every file is read and compared with its digest, not its size alone: a few
             seconds for each 10 GB, by one process.
+
+    Raises:
+        ValueError: there is no such folder, it has no checkpoint, or none that is whole; the
+            message names each, and what is wrong with it. A run that was meant to be resumed never
+            starts from step 0.
     """
     if folder is None:
         return Saved()
-    for path in reversed(steps(Path(folder) / SUBFOLDER)):
+    inside = Path(folder) / SUBFOLDER
+    found = steps(inside)
+    if not found:
+        raise ValueError(_why_none(Path(folder), inside))
+    damages = []
+    for path in reversed(found):
         try:
             saved = _read(path, verify=verify)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             logger.warning("%s is skipped: %s", path, error)
+            damages.append(f"{path.name}: {error}")
             continue
-        logger.info("going on from %s", path)
+        logger.info("resuming from %s", path)
         return saved
-    logger.warning("%s has no checkpoint; beginning at step 0", folder)
-    return Saved()
+    raise ValueError(
+        f"none of the {len(found)} checkpoint(s) in {inside} is whole, so the run cannot be "
+        f"resumed ({'; '.join(damages)}). Restore one of these folders from a copy; to train anew "
+        "from step 0, choose another run folder"
+    )
+
+
+def _why_none(run: Path, inside: Path) -> str:
+    if not run.is_dir():
+        return f"there is no folder {run} to resume from; to begin a run there, do not resume"
+    remains = sorted(path.name for path in inside.glob("step-*"))
+    left = f"; {inside} has only {', '.join(remains)}, of interrupted saves" if remains else ""
+    return (
+        f"{run} has no checkpoint to resume from (no {inside / 'step-NNNNNNNN'}){left}. If this is "
+        "the wrong folder, pass that of the run; to begin a run, do not resume, and choose a "
+        "folder that holds none"
+    )
 
 
 def steps(folder: Path) -> list[Path]:
@@ -94,37 +144,76 @@ def rank_file(rank: int) -> str:
 
 
 def _read(path: Path, *, verify: bool) -> Saved:
-    manifest = _manifest(path)
-    for name, record in manifest["files"].items():
-        file = path / name
+    manifest = read_manifest(path)
+    for name, record in manifest.files.items():
+        file = member(path, name)
         if not file.is_file():
             raise ValueError(f"{name} is missing")
-        if file.stat().st_size != record["size"]:
-            raise ValueError(f"{name} has {file.stat().st_size} bytes of {record['size']}")
-        if verify and digest(file) != record["digest"]:
+        if file.stat().st_size != record.size:
+            raise ValueError(f"{name} has {file.stat().st_size} bytes of {record.size}")
+        if verify and digest(file) != record.digest:
             raise ValueError(f"{name} is damaged: its digest is not that of the manifest")
-    state = json.loads((path / STATE).read_bytes())
-    values = dict(state["values"])
-    values |= {name: (path / file).read_bytes() for name, file in state["bytes"].items()}
-    return Saved(
-        folder=path, step=manifest["step"], world_size=manifest["world_size"], values=values
-    )
+    state = read_state(path, manifest)
+    values = dict(state.values)
+    values |= {name: member(path, file).read_bytes() for name, file in state.bytes.items()}
+    return Saved(folder=path, step=manifest.step, world_size=manifest.world_size, values=values)
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        ValueError: it is missing, damaged, or of another step.
+    """
+    if path.is_symlink():
+        raise ValueError("it is a symbolic link, expected a folder")
     try:
-        whole = json.loads((path / MANIFEST).read_bytes())
-        manifest, expected = whole["manifest"], whole["digest"]
+        whole = json.loads(member(path, MANIFEST).read_bytes())
+        content = whole["manifest"]
+        damaged = _digest(content) != whole["digest"]
+        version = content["format"]
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{MANIFEST} cannot be read: {error}") from None
-    if _digest(manifest) != expected:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read: {error!r}") from None
+    if damaged:
         raise ValueError(f"{MANIFEST} is damaged")
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"it has format {manifest['format']}, expected {FORMAT}")
-    found: dict[str, Any] = manifest
-    return found
+    if version != FORMAT:
+        raise ValueError(f"it has format {version}, expected {FORMAT}")
+    try:
+        manifest = msgspec.convert(content, type=Manifest)
+    except ValueError as error:
+        raise ValueError(f"{MANIFEST} cannot be read: {error}") from None
+    if manifest.step != step_of(path):
+        raise ValueError(f"{MANIFEST} is of step {manifest.step}")
+    ranks = {name for name in manifest.files if name.startswith("rank-")}
+    if len(ranks) != manifest.world_size:
+        raise ValueError(f"{MANIFEST} has files of {len(ranks)} ranks of {manifest.world_size}")
+    if ranks != {rank_file(rank) for rank in range(manifest.world_size)}:
+        raise ValueError(f"{MANIFEST} has files of other ranks: {', '.join(sorted(ranks))}")
+    return manifest
+
+
+def read_state(path: Path, manifest: Manifest) -> State:
+    """What rank 0 saved beside tensors.
+
+    Raises:
+        ValueError: it cannot be read, or names a file that is not in the manifest.
+    """
+    try:
+        # Not msgspec's own decoder, which knows no infinite numbers.
+        state = msgspec.convert(json.loads(member(path, STATE).read_bytes()), type=State)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{STATE} cannot be read: {error!r}") from None
+    strangers = {STATE, *state.bytes.values()} - manifest.files.keys()
+    if strangers:
+        raise ValueError(f"{STATE} names {min(strangers)!r}, which is not in {MANIFEST}")
+    return state
+
+
+def rank_files(path: Path, manifest: Manifest) -> list[Path]:
+    """Where the tensors of each rank are, in order."""
+    return [member(path, rank_file(rank)) for rank in range(manifest.world_size)]
 
 
 def _digest(manifest: Any) -> str:
@@ -139,8 +228,11 @@ def encode(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, bytes]
         values: the caller's.
 
     Raises:
-        ValueError: one is neither bytes nor in JSON's types.
+        ValueError: one is neither bytes nor in JSON's types, or its name is no name of a file.
     """
+    for name in values:
+        if not _VALUE.fullmatch(name):
+            raise ValueError(f"a value is named {name!r}; expected letters, digits, '_', '-', '.'")
     files = {f"{name}.bin": value for name, value in values.items() if isinstance(value, bytes)}
     plain = {name: value for name, value in values.items() if not isinstance(value, bytes)}
     binary = {name: f"{name}.bin" for name in values.keys() - plain.keys()}
@@ -170,17 +262,46 @@ def publish(
 
 def retain(folder: Path, keep: int) -> None:
     """Remove all but the last ``keep`` checkpoints."""
-    for path in steps(folder)[:-keep]:
+    for path in _own(steps(folder))[:-keep]:
         remove(path)
 
 
-def set_aside_later(folder: Path, step: int) -> None:
-    """Rename what a run that goes on from ``step`` leaves behind: what came later is damaged."""
-    for path in steps(folder):
-        if step_of(path) > step:
-            skipped = path.with_name(f"{path.name}.skipped")
-            shutil.rmtree(skipped, ignore_errors=True)
-            path.rename(skipped)
+def claim(folder: Path, *, resumed: int | None) -> None:
+    """Make a folder ready for the checkpoints of a run: new, or resumed after a step.
+
+    What interrupted saves left is removed. Checkpoints of later steps, which are damaged, are
+    renamed.
+
+    Raises:
+        ValueError: a new run, in a folder that holds checkpoints.
+    """
+    found = steps(folder)
+    if resumed is None and found:
+        raise ValueError(
+            f"{folder} holds checkpoints already, the last one {found[-1].name}; resume from them "
+            "(checkpoint.last_good, and Checkpoints.load before the first save), or choose "
+            "another folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in _own(folder.glob("step-*")):
+        if _REMAINS.fullmatch(path.name):
+            shutil.rmtree(path)
+    for path in found:
+        if resumed is not None and step_of(path) > resumed:
+            path.rename(_unused(path.with_name(f"{path.name}.skipped")))
+
+
+def _own(paths: Iterable[Path]) -> list[Path]:
+    """Those that may be removed: folders, but no links to folders."""
+    return [path for path in paths if path.is_dir() and not path.is_symlink()]
+
+
+def _unused(path: Path) -> Path:
+    number, free = 1, path
+    while os.path.lexists(free):
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 def remove(path: Path) -> None:
@@ -189,13 +310,6 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def remove_remains(folder: Path) -> None:
-    """Remove what interrupted saves left."""
-    for path in folder.glob("step-*"):
-        if path.suffix in _REMAINS:
-            shutil.rmtree(path)
 
 
 def sync_folder(folder: Path) -> None:

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from primerl.checkpoint import folders
 from primerl.checkpoint.agreement import exchange, together
-from primerl.checkpoint.folders import Saved
 from primerl.checkpoint.generators import generator_states
 from primerl.checkpoint.loading import load
+from primerl.checkpoint.reading import Saved
 from primerl.checkpoint.resharding import my_pieces
 from primerl.checkpoint.tensor_file import Piece
 from primerl.checkpoint.training_state import model_tensors, optimizer_state

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from primerl.checkpoint import folders
 from primerl.checkpoint.generators import reseed_generators, set_generators
+from primerl.checkpoint.reading import rank_files, read_manifest, read_state
 from primerl.checkpoint.resharding import fill, whole_shapes
 from primerl.checkpoint.tensor_file import Piece, read_pieces
 from primerl.checkpoint.training_state import model_tensors, prepare_optimizers
@@ -29,11 +29,11 @@ def load(
         ValueError: a name, shape, dtype or group of parameters is not what was saved, or a file is
             damaged.
     """
-    manifest = folders.read_manifest(folder)
-    state = folders.read_state(folder, manifest)
+    manifest = read_manifest(folder)
+    state = read_state(folder, manifest)
     pieces: list[Piece] = []
     notes = []
-    for path in folders.rank_files(folder, manifest):
+    for path in rank_files(folder, manifest):
         of_rank, its_notes = read_pieces(path)
         pieces += of_rank
         notes.append(its_notes)

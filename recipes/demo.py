@@ -85,6 +85,10 @@ def main(args: Args) -> None:
     random.Random(args.seed).shuffle(tasks)
     held_out, train = tasks[:HELD_OUT], tasks[HELD_OUT:]
     model, tokenizer = build_policy(args.seed)
+    run = None
+    if world.is_first:
+        view = track.LiveView("reversing words", steps=steps)
+        run = track.Run(args.run_dir, args=args, decode=tokenizer.decode, sinks=[view])
     warm_up(model, tokenizer, train, steps=args.warmup_steps, seed=args.seed)
     permute = np.random.default_rng(args.seed).permutation if args.permute_rewards else np.array
     estimator = advantage.of_rewards(lambda rewards: advantage.centered(permute(rewards)))
@@ -105,8 +109,6 @@ def main(args: Args) -> None:
             )
             rollouts = stack.enter_context(worker)
         if world.is_first:
-            view = track.LiveView("reversing words", steps=steps)
-            run = track.Run(args.run_dir, args=args, decode=tokenizer.decode, sinks=[view])
             stack.enter_context(run)
         stack.enter_context(world)
 
@@ -143,8 +145,7 @@ def main(args: Args) -> None:
                 figures = {"mismatch": totals["kl_by_staleness"][0], "samples": samples}
                 figures |= {"totals": rollouts.stats() if engines else {}}
                 run.log(step, groups=taken[-1], metrics=loss.summarize(totals), **figures)
-        final = run.folder / "final" if world.is_first else None
-        weights.save_pretrained(model, final, tokenizer=tokenizer)
+        weights.save_pretrained(model, run and run.folder / "final", tokenizer=tokenizer)
         if world.is_first:
             run.finish(eval_before=before, eval_after=exact_match() if engines else None)
             if args.record:

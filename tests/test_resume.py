@@ -205,19 +205,23 @@ def test_a_run_is_not_begun_in_the_folder_of_another(told, resume):
     assert "holds a run already" in resume(resume=None, run_dir=str(folder))
 
 
+def handles_sigterm(pid):
+    with open(f"/proc/{pid}/status") as file:
+        (caught,) = (line.split()[1] for line in file if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def test_told_to_stop_before_the_first_step_it_leaves_a_summary(root, model, tmp_path):
-    """As soon as there is a run folder."""
     folder = tmp_path / "run"
     arguments = command(root, model, folder, steps=10, ranks=1)
     with (tmp_path / "output").open("w+") as output:
         process = subprocess.Popen(arguments, stdout=output, stderr=output, cwd=tmp_path)
         deadline = time.monotonic() + TIMEOUT_S
         try:
-            while not (folder / "args.json").exists():
+            while not ((folder / "args.json").exists() and handles_sigterm(process.pid)):
                 assert process.poll() is None, output.seek(0) or output.read()
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
-            time.sleep(0.05)
             process.send_signal(signal.SIGTERM)
             code = process.wait(TIMEOUT_S)
         finally:

@@ -112,6 +112,15 @@ def test_samples_without_a_trained_token_are_passed_over(tmp_path):
     assert len(lines(tmp_path / "rollouts.jsonl")) == 1
 
 
+def test_a_run_that_is_killed_leaves_a_summary(tmp_path):
+    """From the moment that it has its folder."""
+    with track.Run(tmp_path):
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        assert summary["error"] == "the run has not ended, or its process was killed"
+        assert summary["finished"] is False
+    assert "error" not in json.loads((tmp_path / "summary.json").read_text())
+
+
 def test_a_run_that_fails_keeps_what_it_has_and_says_why(tmp_path):
     with pytest.raises(ZeroDivisionError), track.Run(tmp_path):
         raise ZeroDivisionError("half way")
@@ -146,6 +155,7 @@ def test_a_link_does_not_lead_a_new_run_to_another_file(tmp_path):
     (run / "summary.json").unlink()
     with track.Run(run):
         (run / "summary.partial").symlink_to(tmp_path / "mine")
+        (run / "summary.json").unlink()
 
     assert (tmp_path / "mine").read_text() == "kept"
     assert "eval_before" in json.loads((run / "summary.json").read_text())
@@ -310,6 +320,7 @@ def test_a_finished_run_says_so_and_goes_on_only_to_more_steps(tmp_path):
 
     with track.Run(tmp_path, state=state, steps=4) as run:
         log(run, range(2, 3))
+        assert json.loads((tmp_path / "summary.json").read_text())["error"].startswith("the run")
     assert not json.loads((tmp_path / "summary.json").read_text())["finished"]
 
 

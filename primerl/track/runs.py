@@ -38,7 +38,8 @@ class Run:
     - ``args.json``: what the run was asked to do.
     - ``metrics.jsonl``: a line for each step.
     - ``rollouts.jsonl``: every trained sequence with its text, reward and per-token arrays.
-    - ``summary.json``: the outcome, also of a run that failed; null where a figure does not apply.
+    - ``summary.json``: the outcome, also of a run that failed or was killed, whose ``error`` says
+      so and which is not ``finished``; null where a figure does not apply.
       What is put into ``summary`` before appears there, too.
     - ``final/``: what ``save`` writes.
 
@@ -119,6 +120,8 @@ class Run:
 
     def __enter__(self) -> "Run":
         self._files.claim(self._args)
+        if self._writes:
+            self._write_unended()
         self._began = self._step_began = time.perf_counter()
         return self
 
@@ -142,7 +145,13 @@ class Run:
     def _begin_writing(self) -> None:
         if not self._writes:
             self._files.resume(self._args)
+            self._write_unended()
             self._writes = True
+
+    def _write_unended(self) -> None:
+        """The summary that stays if this process is killed."""
+        unended = self.summary | {"error": "the run has not ended, or its process was killed"}
+        write_json(self.folder / SUMMARY, unended)
 
     @property
     def _wall_s(self) -> float:

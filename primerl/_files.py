@@ -16,8 +16,8 @@ def member(folder: Path, name: object, *, may_be_link: bool = False) -> Path:
     Raises:
         ValueError: the name has a folder in it, or is that of a symbolic link.
     """
-    plain = isinstance(name, str) and "\0" not in name and Path(name).name == name != ".."
-    if not plain:
+    plain = isinstance(name, str) and "\0" not in name and name not in ("", "..")
+    if not plain or Path(str(name)).name != name:
         raise ValueError(f"{name!r} leads out of the folder; expected the name of a file in it")
     path = folder / str(name)
     if path.is_symlink() and not may_be_link:

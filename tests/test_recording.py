@@ -81,6 +81,7 @@ def folder(tmp_path_factory):
 def test_a_recording_is_exact(steps, folder):
     path, steps = folder / "groups.msgpack", [[build(*group) for group in step] for step in steps]
 
+    path.unlink(missing_ok=True)
     rollout.save_groups(path, steps)
     loaded = rollout.load_groups(path)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -122,14 +123,15 @@ class RunFolder:
     def resume(self, values: Mapping[str, Any]) -> None:
         """Begin to write a run that is resumed.
 
-        Lines of later steps, the arguments and the summary are moved to ``before-resume-NNN/``.
+        Lines of later steps are moved to ``before-resume-NNN/``, where the arguments and the
+        summary are kept, too. A process that is killed on the way leaves a run that can be resumed.
         """
         kept = fresh_folder(self.path / "before-resume")
         for name, end in self._ends.items():
             move_tail(self.path / name, end, kept / name)
         for name in (ARGS, SUMMARY):
             if (self.path / name).exists():
-                (self.path / name).rename(kept / name)
+                shutil.copyfile(self.path / name, kept / name)
         write_json(self.path / ARGS, values)
 
     def close(self) -> None:

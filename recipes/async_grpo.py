@@ -14,14 +14,18 @@ import collections
 import contextlib
 import random
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
 import tyro
 
 from primerl import advantage, checkpoint, filters, loss, packing, parallel, rollout, track, weights
+from primerl.track import number
 from primerl.types import SamplingParams
+
+# What a resumed run keeps: the split of the tasks, and what its checkpoint decides.
+FIXED = ("model", "seed", "lr", "groups_per_step", "group_size", "eval_tasks", "env")
 
 
 @attrs.frozen
@@ -29,30 +33,41 @@ class Args:
     """What a run may vary."""
 
     model: str  # a model folder or hub id
-    steps: int = 20  # policy steps
-    seed: int = 0
-    lr: float = 1e-5
-    groups_per_step: int = 8
-    group_size: int = 8  # rollouts of one task, compared with each other
-    max_staleness: int = 2  # the bound on every trained token, in policy steps
-    on_update: str = "recompute"  # or keep: the cache of requests in flight, when weights change
-    max_tokens: int = 16  # of one reply
-    temperature: float = 1.0
-    pack_tokens: int = 2048  # the most tokens in a micro-batch
-    eval_tasks: int = 32  # held-out tasks, scored greedily before and after
-    on_nonfinite: str = "skip"  # or stop: an update whose loss or gradient is not finite
-    engine: str = "transformers"  # in this process; or vllm: a server of its own
+    steps: int = attrs.field(default=20, validator=number(at_least=1))  # policy steps
+    seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
+    lr: float = attrs.field(default=1e-5, validator=number(at_least=0))
+    groups_per_step: int = attrs.field(default=8, validator=number(at_least=1))
+    # rollouts of one task, compared with each other
+    group_size: int = attrs.field(default=8, validator=number(at_least=2))
+    # the bound on every trained token, in policy steps
+    max_staleness: int = attrs.field(default=2, validator=number(at_least=0))
+    # of the cache of requests in flight, when weights change
+    on_update: Literal["recompute", "keep"] = "recompute"
+    max_tokens: int = attrs.field(default=16, validator=number(at_least=1))  # of one reply
+    temperature: float = attrs.field(default=1.0, validator=number(above=0))
+    # the most tokens in a micro-batch
+    pack_tokens: int = attrs.field(default=2048, validator=number(at_least=1))
+    # held-out tasks, scored greedily before and after
+    eval_tasks: int = attrs.field(default=32, validator=number(at_least=1))
+    # what becomes of an update whose loss or gradient is not finite
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    engine: Literal["transformers", "vllm"] = "transformers"  # in this process, or a server
     engine_urls: tuple[str, ...] = ()  # vLLM's servers that run already
     vllm: dict[str, bool | str] = attrs.field(factory=dict)  # such as gpu_memory_utilization 0.4
     weights_folder: str | None = None  # shared with servers on other hosts
-    ep: int = 1  # ranks that divide the experts of a layer among them
-    cp: int = 1  # ranks that divide the rows of a micro-batch among them
-    threads: int = 1  # of torch in each of the trainer and the engine; 0 for its default
+    # ranks that divide the experts of a layer among them
+    ep: int = attrs.field(default=1, validator=number(at_least=1))
+    # ranks that divide the rows of a micro-batch among them
+    cp: int = attrs.field(default=1, validator=number(at_least=1))
+    # of torch in each of the trainer and the engine; 0 for its default
+    threads: int = attrs.field(default=1, validator=number(at_least=0))
     env: str | None = None  # of the verifiers library, such as reasoning-gym:chain_sum
     wandb: str | None = None  # a Weights & Biases project
-    run_dir: str | None = None
-    resume: str | None = None  # such a folder, to go on in it
-    save_every: int = 10  # policy steps from one checkpoint to the next
+    run_dir: str | None = None  # of a new run; runs/SCRIPT-NNN by default
+    # the folder of a run, to resume it there
+    resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
+    # policy steps from one checkpoint to the next; 0: only when told to stop
+    save_every: int = attrs.field(default=10, validator=number(at_least=0))
 
 
 def build_tasks(seed: int) -> list[dict[str, Any]]:
@@ -75,31 +90,53 @@ def main(args: Args) -> None:
     world = parallel.process_group(seed=args.seed)
     model, tokenizer = weights.load_pretrained(args.model)
     model.to(world.device)
-    environment = rollout.single_turn(tokenizer, reward=reward)
-    tasks = build_tasks(args.seed)
-    held_out, train = tasks[: args.eval_tasks], tasks[args.eval_tasks :]
-    if args.env is not None:
+    if args.env is None:
+        environment = rollout.single_turn(tokenizer, reward=reward)
+        tasks = build_tasks(args.seed)
+        if args.eval_tasks >= len(tasks):
+            raise ValueError(f"--eval-tasks is {args.eval_tasks}; expected less than {len(tasks)}")
+        held_out, train = tasks[: args.eval_tasks], tasks[args.eval_tasks :]
+    else:
         environment = rollout.verifiers(args.env, tokenizer=tokenizer)
         held_out, train = environment.tasks.split(args.eval_tasks)
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
     exam = (held_out, attrs.evolve(params, temperature=0))
     saved = checkpoint.last_good(args.resume if world.is_first else None)
     with contextlib.ExitStack() as stack:
-        enter, (engine, rollouts, run, packed) = stack.enter_context, [None] * 4
+        enter = stack.enter_context
+        engine = rollouts = run = packed = None
         if world.is_first:  # all ranks train; the first one samples, scores and keeps records
+            run = track.Run(
+                args.resume or args.run_dir,
+                args=args,
+                decode=tokenizer.decode,
+                sinks=[
+                    track.LiveView("GRPO", steps=args.steps),
+                    track.wandb_sink(args.wandb, args),
+                ],
+                state=saved.get("run"),
+                steps=args.steps,
+                fixed=FIXED,
+            )
             if remote:
                 servers = args.engine_urls or enter(rollout.serve_vllm(args.model, **args.vllm))
                 engine = rollout.VLLMEngine(servers, on_update=args.on_update)
             else:
                 engine = rollout.TransformersEngine(model, on_update=args.on_update, seed=args.seed)
-            plan = {"group_size": args.group_size, "groups_per_step": args.groups_per_step}
-            plan |= {"max_staleness": args.max_staleness, "await_proof": remote}
-            plan |= {"params": params, "keep": [filters.has_signal], "state": saved.get("worker")}
-            rollouts = enter(rollout.worker(enter(engine), environment, train, **plan))
-            sinks = [track.LiveView("GRPO", steps=args.steps), track.wandb_sink(args.wandb, args)]
-            keep = {"args": args, "decode": tokenizer.decode, "sinks": sinks}
-            keep |= {"state": saved.get("run", args.resume and {})}
-            run = enter(track.Run(args.resume or args.run_dir, **keep))
+            worker = rollout.worker(
+                enter(engine),
+                environment,
+                train,
+                params=params,
+                group_size=args.group_size,
+                groups_per_step=args.groups_per_step,
+                max_staleness=args.max_staleness,
+                keep=[filters.has_signal],
+                await_proof=remote,
+                state=saved.get("worker"),
+            )
+            rollouts = enter(worker)
+            enter(run)
         enter(world)
         mesh = parallel.mesh(ep=args.ep, cp=args.cp)
         parallel.shard(model, mesh)

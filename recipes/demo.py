@@ -21,6 +21,7 @@ import torch
 import tyro
 
 from primerl import advantage, filters, loss, packing, parallel, rollout, testing, track, weights
+from primerl.track import number
 from primerl.types import SamplingParams
 
 LONG, LONG_REVERSED = 5, 0.2  # of words this long, the teacher reverses this share
@@ -31,15 +32,20 @@ HELD_OUT, MAX_TOKENS = 256, 8  # tasks; tokens: a word, its end, and room for mi
 class Args:
     """What the demo may vary."""
 
-    seed: int = 0
-    warmup_steps: int = 300  # supervised, of 64 words each
-    steps: int = 65  # of RL
-    lr: float = 0.016  # of SGD; Adam would scale pure noise up to full steps
-    groups_per_step: int = 64
-    group_size: int = 16  # rollouts of one word, compared with each other
-    max_staleness: int = 2  # the bound, in policy steps
+    seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
+    # supervised, of 64 words each
+    warmup_steps: int = attrs.field(default=300, validator=number(at_least=0))
+    steps: int = attrs.field(default=65, validator=number(at_least=1))  # of RL
+    # of SGD; Adam would scale pure noise up to full steps
+    lr: float = attrs.field(default=0.016, validator=number(at_least=0))
+    groups_per_step: int = attrs.field(default=64, validator=number(at_least=1))
+    # rollouts of one word, compared with each other
+    group_size: int = attrs.field(default=16, validator=number(at_least=2))
+    # the bound, in policy steps
+    max_staleness: int = attrs.field(default=2, validator=number(at_least=0))
     permute_rewards: bool = False  # the control: rewards carry no information
-    record: str | None = None  # a file for the groups that are trained on
+    # a file for the groups that are trained on
+    record: str | None = attrs.field(default=None, validator=track.new_file)
     groups: str | None = None  # such a file to train on, at most --steps, with no new rollouts
     run_dir: str | None = None
 
@@ -79,6 +85,10 @@ def main(args: Args) -> None:
     random.Random(args.seed).shuffle(tasks)
     held_out, train = tasks[:HELD_OUT], tasks[HELD_OUT:]
     model, tokenizer = build_policy(args.seed)
+    run = None
+    if world.is_first:
+        view = track.LiveView("reversing words", steps=steps)
+        run = track.Run(args.run_dir, args=args, decode=tokenizer.decode, sinks=[view])
     warm_up(model, tokenizer, train, steps=args.warmup_steps, seed=args.seed)
     permute = np.random.default_rng(args.seed).permutation if args.permute_rewards else np.array
     estimator = advantage.of_rewards(lambda rewards: advantage.centered(permute(rewards)))
@@ -99,8 +109,6 @@ def main(args: Args) -> None:
             )
             rollouts = stack.enter_context(worker)
         if world.is_first:
-            view = track.LiveView("reversing words", steps=steps)
-            run = track.Run(args.run_dir, args=args, decode=tokenizer.decode, sinks=[view])
             stack.enter_context(run)
         stack.enter_context(world)
 
@@ -137,8 +145,7 @@ def main(args: Args) -> None:
                 figures = {"mismatch": totals["kl_by_staleness"][0], "samples": samples}
                 figures |= {"totals": rollouts.stats() if engines else {}}
                 run.log(step, groups=taken[-1], metrics=loss.summarize(totals), **figures)
-        final = run.folder / "final" if world.is_first else None
-        weights.save_pretrained(model, final, tokenizer=tokenizer)
+        weights.save_pretrained(model, run and run.folder / "final", tokenizer=tokenizer)
         if world.is_first:
             run.finish(eval_before=before, eval_after=exact_match() if engines else None)
             if args.record:

@@ -81,6 +81,10 @@ def refusal(call):
     return None
 
 
+def contents(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
 def uninterrupted(world, folder):
     """Losses of a run that is not interrupted, and whether asynchronous saves hold its moments."""
     run, found = Run(world, 2, seed=0), {"losses": []}
@@ -144,8 +148,12 @@ def misfits(world, folder):
     other.model = testing.tiny_model("qwen3_moe", seed=0, hidden_size=48)
     parallel.shard(other.model)
     other.optimizer = torch.optim.AdamW(other.model.parameters())
+    before = contents(folder)
     with other.saves(folder, keep=10) as saves:
         found["other_model"] = refusal(lambda: saves.load(saved))
+    with other.saves(folder, keep=10) as saves:
+        found["new_run"] = refusal(lambda: saves.load(checkpoint.Saved()))
+    found["unchanged"] = contents(folder) == before
     run = Run(world, 2, seed=0)
     with run.saves(folder.with_name("failing")) as saves:
         write, writing.write_pieces = writing.write_pieces, None

@@ -7,12 +7,14 @@ import threading
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors import safe_open
 from torch import nn
 
 from primerl import checkpoint, optim
-from primerl.checkpoint import writing
+from primerl.checkpoint import folders, writing
 from primerl.checkpoint.generators import generator_states, set_generators
+from primerl.checkpoint.tensor_file import digest
 
 
 class Net(nn.Module):
@@ -241,6 +243,13 @@ def flip(path):
     path.write_bytes(content)
 
 
+def link(path):
+    """The same file, but elsewhere."""
+    elsewhere = path.parent.parent / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
 DAMAGES = {
     "rank-00000.safetensors is damaged": lambda at: flip(at / "rank-00000.safetensors"),
     "rank-00000.safetensors has": lambda at: (at / "rank-00000.safetensors").write_bytes(b"short"),
@@ -251,6 +260,12 @@ DAMAGES = {
     "manifest.json is damaged": lambda at: (at / "manifest.json").write_text(
         (at / "manifest.json").read_text().replace('"step": 3', '"step": 4')
     ),
+    "it is a symbolic link": lambda at: (
+        at.rename(at.with_name("mine")) and at.symlink_to(at.with_name("mine"))
+    ),
+    "state.json is a symbolic link": lambda at: link(at / "state.json"),
+    "rank-00000.safetensors is a symbolic link": lambda at: link(at / "rank-00000.safetensors"),
+    "manifest.json is a symbolic link": lambda at: link(at / "manifest.json"),
 }
 
 
@@ -262,8 +277,213 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(three, caplog
     with caplog.at_level(logging.WARNING):
         assert bias_after_loading(three) == 2
     assert f"{damaged} is skipped: {message}" in caplog.text
-    left = sorted(path.name for path in (three / "checkpoints").iterdir())
+    left = sorted(path.name for path in (three / "checkpoints").glob("step-*"))
     assert left == ["step-00000001", "step-00000002", "step-00000003.skipped"]
+
+
+def sealed(at, *, manifest=None, state=None):
+    """Write what somebody made up into a checkpoint, with digests that are right."""
+    whole = json.loads((at / "manifest.json").read_text())
+    content = whole["manifest"]
+    if state is not None:
+        (at / "state.json").write_bytes(state)
+        content["files"]["state.json"] = {
+            "size": len(state),
+            "digest": digest(at / "state.json"),
+        }
+    content = content if manifest is None else manifest(content)
+    sum_ = folders.manifest_digest(content)
+    (at / "manifest.json").write_text(json.dumps({"manifest": content, "digest": sum_}))
+
+
+STATE = {"step": 3, "optimizer": {"groups": [], "numbers": {}}, "schedule": None, "values": {}}
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def state_that_names(name):
+    return {"state": json.dumps(STATE | {"bytes": {"worker": name}}).encode()}
+
+
+MADE_UP = {
+    "a list for a manifest": {"manifest": lambda content: [content]},
+    "no files": {"manifest": lambda content: content | {"files": None}},
+    "a file without a size": {"manifest": lambda content: content | {"files": {"state.json": {}}}},
+    "sizes of text": {
+        "manifest": lambda content: content | {"files": {"state.json": {"size": "1", "digest": ""}}}
+    },
+    "no format": {"manifest": lambda content: {}},
+    "another format": {"manifest": lambda content: content | {"format": 2}},
+    "another step": {"manifest": lambda content: content | {"step": 7}},
+    "ranks that are not there": {"manifest": lambda content: content | {"world_size": 2}},
+    "very many ranks": {"manifest": lambda content: content | {"world_size": 10**15}},
+    "a list for a state": {"state": b"[]"},
+    "nothing in the state": {"state": b"{}"},
+    "null for values": {"state": json.dumps(STATE | {"values": None, "bytes": {}}).encode()},
+    "numbers for names of files": {"state": json.dumps(STATE | {"bytes": {"a": 1}}).encode()},
+    "a deep state": {"state": DEEP.encode()},
+    "no UTF-8": {"state": b"\xff"},
+    "a file two folders up": state_that_names("../../secret"),
+    "a file by its full path": state_that_names("/etc/hostname"),
+    "the folder above": state_that_names(".."),
+    "the folder itself": state_that_names(""),
+    "a file that is not in the manifest": state_that_names("stranger"),
+    "a file of the manifest two folders up": {
+        "manifest": lambda content: (
+            content
+            | {"files": content["files"] | {"../../secret": {"size": 6, "digest": SECRET_DIGEST}}}
+        )
+    },
+}
+SECRET_DIGEST = xxhash.xxh3_128_hexdigest(b"secret")
+
+
+@pytest.mark.parametrize("kind", MADE_UP)
+def test_what_somebody_made_up_is_skipped_like_what_is_damaged(three, caplog, kind):
+    """Whatever is in the files: the checkpoint before it is taken, and nothing outside is read."""
+    (three / "secret").write_bytes(b"secret")
+    damaged = three / "checkpoints" / "step-00000003"
+    (damaged / "stranger").write_bytes(b"stranger")
+    sealed(damaged, **MADE_UP[kind])
+
+    saved = checkpoint.last_good(three)
+
+    assert saved.step == 2
+    assert f"{damaged} is skipped" in caplog.text
+    assert saved.get("worker") is None
+
+
+def test_a_deep_manifest_is_skipped(three):
+    (three / "checkpoints" / "step-00000003" / "manifest.json").write_text(DEEP)
+
+    assert checkpoint.last_good(three).step == 2
+
+
+def test_numbers_that_are_not_finite_come_back(tmp_path):
+    net = Net()
+    with checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net))) as saves:
+        saves.save(1, gate={"least": float("inf")})
+
+    assert checkpoint.last_good(tmp_path).get("gate") == {"least": float("inf")}
+
+
+def snapshot(folder):
+    return {p: p.is_file() and p.read_bytes() for p in folder.rglob("*")}
+
+
+def test_when_every_checkpoint_is_damaged_the_run_does_not_start_again(three):
+    """An error that names each, what is wrong with it, and what to do; and nothing changes."""
+    flip(three / "checkpoints" / "step-00000001" / "state.json")
+    (three / "checkpoints" / "step-00000002" / "manifest.json").unlink()
+    (three / "checkpoints" / "step-00000003" / "rank-00000.safetensors").unlink()
+    before = snapshot(three)
+
+    with pytest.raises(ValueError, match="none of the 3 checkpoint.* is whole") as refused:
+        checkpoint.last_good(three)
+
+    for part in (
+        "step-00000001: state.json is damaged",
+        "step-00000002: manifest.json is missing",
+        "step-00000003: rank-00000.safetensors is missing",
+        "Restore one of these folders from a copy; to train anew from step 0, choose another",
+    ):
+        assert part in str(refused.value)
+    assert snapshot(three) == before
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "has no checkpoint to resume from .no .*checkpoints/step-NNNNNNNN"),
+        (["notes.txt"], "has no checkpoint to resume from"),
+        (["checkpoints/step-00000001.partial/state.json"], "has only step-00000001.partial, of"),
+        (["checkpoints/step-00000001.skipped/state.json"], "has only step-00000001.skipped, of"),
+        (["checkpoints/mine/state.json"], "has no checkpoint to resume from"),
+    ],
+)
+def test_a_folder_without_a_checkpoint_is_no_run_to_resume(tmp_path, names, message):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    before = snapshot(tmp_path)
+
+    with pytest.raises(ValueError, match=message):
+        checkpoint.last_good(tmp_path)
+
+    assert snapshot(tmp_path) == before
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path):
+    with pytest.raises(ValueError, match="there is no folder .*mistyped to resume from"):
+        checkpoint.last_good(tmp_path / "mistyped")
+
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("begin", ["load", "save"])
+def test_a_new_run_refuses_a_folder_that_holds_checkpoints_and_changes_nothing(three, begin):
+    (three / "checkpoints" / "step-00000004.partial").mkdir()
+    before = snapshot(three)
+    net = Net()
+    saves = checkpoint.Checkpoints(three, net, torch.optim.SGD(trainable(net)), keep=1)
+
+    with pytest.raises(ValueError, match="holds checkpoints already, the last one step-00000003"):
+        saves.load(checkpoint.Saved()) if begin == "load" else saves.save(1, wait=True)
+
+    assert snapshot(three) == before
+
+
+def test_a_load_that_fails_changes_nothing(three):
+    flip(three / "checkpoints" / "step-00000003" / "state.json")
+    (three / "checkpoints" / "step-00000009.partial").mkdir()
+    before = snapshot(three)
+    other = Net(width=5)
+    with checkpoint.Checkpoints(three, other, torch.optim.SGD(trainable(other))) as saves:
+        with pytest.raises(ValueError, match="does not fit"):
+            saves.load(checkpoint.last_good(three))
+
+    assert snapshot(three) == before
+
+
+def test_skipped_checkpoints_are_all_kept(three):
+    for _ in range(2):
+        flip(three / "checkpoints" / "step-00000003" / "state.json")
+        net = Net()
+        with checkpoint.Checkpoints(three, net, torch.optim.SGD(trainable(net)), keep=3) as saves:
+            saves.load(checkpoint.last_good(three))
+            saves.save(3)
+
+    left = sorted(path.name for path in (three / "checkpoints").glob("step-00000003*"))
+    assert left == ["step-00000003", "step-00000003.skipped", "step-00000003.skipped-2"]
+
+
+def test_only_what_saves_left_is_removed(tmp_path):
+    """What only looks like it is not, nor what a link leads to."""
+    inside = tmp_path / "checkpoints"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("kept")
+    (inside / "step-by-step.partial").mkdir(parents=True)
+    (inside / "step-00000003.partial").mkdir()
+    (inside / "step-00000002.removed").write_text("a file")
+    (inside / "step-00000001.removed").symlink_to(tmp_path / "mine")
+    net = Net()
+    with checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net))) as saves:
+        saves.save(1)
+
+    assert (tmp_path / "mine" / "file").read_text() == "kept"
+    assert sorted(path.name for path in inside.iterdir()) == [
+        "step-00000001",
+        "step-00000001.removed",
+        "step-00000002.removed",
+        "step-by-step.partial",
+    ]
+
+
+@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/b", "..", ""])
+def test_a_value_s_name_does_not_lead_out_of_the_folder(tmp_path, name):
+    net = Net()
+    with checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net))) as saves:
+        with pytest.raises(ValueError, match="a value is named"):
+            saves.save(1, **{name: b"content"})
 
 
 def test_without_verification_only_sizes_are_compared(three):
@@ -273,13 +493,13 @@ def test_without_verification_only_sizes_are_compared(three):
     assert checkpoint.last_good(three).step == 2
 
 
-def test_no_checkpoint_is_step_0(tmp_path, caplog):
-    assert checkpoint.last_good(None).step == 0
-    assert checkpoint.last_good(tmp_path).get("worker") is None
-    assert f"{tmp_path} has no checkpoint; beginning at step 0" in caplog.text
+def test_no_folder_is_a_new_run(tmp_path):
+    saved = checkpoint.last_good(None)
+
+    assert (saved.folder, saved.step, saved.get("worker")) == (None, 0, None)
     net = Net()
     with checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net))) as saves:
-        assert saves.load(checkpoint.last_good(tmp_path)) == 0
+        assert saves.load(saved) == 0
 
 
 def test_the_last_ones_are_kept_and_remains_are_removed(tmp_path):
@@ -303,8 +523,9 @@ def test_the_last_ones_are_kept_and_remains_are_removed(tmp_path):
 
 def test_the_same_step_can_be_saved_again(three):
     net = Net()
-    net.first.bias.data.fill_(30)
     with checkpoint.Checkpoints(three, net, torch.optim.SGD(trainable(net)), keep=1) as saves:
+        saves.load(checkpoint.last_good(three))
+        net.first.bias.data.fill_(30)
         saves.save(3)
 
     assert bias_after_loading(three) == 30
@@ -411,7 +632,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
             with pytest.raises(ValueError, match=message):
                 saves.load(saved)
     stranger = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
-    with checkpoint.Checkpoints(tmp_path, net, stranger) as saves:
+    with checkpoint.Checkpoints(tmp_path / "new", net, stranger) as saves:
         with pytest.raises(ValueError, match="not the model's; make the optimizer after"):
             saves.save(1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)

@@ -77,6 +77,14 @@ def test_another_model_is_refused_by_the_name_of_a_tensor_on_every_rank(found):
         assert "((64, 32), torch.float32) in the checkpoint" in refused
 
 
+def test_a_load_that_is_refused_changes_nothing_on_the_disk(found):
+    for rank in found:
+        refused = rank["misfits"]["new_run"]
+        assert refused.startswith("ValueError: rank 0: ")
+        assert "holds checkpoints already, the last one step-00000002; resume" in refused
+        assert rank["misfits"]["unchanged"]
+
+
 def test_a_rank_that_cannot_write_is_named_on_every_rank_and_the_next_save_is_good(found):
     for rank in found:
         assert rank["misfits"]["sync"].endswith("rank 2: [Errno 28] No space left on device")

@@ -139,7 +139,15 @@ EXPORTS = {
         "tiny_model",
         "words",
     ],
-    "primerl.track": ["LiveView", "Run", "Sink", "wandb_sink"],
+    "primerl.track": [
+        "LiveView",
+        "Run",
+        "Sink",
+        "instead_of",
+        "new_file",
+        "number",
+        "wandb_sink",
+    ],
     "primerl.types": [
         "Completion",
         "Group",

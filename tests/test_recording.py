@@ -82,6 +82,7 @@ def folder(tmp_path_factory):
 def test_a_recording_is_exact(steps, folder):
     path, steps = folder / "groups.msgpack", [[build(*group) for group in step] for step in steps]
 
+    path.unlink(missing_ok=True)
     rollout.save_groups(path, steps)
     loaded = rollout.load_groups(path)
 
@@ -204,12 +205,22 @@ def test_a_malformed_group_is_named():
         recording.decode_group({})
 
 
-def test_a_failed_recording_leaves_the_earlier_one(tmp_path):
-    rollout.save_groups(tmp_path / "g", [[make_group(task_id="first")]])
+def test_a_recording_takes_no_other_file_s_place(tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("mine", "link"):
+        with pytest.raises(ValueError, match=f"{name} exists already; record in a new file"):
+            rollout.save_groups(tmp_path / name, [[make_group()]])
+
+    assert (tmp_path / "mine").read_text() == "kept"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_failed_recording_leaves_nothing(tmp_path):
     broken = Group(task_id="", rollouts=[])
     object.__setattr__(broken, "rollouts", [None])
 
     with pytest.raises(AttributeError):
         rollout.save_groups(tmp_path / "g", [[broken]])
 
-    assert rollout.load_groups(tmp_path / "g")[0][0].task_id == "first"
+    assert not list(tmp_path.iterdir())

@@ -1,5 +1,6 @@
 """The asynchronous recipe, told to stop and resumed: on two ranks, then on one."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -23,12 +24,12 @@ def model(tmp_path_factory):
     return folder
 
 
-def command(root, model, folder, *, steps, ranks):
+def command(root, model, folder, *, steps, ranks, more=()):
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     words = [*(launch if ranks > 1 else []), root / "tests" / "recipe_with_signal.py"]
     words += [root / "recipes" / "async_grpo.py", "--model", model, "--steps", steps]
     words += ["--groups-per-step", 2, "--group-size", 4, "--eval-tasks", 4, "--lr", 1e-3]
-    words += ["--save-every", 1000, "--resume", folder]
+    words += ["--save-every", 1000, "--resume" if folder.exists() else "--run-dir", folder, *more]
     return [sys.executable, *map(str, words)]
 
 
@@ -126,4 +127,107 @@ def test_the_summary_is_of_the_whole_run(told):
     assert summary["eval_before"] == two["summary"]["eval_before"]
     assert summary["eval_after"] is not None
     assert "error" not in summary
+    assert summary["finished"]
     assert (folder / "final" / "model.safetensors").is_file()
+
+
+def contents(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def resume(root, model, told, monkeypatch):
+    """Resume the finished run in this process, as ``command`` does; expect an error.
+
+    Returns what it says, once nothing in the folder has changed.
+    """
+    spec = importlib.util.spec_from_file_location("recipe", root / "recipes" / "async_grpo.py")
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    # a run is of the script that began it
+    monkeypatch.setattr("sys.argv", ["recipe_with_signal.py"])
+    folder, _ = told
+    usual = {"model": str(model), "groups_per_step": 2, "group_size": 4, "eval_tasks": 4}
+    usual |= {"lr": 1e-3, "steps": 10_000, "resume": str(folder)}
+
+    def refused(**changes):
+        before = contents(folder)
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            recipe.main(recipe.Args(**usual | changes))
+        assert contents(folder) == before
+        return str(error.value)
+
+    return refused
+
+
+def test_a_finished_run_is_not_trained_again(told, resume):
+    folder, _ = told
+    taken = len(steps_logged(folder))
+
+    assert resume(steps=taken).startswith(
+        f"{folder} is finished: it took its {taken} steps, and {taken} are planned. To train it "
+        "further, resume it with more steps"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "now", "begun"),
+    [
+        ("seed", 3, 0),
+        ("lr", 1e-4, 1e-3),
+        ("eval_tasks", 5, 4),
+        ("group_size", 8, 4),
+        ("groups_per_step", 3, 2),
+    ],
+)
+def test_a_resumed_run_keeps_its_tasks_and_what_its_checkpoint_decides(resume, name, now, begun):
+    said = resume(**{name: now})
+
+    assert f"was begun with {name}={begun}, and is resumed with {name}={now}" in said
+
+
+def test_another_script_s_run_is_not_resumed(resume, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["sync_grpo.py"])
+
+    assert "is a run of recipe_with_signal, and this is sync_grpo" in resume()
+
+
+def test_a_folder_with_another_s_metrics_is_not_resumed(resume, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "accuracy": 0.9}\n')
+
+    assert "has no checkpoint to resume from" in resume(resume=str(tmp_path))
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "accuracy": 0.9}\n'
+
+
+def test_a_run_is_not_begun_in_the_folder_of_another(told, resume):
+    folder, _ = told
+
+    assert "holds a run already" in resume(resume=None, run_dir=str(folder))
+
+
+def handles_sigterm(pid):
+    with open(f"/proc/{pid}/status") as file:
+        (caught,) = (line.split()[1] for line in file if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_told_to_stop_before_the_first_step_it_leaves_a_summary(root, model, tmp_path):
+    folder = tmp_path / "run"
+    arguments = command(root, model, folder, steps=10, ranks=1)
+    with (tmp_path / "output").open("w+") as output:
+        process = subprocess.Popen(arguments, stdout=output, stderr=output, cwd=tmp_path)
+        deadline = time.monotonic() + TIMEOUT_S
+        try:
+            while not ((folder / "args.json").exists() and handles_sigterm(process.pid)):
+                assert process.poll() is None, output.seek(0) or output.read()
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(TIMEOUT_S)
+        finally:
+            process.kill()
+
+    assert code != 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["error"] == "StoppedError: this process was told to stop (SIGTERM)"
+    assert not summary["finished"]

@@ -1,10 +1,11 @@
+import json
 import os
 import signal
 import time
 
 import pytest
 
-from primerl import parallel
+from primerl import parallel, track
 from primerl.parallel.stop_signals import StoppedError, StopSignals
 
 
@@ -22,24 +23,50 @@ def send(kind):
     os.kill(os.getpid(), kind)
 
 
-def test_sigterm_ends_the_process_until_a_loop_asks(handlers):
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGUSR1])
+def test_before_a_loop_asks_a_signal_is_an_error_and_what_is_closed_then_is_not_cut_off(kind):
     signals = StopSignals(10.0)
-    signals.install(lambda: False)
-    with pytest.raises(StoppedError, match="SIGTERM"):
-        send(signal.SIGTERM)
+    signals.install()
+    closed = []
+    with pytest.raises(StoppedError, match=kind.name):  # noqa: PT012
+        try:
+            send(kind)
+            time.sleep(20)
+        finally:
+            send(signal.SIGTERM)
+            send(signal.SIGUSR1)
+            closed.append(True)
+    signals.restore()
+
+    assert closed
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # the process is ending
+
+
+def test_sigterm_waits_once_a_loop_asks_but_a_second_one_does_not(handlers):
+    signals = StopSignals(10.0)
+    signals.install()
+    signals.watch(lambda: False)
     signals.defer()
     send(signal.SIGTERM)
 
     assert signals.came
     with pytest.raises(StoppedError):
-        send(signal.SIGTERM)  # a second one does not wait
+        send(signal.SIGTERM)
+
+
+def test_handlers_are_restored_if_no_signal_came(handlers):
+    signals = StopSignals(10.0)
+    signals.install()
+    assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)] != handlers
     signals.restore()
+
     assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)] == handlers
 
 
 def test_sigusr1_waits_however_often_it_comes():
     signals = StopSignals(0.01)
-    signals.install(lambda: False)
+    signals.install()
+    signals.watch(lambda: False)
     signals.defer()
     for _ in range(3):
         send(signal.SIGUSR1)
@@ -50,7 +77,8 @@ def test_sigusr1_waits_however_often_it_comes():
 
 def test_when_a_rank_has_failed_sigterm_does_not_wait():
     signals = StopSignals(10.0)
-    signals.install(lambda: True)
+    signals.install()
+    signals.watch(lambda: True)
     signals.defer()
 
     with pytest.raises(StoppedError):
@@ -60,7 +88,8 @@ def test_when_a_rank_has_failed_sigterm_does_not_wait():
 def test_a_rank_that_nobody_asks_in_time_ends():
     """As where another was killed and left no word: torchrun kills soon after its SIGTERM."""
     signals = StopSignals(0.1)
-    signals.install(lambda: False)
+    signals.install()
+    signals.watch(lambda: False)
     signals.defer()
     began = time.monotonic()
     send(signal.SIGTERM)
@@ -72,7 +101,8 @@ def test_a_rank_that_nobody_asks_in_time_ends():
 
 def test_once_all_ranks_know_nothing_cuts_off_the_save():
     signals = StopSignals(0.1)
-    signals.install(lambda: False)
+    signals.install()
+    signals.watch(lambda: False)
     signals.defer()
     send(signal.SIGTERM)
     signals.agree()
@@ -84,19 +114,39 @@ def test_once_all_ranks_know_nothing_cuts_off_the_save():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
-def test_a_world_of_one_is_told_after_its_step(monkeypatch, handlers):
+@pytest.fixture
+def alone(monkeypatch):
+    """No other ranks."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_a_world_of_one_is_told_after_its_step(alone):
     with parallel.process_group() as world:
-        assert signal.getsignal(signal.SIGTERM) == handlers[0]
         assert not world.should_stop()
         send(signal.SIGTERM)
         assert world.should_stop()
 
 
-def test_without_a_signal_a_world_of_one_leaves_no_handler(monkeypatch, handlers):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
+def test_a_world_of_one_closes_its_contexts_when_it_is_told_before_its_first_step(alone, tmp_path):
+    with pytest.raises(StoppedError), track.Run(tmp_path / "run"), parallel.process_group():
+        send(signal.SIGTERM)
+
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["error"] == "StoppedError: this process was told to stop (SIGTERM)"
+
+
+def test_ranks_that_never_connect_restore_the_handlers(monkeypatch, handlers):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ValueError, match="MASTER_ADDR"), parallel.process_group():
+        pass
+
+    assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)] == handlers
+
+
+def test_without_a_signal_a_world_of_one_leaves_no_handler(alone, handlers):
     with parallel.process_group() as world:
         assert not world.should_stop()
 

@@ -45,6 +45,7 @@ def test_a_run_writes_its_summary(tmp_path):
         "steps": 2,
         "staleness_max": 1,
         "mismatch_kl_mean": 0.05,
+        "finished": True,
     }
     assert json.loads((tmp_path / "run" / "args.json").read_text()) == {"lr": 0.1}
 
@@ -61,6 +62,7 @@ def test_what_does_not_apply_is_null(tmp_path):
         "wall_s": 0,
         "staleness_max": None,
         "mismatch_kl_mean": None,
+        "finished": False,
     }
     assert "- -> -" in run.report()
 
@@ -110,6 +112,15 @@ def test_samples_without_a_trained_token_are_passed_over(tmp_path):
     assert len(lines(tmp_path / "rollouts.jsonl")) == 1
 
 
+def test_a_run_that_is_killed_leaves_a_summary(tmp_path):
+    """From the moment that it has its folder."""
+    with track.Run(tmp_path):
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        assert summary["error"] == "the run has not ended, or its process was killed"
+        assert summary["finished"] is False
+    assert "error" not in json.loads((tmp_path / "summary.json").read_text())
+
+
 def test_a_run_that_fails_keeps_what_it_has_and_says_why(tmp_path):
     with pytest.raises(ZeroDivisionError), track.Run(tmp_path):
         raise ZeroDivisionError("half way")
@@ -118,11 +129,75 @@ def test_a_run_that_fails_keeps_what_it_has_and_says_why(tmp_path):
     assert summary["error"] == "ZeroDivisionError: half way"
 
 
-def test_a_folder_holds_one_run(tmp_path):
+def contents(folder):
+    """Every file of a folder, by its path in it."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    "name", ["args.json", "metrics.jsonl", "rollouts.jsonl", "summary.json", "final", "checkpoints"]
+)
+def test_a_new_run_refuses_a_folder_that_holds_what_it_would_write(tmp_path, name):
+    (tmp_path / name).write_text("another's")
+
+    with pytest.raises(ValueError, match=f"holds a run already .{name}"):
+        track.Run(tmp_path)
+    assert contents(tmp_path) == {name: b"another's"}
+
+
+def test_a_link_does_not_lead_a_new_run_to_another_file(tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "summary.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="holds a run already"):
+        track.Run(run)
+    (run / "summary.json").unlink()
+    with track.Run(run):
+        (run / "summary.partial").symlink_to(tmp_path / "mine")
+        (run / "summary.json").unlink()
+
+    assert (tmp_path / "mine").read_text() == "kept"
+    assert "eval_before" in json.loads((run / "summary.json").read_text())
+
+
+def test_other_files_in_a_run_s_folder_are_left_alone(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "server.log").write_text("kept")
+
     record(tmp_path)
 
-    with pytest.raises(ValueError, match="holds a run already"):
-        track.Run(tmp_path)
+    assert contents(tmp_path)["logs/server.log"] == b"kept"
+
+
+def test_a_file_is_no_folder_of_a_run(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ValueError, match="file is no folder"):
+        track.Run(tmp_path / "file")
+
+
+def test_of_two_runs_that_want_a_folder_one_gets_it(tmp_path):
+    first, second = track.Run(tmp_path / "run"), track.Run(tmp_path / "run")
+    with first:
+        with pytest.raises(ValueError, match="holds a run already"):
+            second.__enter__()
+        log(first, range(2))
+
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
+def test_a_run_that_another_process_writes_is_not_resumed(tmp_path):
+    with track.Run(tmp_path) as run:
+        log(run, range(2))
+        again = track.Run(tmp_path, state=run.state())
+        with pytest.raises(ValueError, match="is in use: another process writes"):
+            again.__enter__()
+        log(run, range(2, 3))
+    with track.Run(tmp_path, state=run.state()) as again:
+        log(again, range(3, 4))
+
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
 def log(run, steps):
@@ -134,7 +209,7 @@ def log(run, steps):
 
 
 def test_a_run_goes_on_in_its_folder_from_a_state(tmp_path):
-    """What came after the state was taken is removed, half a line too."""
+    """What came after the state was taken is set aside, half a line too."""
     with track.Run(tmp_path / "whole") as whole:
         log(whole, range(5))
     with track.Run(tmp_path / "run") as run:
@@ -145,9 +220,19 @@ def test_a_run_goes_on_in_its_folder_from_a_state(tmp_path):
     with (tmp_path / "run" / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 4, "ta')
 
+    before = contents(tmp_path / "run")
+
     with track.Run(tmp_path / "run", state=state) as again:
+        assert contents(tmp_path / "run") == before
         log(again, range(3, 5))
 
+    after = contents(tmp_path / "run")
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        kept = before[name].removesuffix(after[f"before-resume-001/{name}"])
+        assert len(kept) < len(before[name])
+        assert after[name].startswith(kept)
+    for name in ("args.json", "summary.json"):
+        assert after[f"before-resume-001/{name}"] == before[name]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["wall_s"] > state["wall_s"]
     assert summary == whole.summary | {"eval_before": 0.5, "wall_s": summary["wall_s"]}
@@ -162,12 +247,102 @@ def test_a_run_goes_on_in_its_folder_from_a_state(tmp_path):
     assert waits == [0.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_an_empty_state_begins_again(tmp_path):
-    record(tmp_path / "run")
+def test_a_resumed_run_that_fails_before_its_first_step_changes_nothing(tmp_path):
+    state = record(tmp_path, steps=3).state() | {"steps": 2}
+    before = contents(tmp_path)
 
-    record(tmp_path / "run", state={}, steps=1)
+    with pytest.raises(RuntimeError), track.Run(tmp_path, state=state):
+        raise RuntimeError("the checkpoint is of another model")
 
-    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 1
+    assert contents(tmp_path) == before
+
+
+def test_each_resume_keeps_what_it_cuts_off(tmp_path):
+    with track.Run(tmp_path) as run:
+        log(run, range(1))
+        state = run.state()
+        log(run, range(1, 3))
+    for _ in range(2):
+        with track.Run(tmp_path, state=state) as run:
+            log(run, range(1, 3))
+
+    for folder in ("before-resume-001", "before-resume-002"):
+        assert [line["step"] for line in lines(tmp_path / folder / "metrics.jsonl")] == [1, 2]
+
+
+def state_of(folder, *, args, steps=3):
+    with track.Run(folder, args=args) as run:
+        log(run, range(steps))
+    return run.state()
+
+
+SEED = {"seed": 0, "lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        ({"seed": 3}, {}, "was begun with seed=0, and is resumed with seed=3; .* keeps its seed"),
+        ({}, {"name": "another"}, "is a run of .*, and this is another"),
+        ({}, {"steps": 2}, "is resumed after step 3, but only 2 steps are planned"),
+        ({}, {"fixed": ["model"]}, "is no run of this script: model is only in one of"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path, change, settings, message):
+    state = state_of(tmp_path, args=SEED)
+    before = contents(tmp_path)
+
+    with pytest.raises(ValueError, match=message):
+        track.Run(tmp_path, args=SEED | change, **{"fixed": ["seed"], "state": state} | settings)
+
+    assert contents(tmp_path) == before
+
+
+def test_what_may_change_does_and_is_recorded(tmp_path):
+    state = state_of(tmp_path, args=SEED)
+
+    changed = SEED | {"lr": 0.2}
+    with track.Run(tmp_path, args=changed, state=state, fixed=["seed"]) as run:
+        log(run, range(3, 4))
+
+    assert json.loads((tmp_path / "args.json").read_text()) == changed
+    assert json.loads((tmp_path / "before-resume-001" / "args.json").read_text()) == SEED
+
+
+def test_a_finished_run_says_so_and_goes_on_only_to_more_steps(tmp_path):
+    """Its last checkpoint may be of an earlier step: what it trained since is not done again."""
+    state = record(tmp_path, steps=3).state() | {"steps": 2}
+    before = contents(tmp_path)
+
+    with pytest.raises(ValueError, match="is finished: it took its 3 steps, and 3 are planned"):
+        track.Run(tmp_path, state=state, steps=3)
+    assert contents(tmp_path) == before
+
+    with track.Run(tmp_path, state=state, steps=4) as run:
+        log(run, range(2, 3))
+        assert json.loads((tmp_path / "summary.json").read_text())["error"].startswith("the run")
+    assert not json.loads((tmp_path / "summary.json").read_text())["finished"]
+
+
+FOREIGN = {
+    "metrics.jsonl, line 1, is no record of a run": '{"loss": 1}\n',
+    "metrics.jsonl, line 1, is no record": "not JSON\n",
+    "metrics.jsonl, line 1, is no": "[" * 100_000 + "\n",
+    "metrics.jsonl, line 1": '{"step": "0"}\n',
+    "metrics.jsonl has lines of 1 steps, and the run's state is of 3": '{"step": 0}\n',
+}
+
+
+@pytest.mark.parametrize("message", FOREIGN)
+def test_a_folder_of_other_records_is_refused_and_nothing_changes(tmp_path, message):
+    state = state_of(tmp_path / "run", args=SEED)
+    (tmp_path / "run" / "metrics.jsonl").write_text(FOREIGN[message])
+    before = contents(tmp_path / "run")
+
+    with pytest.raises(ValueError, match=message):
+        track.Run(tmp_path / "run", args=SEED, state=state)
+
+    assert contents(tmp_path / "run") == before
 
 
 def test_a_state_without_its_files_is_refused(tmp_path):
@@ -175,6 +350,9 @@ def test_a_state_without_its_files_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="metrics.jsonl is missing; the run's state has 2 steps"):
         track.Run(tmp_path / "elsewhere", state=state)
+    assert not (tmp_path / "elsewhere").exists()
+    with pytest.raises(ValueError, match="state has no steps"):
+        track.Run(tmp_path / "run", state={})
 
 
 def test_an_alarm_is_printed(capsys):

@@ -64,6 +64,65 @@ def test_a_saved_model_loads_with_its_tokenizer_and_gives_the_same_logprobs(tmp_
     assert "primerl" not in json.dumps(config), "the packed attention leaked into the config"
 
 
+@pytest.fixture(params=["model", "adapter"])
+def save(request):
+    """A function that saves a folder, in which ``weights`` is what makes the model."""
+    model, tokenizer = testing.tiny_model("llama"), testing.character_tokenizer("ab")
+    if request.param == "model":
+        return lambda folder: weights.save_pretrained(model, folder, tokenizer=tokenizer)
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    peft.inject_adapter_in_model(config, model)
+    return lambda folder: weights.save_adapters(model, folder)
+
+
+@pytest.mark.parametrize("name", ["final", "final.partial"])
+def test_a_save_takes_the_place_of_no_folder_that_it_did_not_write(save, tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.tex").write_text("kept")
+
+    with pytest.raises(ValueError, match=f"{name} exists, and was not saved by this function"):
+        save(tmp_path / "final")
+
+    assert (tmp_path / name / "thesis.tex").read_text() == "kept"
+
+
+def test_a_save_takes_the_place_of_no_file(save, tmp_path):
+    (tmp_path / "final").write_text("kept")
+
+    with pytest.raises(ValueError, match="final exists, and was not saved"):
+        save(tmp_path / "final")
+
+    assert (tmp_path / "final").read_text() == "kept"
+
+
+def test_what_was_added_to_an_earlier_save_is_kept(save, tmp_path):
+    for number in range(3):
+        save(tmp_path / "final")
+        (tmp_path / "final" / "notes.md").write_text(f"{number}")
+
+    assert (tmp_path / "final.earlier" / "notes.md").read_text() == "0"
+    assert (tmp_path / "final.earlier-2" / "notes.md").read_text() == "1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "final",
+        "final.earlier",
+        "final.earlier-2",
+    ]
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/hostname", ".."])
+def test_an_index_does_not_lead_out_of_the_model_s_folder(tmp_path, name):
+    model = testing.tiny_model("llama")
+    weights.save_pretrained(model, tmp_path / "m", tokenizer=testing.character_tokenizer("ab"))
+    (tmp_path / "m" / "model.safetensors").rename(tmp_path / "secret.safetensors")
+    index = {"weight_map": dict.fromkeys(model.state_dict(), name)}
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index))
+    empty = weights.empty_model(tmp_path / "m")
+
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        weights.load_shards(empty, tmp_path / "m")
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_a_model_of_several_files_loads_bit_for_bit(family, tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "SHARD_BYTES", 20_000)

@@ -298,12 +298,46 @@ def test_a_broken_manifest_is_named(deltas, reader):
             reader.fetch(4)
 
     refused("describes version 5, not 4", version=5)
-    refused("outside its folder", file="../../etc/passwd")
+    for outside in ("../../etc/passwd", "/etc/passwd", "..", "", None):
+        refused("outside its folder", file=outside)
     refused("do not have the digest that it states", digest="0" * 32)
     refused("is broken", extra=1)
-    path.write_text("{")
-    with pytest.raises(ValueError, match=r"00000004.json in .* is broken"):
+    for broken in ("{", "[" * 100_000):
+        path.write_text(broken)
+        with pytest.raises(ValueError, match=r"00000004.json in .* is broken"):
+            reader.fetch(4)
+
+
+@pytest.mark.parametrize("name", ["00000004.json", "00000004.delta.safetensors"])
+def test_a_publication_is_not_read_through_a_link(deltas, reader, name):
+    path = deltas.folder / name
+    path.rename(deltas.folder.parent / name)
+    path.symlink_to(deltas.folder.parent / name)
+
+    with pytest.raises(ValueError, match="symbolic link"):
         reader.fetch(4)
+
+
+def test_other_files_in_a_folder_of_publications_are_left_alone(tmp_path):
+    """Whatever numbers they begin with, and from the first publication on."""
+    mine = [
+        "2024",
+        "2024-01-01.txt",
+        "7.json",
+        "99999999.csv",
+        "1.full.safetensors",
+        ".x.1.partial",
+    ]
+    for name in mine:
+        (tmp_path / name).write_text("kept")
+    (tmp_path / "00000099.json").mkdir()
+    publisher = Publisher(tmp_path)
+    for version in (1, 2):
+        manifest = publisher.write(version, LAYOUT, iter(tensors_of(version).items()))
+    publisher.retain(manifest, keep=2)
+
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*mine, "00000099.json", "00000002.json", "00000002.full.safetensors"}
 
 
 def test_a_delta_of_another_run_is_refused(tmp_path, deltas, reader):

@@ -1,6 +1,6 @@
 """Checkpoints of a training run: saved while it goes on, loaded on any number of ranks."""
 
 from primerl.checkpoint.checkpoints import Checkpoints, Stopped
-from primerl.checkpoint.folders import Saved, last_good
+from primerl.checkpoint.reading import Saved, last_good
 
 __all__ = ["Checkpoints", "Saved", "Stopped", "last_good"]

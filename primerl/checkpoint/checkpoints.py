@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from primerl.checkpoint import folders
 from primerl.checkpoint.agreement import exchange, together
-from primerl.checkpoint.folders import Saved
 from primerl.checkpoint.generators import generator_states
 from primerl.checkpoint.loading import load
+from primerl.checkpoint.reading import Saved
 from primerl.checkpoint.resharding import my_pieces
 from primerl.checkpoint.tensor_file import Piece
 from primerl.checkpoint.training_state import model_tensors, optimizer_state
@@ -34,7 +34,7 @@ class Stopped(SystemExit):
         self.step = step
 
     def __str__(self) -> str:
-        return f"told to stop after step {self.step}, which was saved; it can go on from there"
+        return f"told to stop after step {self.step}, which was saved; it can be resumed from there"
 
 
 class Checkpoints:
@@ -104,9 +104,7 @@ class Checkpoints:
         self._writer = Writer(
             self._folder, keep=keep, rank=self._rank, group=self._group, timeout_s=timeout_s
         )
-        if self._rank == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            folders.remove_remains(self._folder)
+        self._claimed = False
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -123,26 +121,40 @@ class Checkpoints:
             self._writer.abandon(10.0)  # worth a moment, but other ranks may be gone
 
     def load(self, saved: Saved | None) -> int:
-        """Go on from ``saved``, and return its step; 0 if there is none. All ranks call it.
+        """Resume from ``saved``, and return its step; 0 for a new run. All ranks call it.
 
         Model, optimizers, schedule, and the random number generators of torch, numpy and Python:
         each rank's own if as many ranks saved, else seeded anew from those of rank 0.
+
+        Nothing in the folder changes before all ranks have loaded. Then checkpoints of later steps,
+        which ``last_good`` found damaged, are renamed to ``.skipped``.
 
         Args:
             saved: what ``last_good`` returned on rank 0; not looked at on the others.
 
         Raises:
-            ValueError: it is of another model or optimizer; the message names a tensor.
+            ValueError: it is of another model or optimizer; the message names a tensor. Or it is a
+                new run, and the folder holds checkpoints.
         """
         self._writer.finish()
         mine = str(saved.folder) if self._rank == 0 and saved and saved.folder else None
-        folder = exchange(mine, self._group)[0]
-        step = 0
-        if folder is not None:
-            step = together(lambda: self._load(Path(folder)), self._group)[0]
-        if self._rank == 0:
-            folders.set_aside_later(self._folder, step)
+        source = exchange(mine, self._group)[0]
+        if source is None:
+            self._claim(resumed=None)
+            return 0
+        step: int = together(lambda: self._load(Path(source)), self._group)[0]
+        here = Path(source).parent.resolve() == self._folder.resolve()
+        self._claim(resumed=step if here else None)
         return step
+
+    def _claim(self, *, resumed: int | None) -> None:
+        def claim() -> None:
+            if self._rank == 0:
+                folders.claim(self._folder, resumed=resumed)
+
+        if resumed is not None or not self._claimed:
+            together(claim, self._group)
+        self._claimed = True
 
     def after(self, step: int, *, stop: bool = False, **values: Any) -> None:
         """Save if ``step`` steps are a multiple of ``every``, or if the run is to stop.
@@ -174,9 +186,11 @@ class Checkpoints:
 
         Raises:
             RuntimeError: this save failed, or an asynchronous one before it, on any rank.
-            ValueError: a value or a tensor can't be saved.
+            ValueError: a value or a tensor can't be saved; or the folder holds checkpoints from
+                which this run was not resumed.
         """
         self._writer.finish()
+        self._claim(resumed=None)
         snapshot = self._snapshot(step, values)
         if wait or not self._asynchronous:
             self._writer.write(snapshot)

@@ -1,73 +1,24 @@
-"""A folder of checkpoints: which are whole, which is the last, which may go."""
+"""A folder of checkpoints: names, what makes a checkpoint, which may go."""
 
 import json
-import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
 import xxhash
 
-from primerl.checkpoint.tensor_file import digest, write_bytes
-
-logger = logging.getLogger(__name__)
+from primerl.checkpoint.tensor_file import write_bytes
 
 FORMAT = 1
 SUBFOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 STATE = "state.json"
-_STEP = re.compile(r"step-(\d{8,})")
-_REMAINS = (".partial", ".removed")  # of saves and removals that were interrupted
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Saved:
-    """A checkpoint that was found whole, or none at all: ``last_good`` returns it."""
-
-    folder: Path | None = None
-    """Where it is; None if there is none."""
-    step: int = 0
-    """Policy steps taken when it was saved."""
-    world_size: int = 0
-    """Ranks that saved it."""
-    values: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
-    """Whatever rank 0 gave ``Checkpoints.save``, in JSON's types or as bytes."""
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value that was saved under this name, or ``default``."""
-        return self.values.get(name, default)
-
-
-def last_good(folder: str | os.PathLike[str] | None, *, verify: bool = True) -> Saved:
-    """The last checkpoint of a run that is whole; one without a folder if there is none.
-
-        saved = checkpoint.last_good("runs/mine")
-        rollouts = rollout.worker(..., state=saved.get("worker"))
-
-    A checkpoint that is damaged, or lacks a file, is named in a warning, and the one before it is
-    taken. It can be called before the ranks connect, by rank 0 alone.
-
-    Args:
-        folder: of the run; its ``checkpoints`` are looked at. None is a run that has none.
-        verify: whether every file is read and compared with its digest, not its size alone: a few
-            seconds for each 10 GB, by one process.
-    """
-    if folder is None:
-        return Saved()
-    for path in reversed(steps(Path(folder) / SUBFOLDER)):
-        try:
-            saved = _read(path, verify=verify)
-        except (ValueError, OSError) as error:
-            logger.warning("%s is skipped: %s", path, error)
-            continue
-        logger.info("going on from %s", path)
-        return saved
-    logger.warning("%s has no checkpoint; beginning at step 0", folder)
-    return Saved()
+_STEP = re.compile(r"step-([0-9]{8,18})")
+_REMAINS = re.compile(rf"{_STEP.pattern}\.(partial|removed)")  # of what was interrupted
+_VALUE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def steps(folder: Path) -> list[Path]:
@@ -93,41 +44,8 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _read(path: Path, *, verify: bool) -> Saved:
-    manifest = _manifest(path)
-    for name, record in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise ValueError(f"{name} is missing")
-        if file.stat().st_size != record["size"]:
-            raise ValueError(f"{name} has {file.stat().st_size} bytes of {record['size']}")
-        if verify and digest(file) != record["digest"]:
-            raise ValueError(f"{name} is damaged: its digest is not that of the manifest")
-    state = json.loads((path / STATE).read_bytes())
-    values = dict(state["values"])
-    values |= {name: (path / file).read_bytes() for name, file in state["bytes"].items()}
-    return Saved(
-        folder=path, step=manifest["step"], world_size=manifest["world_size"], values=values
-    )
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    try:
-        whole = json.loads((path / MANIFEST).read_bytes())
-        manifest, expected = whole["manifest"], whole["digest"]
-    except FileNotFoundError:
-        raise ValueError(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{MANIFEST} cannot be read: {error}") from None
-    if _digest(manifest) != expected:
-        raise ValueError(f"{MANIFEST} is damaged")
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"it has format {manifest['format']}, expected {FORMAT}")
-    found: dict[str, Any] = manifest
-    return found
-
-
-def _digest(manifest: Any) -> str:
+def manifest_digest(manifest: Any) -> str:
+    """Of a manifest, which its own file states."""
     return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
 
 
@@ -139,8 +57,11 @@ def encode(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, bytes]
         values: the caller's.
 
     Raises:
-        ValueError: one is neither bytes nor in JSON's types.
+        ValueError: one is neither bytes nor in JSON's types, or its name is no name of a file.
     """
+    for name in values:
+        if not _VALUE.fullmatch(name):
+            raise ValueError(f"a value is named {name!r}; expected letters, digits, '_', '-', '.'")
     files = {f"{name}.bin": value for name, value in values.items() if isinstance(value, bytes)}
     plain = {name: value for name, value in values.items() if not isinstance(value, bytes)}
     binary = {name: f"{name}.bin" for name in values.keys() - plain.keys()}
@@ -159,7 +80,7 @@ def publish(
 ) -> None:
     """Make a checkpoint of what lies in ``partial``: the manifest, and then the name."""
     manifest = {"format": FORMAT, "step": step, "world_size": world_size, "files": dict(files)}
-    text = json.dumps({"manifest": manifest, "digest": _digest(manifest)}, indent=1)
+    text = json.dumps({"manifest": manifest, "digest": manifest_digest(manifest)}, indent=1)
     write_bytes(partial / MANIFEST, text.encode())
     sync_folder(partial)
     if target.exists():
@@ -170,17 +91,46 @@ def publish(
 
 def retain(folder: Path, keep: int) -> None:
     """Remove all but the last ``keep`` checkpoints."""
-    for path in steps(folder)[:-keep]:
+    for path in _own(steps(folder))[:-keep]:
         remove(path)
 
 
-def set_aside_later(folder: Path, step: int) -> None:
-    """Rename what a run that goes on from ``step`` leaves behind: what came later is damaged."""
-    for path in steps(folder):
-        if step_of(path) > step:
-            skipped = path.with_name(f"{path.name}.skipped")
-            shutil.rmtree(skipped, ignore_errors=True)
-            path.rename(skipped)
+def claim(folder: Path, *, resumed: int | None) -> None:
+    """Make a folder ready for the checkpoints of a run: new, or resumed after a step.
+
+    What interrupted saves left is removed. Checkpoints of later steps, which are damaged, are
+    renamed.
+
+    Raises:
+        ValueError: a new run, in a folder that holds checkpoints.
+    """
+    found = steps(folder)
+    if resumed is None and found:
+        raise ValueError(
+            f"{folder} holds checkpoints already, the last one {found[-1].name}; resume from them "
+            "(checkpoint.last_good, and Checkpoints.load before the first save), or choose "
+            "another folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in _own(folder.glob("step-*")):
+        if _REMAINS.fullmatch(path.name):
+            shutil.rmtree(path)
+    for path in found:
+        if resumed is not None and step_of(path) > resumed:
+            path.rename(_unused(path.with_name(f"{path.name}.skipped")))
+
+
+def _own(paths: Iterable[Path]) -> list[Path]:
+    """Those that may be removed: folders, but no links to folders."""
+    return [path for path in paths if path.is_dir() and not path.is_symlink()]
+
+
+def _unused(path: Path) -> Path:
+    number, free = 1, path
+    while os.path.lexists(free):
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 def remove(path: Path) -> None:
@@ -189,13 +139,6 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def remove_remains(folder: Path) -> None:
-    """Remove what interrupted saves left."""
-    for path in folder.glob("step-*"):
-        if path.suffix in _REMAINS:
-            shutil.rmtree(path)
 
 
 def sync_folder(folder: Path) -> None:

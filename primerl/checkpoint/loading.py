@@ -1,6 +1,5 @@
 """Loading a checkpoint into a model and its optimizers, however they are sharded."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from primerl.checkpoint import folders
 from primerl.checkpoint.generators import reseed_generators, set_generators
+from primerl.checkpoint.reading import rank_files, read_manifest, read_state
 from primerl.checkpoint.resharding import fill, whole_shapes
 from primerl.checkpoint.tensor_file import Piece, read_pieces
 from primerl.checkpoint.training_state import model_tensors, prepare_optimizers
@@ -27,12 +26,14 @@ def load(
     """Set all of them to what was saved, and return its step.
 
     Raises:
-        ValueError: a name, shape, dtype or group of parameters is not what was saved.
+        ValueError: a name, shape, dtype or group of parameters is not what was saved, or a file is
+            damaged.
     """
-    state = json.loads((folder / folders.STATE).read_bytes())
+    manifest = read_manifest(folder)
+    state = read_state(folder, manifest)
     pieces: list[Piece] = []
     notes = []
-    for path in sorted(folder.glob("rank-*.safetensors")):
+    for path in rank_files(folder, manifest):
         of_rank, its_notes = read_pieces(path)
         pieces += of_rank
         notes.append(its_notes)
@@ -45,17 +46,17 @@ def load(
             f"which was saved, with {len(unknown) - 1} more that it lacks"
         )
     of_optimizers = [name for name in names if name.startswith("optimizer/")]
-    tensors |= prepare_optimizers(model, optimizers, state["optimizer"], of_optimizers)
+    tensors |= prepare_optimizers(model, optimizers, state.optimizer, of_optimizers)
     fill(tensors, pieces)
-    if (schedule is None) != (state["schedule"] is None):
+    if (schedule is None) != (state.schedule is None):
         raise ValueError(
             "the checkpoint does not fit: a schedule was "
             + ("saved, but none is given" if schedule is None else "given, but none was saved")
         )
     if schedule is not None:
-        schedule.load_state_dict(state["schedule"])
+        schedule.load_state_dict(state.schedule)
     _set_generators(pieces, notes, rank=rank, as_many=len(notes) == world_size)
-    return int(state["step"])
+    return state.step
 
 
 def _set_generators(

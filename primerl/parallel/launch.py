@@ -44,9 +44,10 @@ class World:
     def should_stop(self) -> bool:
         """Whether SIGTERM or SIGUSR1 came, to any rank; all ranks ask together, after each step.
 
-        From the first time on, those signals wait for this question, so that a run can be saved.
-        SIGTERM ends a process at once if it comes again, and, where there are several ranks, if
-        one has failed, or if this was not asked within ``grace_s``.
+        From the first time on, those signals wait for this question, so that a run can be saved;
+        before, they are raised as an error, so that contexts are closed. SIGTERM ends a process at
+        once if it comes again, and, where there are several ranks, if one has failed, or if this
+        was not asked within ``grace_s``.
         """
         self._signals.defer()
         if bool(all_sum(int(self._signals.came))):
@@ -58,9 +59,12 @@ class World:
             torch.cuda.set_device(self.device)
         if self.seed is not None:
             _seed_generators(self.seed + self.rank)
-        self._connection.callback(self._signals.restore)
-        if self.world_size > 1:
-            self._connection.enter_context(_connected(self))
+        with ExitStack() as entering:
+            entering.callback(self._signals.restore)
+            self._signals.install()
+            if self.world_size > 1:
+                entering.enter_context(_connected(self))
+            self._connection.push(entering.pop_all())
         return self
 
     def __exit__(
@@ -85,9 +89,9 @@ def process_group(
 
     Entering connects the ranks, by gloo for CPU tensors and NCCL for those of CUDA; leaving waits
     until every rank leaves. When a rank fails, the others fail too, by an error that names it and
-    says what it said; SIGTERM, by which torchrun ends them, is raised as an error, so that a run
-    folder is closed and processes are ended. A loop that asks ``World.should_stop`` gets to the end
-    of its step first.
+    says what it said. From entering on, SIGTERM, by which torchrun ends them, and SIGUSR1 are
+    raised as an error, so that a run's summary is written and processes are ended. A loop that asks
+    ``World.should_stop`` gets to the end of its step first.
 
     Args:
         timeout_s: how long ranks wait for each other, in seconds: longer than what the first rank
@@ -157,7 +161,7 @@ def _connected(world: World) -> Iterator[None]:
     )
     sign_in(store, world.rank)
     signals = world._signals
-    signals.install(lambda: _has_failed(store))
+    signals.watch(lambda: _has_failed(store))
     leaving: SystemExit | None = None
     try:
         try:

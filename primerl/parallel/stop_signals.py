@@ -9,16 +9,17 @@ from typing import Any
 
 
 class StoppedError(RuntimeError):
-    """SIGTERM, by which torchrun ends the ranks that are left when one has failed."""
+    """SIGTERM or SIGUSR1: torchrun ends by SIGTERM the ranks that are left when one has failed."""
 
 
 class StopSignals:
     """The handlers of one process, between ``install`` and ``restore``.
 
-    SIGTERM is raised as ``StoppedError``. Once ``defer`` was called, because a loop asks after each
-    step, the first one is only remembered, as SIGUSR1 is. It is raised even so if a rank has
-    failed, or if nobody asked for ``grace_s``: torchrun kills 30 s after its SIGTERM, and also
-    sends it when a rank was killed and left no word.
+    SIGTERM and SIGUSR1 are raised as ``StoppedError``, so that contexts are closed on the way out.
+    Once ``defer`` was called, because a loop asks after each step, the first SIGTERM and every
+    SIGUSR1 are only remembered. SIGTERM is raised even so if a rank has failed, or if nobody asked
+    for ``grace_s``: torchrun kills 30 s after its SIGTERM, and also sends it when a rank was killed
+    and left no word. After one was raised, further signals are ignored.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -34,21 +35,18 @@ class StopSignals:
         self._timer: threading.Timer | None = None
         self._before: dict[signal.Signals, Any] = {}
 
-    def install(self, failed: Callable[[], bool] | None) -> None:
-        """Handle SIGTERM.
-
-        Args:
-            failed: whether a rank has left word that it failed; None in a world of one.
-        """
-        self._failed = failed
+    def install(self) -> None:
+        """Handle both signals."""
         self._handle(signal.SIGTERM)
+        self._handle(signal.SIGUSR1)
+
+    def watch(self, failed: Callable[[], bool]) -> None:
+        """Ask, when SIGTERM comes, whether a rank has left word that it failed."""
+        self._failed = failed
 
     def defer(self) -> None:
         """Let the first signal wait until it is asked for."""
-        if not self._deferred:
-            self._deferred = True
-            self._handle(signal.SIGTERM)
-            self._handle(signal.SIGUSR1)
+        self._deferred = True
 
     def agree(self) -> None:
         """All ranks stop now: further signals change nothing."""
@@ -58,10 +56,11 @@ class StopSignals:
         self.ignore()
 
     def ignore(self) -> None:
-        """Let no SIGTERM cut off what this process does at its end."""
+        """Let no signal cut off what this process does at its end."""
         self._ending = True
         if self._is_main():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for which in self._before:
+                signal.signal(which, signal.SIG_IGN)
 
     def restore(self) -> None:
         """The handlers that were there before, unless the process is ending."""
@@ -77,17 +76,19 @@ class StopSignals:
             self._before[which] = signal.signal(which, self._receive)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        if signum == signal.SIGUSR1:
-            self.came = True
-            return
-        if not self._deferred or self._terminated or (self._failed is not None and self._failed()):
-            raise StoppedError("this process was told to stop (SIGTERM)")
-        self.came = self._terminated = True
-        if self._failed is not None:
-            again = (os.getpid(), signal.SIGTERM)
-            self._timer = threading.Timer(self._grace_s, os.kill, again)
-            self._timer.daemon = True
-            self._timer.start()
+        name = signal.Signals(signum).name
+        rank_failed = self._failed is not None and self._failed()
+        again = self._terminated and signum == signal.SIGTERM
+        if not self._deferred or again or (rank_failed and signum == signal.SIGTERM):
+            self.ignore()
+            raise StoppedError(f"this process was told to stop ({name})")
+        self.came = True
+        if signum == signal.SIGTERM:
+            self._terminated = True
+            if self._failed is not None:
+                self._timer = threading.Timer(self._grace_s, os.kill, (os.getpid(), signum))
+                self._timer.daemon = True
+                self._timer.start()
 
     def _is_main(self) -> bool:
         return threading.current_thread() is threading.main_thread()  # only it may handle signals

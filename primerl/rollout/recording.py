@@ -57,18 +57,20 @@ class _Recording(_Header):
 
 
 def save_groups(path: str | os.PathLike[str], steps: Sequence[Sequence[Group]]) -> None:
-    """Record groups in a file, all or nothing: ``steps[i]`` are those of policy step i.
+    """Record groups in a new file, all or nothing: ``steps[i]`` are those of policy step i.
 
     Raises:
-        ValueError: a group cannot be recorded exactly.
+        ValueError: a group cannot be recorded exactly, or the file exists.
     """
+    target = Path(path)
+    if os.path.lexists(target):
+        raise ValueError(f"{target} exists already; record in a new file, or remove it")
     file = {
         "format": FORMAT,
         "version": VERSION,
         "steps": [[encode_group(group) for group in groups] for groups in steps],
     }
-    target = Path(path)
-    partial = target.with_name(target.name + ".partial")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     partial.write_bytes(msgspec.msgpack.encode(file))
     partial.replace(target)
 

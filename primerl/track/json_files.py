@@ -1,33 +1,100 @@
 """A run's files: JSON, and a line of JSON for each record."""
 
+import fcntl
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 
-def open_lines(path: Path) -> TextIO:
-    """A file to which lines are added."""
-    return path.open("a", encoding="utf-8", buffering=1)  # a whole line at a time
-
-
-def cut(path: Path, steps: int) -> None:
-    """Keep the lines of the first ``steps`` steps of a file, if there is one.
+def open_lines(path: Path, *, new: bool = False) -> TextIO:
+    """A file to which lines are added.
 
     Raises:
-        ValueError: there should be lines, but there is no file.
+        FileExistsError: it is there, although it should be ``new``.
     """
-    if not path.exists():
-        if steps:
-            raise ValueError(f"{path} is missing; the run's state has {steps} steps of it")
+    return path.open("x" if new else "a", encoding="utf-8", buffering=1)  # a whole line at a time
+
+
+def lock(file: TextIO) -> None:
+    """Keep other processes from locking a file, until it is closed or this process ends.
+
+    Raises:
+        ValueError: another process holds the lock.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"{Path(file.name).parent} is in use: another process writes its run there. Wait until "
+            "that ends, or choose another folder"
+        ) from None
+    except OSError:
+        pass  # some file systems have no locks
+
+
+def end_of_steps(path: Path, steps: int) -> tuple[int, int]:
+    """Where the lines of the first ``steps`` steps end, in bytes, and how many steps they are of.
+
+    Raises:
+        ValueError: the file is missing, or one of these lines is not of a run.
+    """
+    if path.is_symlink() or not path.is_file():
+        raise ValueError(f"{path} is missing; the run's state has {steps} steps of it")
+    end = 0
+    seen = set()
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break  # the process was killed while it wrote
+            step = _step_of(path, number, line)
+            if step >= steps:
+                break
+            seen.add(step)
+            end += len(line)
+    return end, len(seen)
+
+
+def _step_of(path: Path, number: int, line: bytes) -> int:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}, line {number}, is no record of a run: {error!r}") from None
+    if not isinstance(step, int):
+        raise ValueError(f"{path}, line {number}, is no record of a run: its step is {step!r}")
+    return step
+
+
+def move_tail(path: Path, end: int, target: Path) -> None:
+    """Move what a file holds after its first ``end`` bytes into a new file, if it holds more."""
+    if path.stat().st_size <= end:
         return
     with path.open("rb+") as file:
-        end = 0
-        for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] >= steps:
-                break
-            end += len(line)
+        file.seek(end)
+        with target.open("xb") as kept:
+            shutil.copyfileobj(file, kept)
+            kept.flush()
+            os.fsync(kept.fileno())
         file.truncate(end)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's mapping.
+
+    Raises:
+        ValueError: it is missing, or holds something else.
+    """
+    if path.is_symlink() or not path.is_file():
+        raise ValueError(f"{path} is missing")
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, expected a mapping")
+    return value
 
 
 def write_line(file: TextIO, record: Mapping[str, Any]) -> None:
@@ -38,5 +105,7 @@ def write_line(file: TextIO, record: Mapping[str, Any]) -> None:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a file, all or nothing."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+    partial.unlink(missing_ok=True)  # of a process that was killed; a link is not followed
+    with partial.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2, default=str) + "\n")
     partial.replace(path)

@@ -1,6 +1,5 @@
 """A run: one folder with everything that is worth keeping."""
 
-import itertools
 import math
 import os
 import sys
@@ -14,11 +13,12 @@ from typing import Any
 import attrs
 import numpy as np
 
-from primerl.track.json_files import cut, open_lines, write_json, write_line
+from primerl.track.json_files import write_json, write_line
+from primerl.track.run_folder import FINAL, SUMMARY, RunFolder, fresh_folder
 from primerl.track.sinks import Sink
 from primerl.types import Group, TrainingSample
 
-SUMMARY = ("eval_before", "eval_after", "steps", "wall_s", "staleness_max", "mismatch_kl_mean")
+OUTCOME = ("eval_before", "eval_after", "steps", "wall_s", "staleness_max", "mismatch_kl_mean")
 # Totals that become a rate per second, and those that become the step's own share.
 RATES = ("rollout_tokens",)
 SHARES = ("trainer_wait_s", "rollout_wait_s")
@@ -38,21 +38,31 @@ class Run:
     - ``args.json``: what the run was asked to do.
     - ``metrics.jsonl``: a line for each step.
     - ``rollouts.jsonl``: every trained sequence with its text, reward and per-token arrays.
-    - ``summary.json``: the outcome, also of a run that failed; null where a figure does not apply.
+    - ``summary.json``: the outcome, also of a run that failed or was killed, whose ``error`` says
+      so and which is not ``finished``; null where a figure does not apply.
       What is put into ``summary`` before appears there, too.
     - ``final/``: what ``save`` writes.
 
+    Making a ``Run`` only checks; entering it claims the folder for this process. With ``state``, a
+    run is resumed: nothing in its folder changes before the first ``log``, so that a checkpoint can
+    be loaded in between, on all ranks. Then what the state doesn't cover (lines of later steps, and
+    the earlier ``args.json`` and ``summary.json``) moves to ``before-resume-NNN/``.
+
     Args:
         folder: is made; must not hold another run, unless ``state`` is given. By
-            default the next free ``runs/SCRIPT-NNN``, named for the running script.
+            default the next free ``runs/NAME-NNN``.
         args: an attrs value or a mapping.
         decode: token ids to text.
         sinks: functions ``(step, metrics) -> None``.
-        state: what ``Run.state`` returned, to go on from there in the same folder: lines of later
-            steps are removed. ``{}`` begins again, in a folder that may hold a run.
+        state: what ``Run.state`` returned, to resume that run in its folder.
+        steps: how many are planned; needed to tell a resumed run that is finished.
+        fixed: names of the ``args`` that a resumed run must keep.
+        name: of the script: a run is resumed by the one that began it. By default the name of the
+            running script.
 
     Raises:
-        ValueError: the folder holds a run, or less of it than ``state`` says.
+        ValueError: the folder holds a run; or, with ``state``, it isn't that run's, the run is
+            finished or was begun with other arguments. On entering: another process writes there.
     """
 
     def __init__(
@@ -63,30 +73,55 @@ class Run:
         decode: Callable[[list[int]], str] | None = None,
         sinks: Sequence[Sink] = (),
         state: Mapping[str, Any] | None = None,
+        steps: int | None = None,
+        fixed: Sequence[str] = (),
+        name: str | None = None,
     ) -> None:
-        self.folder = _fresh_folder() if folder is None else Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        metrics, rollouts = (self.folder / f"{name}.jsonl" for name in ("metrics", "rollouts"))
-        if state is None and metrics.exists():
-            raise ValueError(f"{self.folder} holds a run already; choose another folder")
+        self._name = name or Path(sys.argv[0]).stem or "run"
+        self._args = attrs.asdict(args) if attrs.has(type(args)) else dict(args or {})
+        self.folder = fresh_folder(Path("runs") / self._name) if folder is None else Path(folder)
+        if state is not None:
+            self._require_same_script(state)
+        self._files = RunFolder(self.folder, state=state)
+        if state is not None:
+            self._files.require_arguments(self._args, fixed)
+            if steps is not None:
+                self._require_steps_left(state["steps"], steps)
         known = state or {}
         self.staleness: Counter[int] = Counter(dict(known.get("staleness", ())))
         """Trained tokens by staleness, over the run."""
-        self.summary: dict[str, Any] = dict.fromkeys(SUMMARY) | known.get("summary", {})
+        self.summary: dict[str, Any] = dict.fromkeys(OUTCOME) | known.get("summary", {})
+        self.summary["finished"] = False
         self._decode = decode
         self._sinks = tuple(sinks)
         self._steps: int = known.get("steps", 0)
-        for path in (metrics, rollouts):
-            cut(path, self._steps)
-        self._metrics_file, self._rollouts_file = open_lines(metrics), open_lines(rollouts)
+        self._writes = state is None
         self._earlier_s: float = known.get("wall_s", 0.0)
         self._began = self._step_began = time.perf_counter()
         self._totals: dict[str, float] = dict(known.get("totals", {}))
         self._mismatch: list[float] = list(known.get("mismatch", (0.0, 0)))
-        values = attrs.asdict(args) if attrs.has(type(args)) else dict(args or {})
-        write_json(self.folder / "args.json", values)
+
+    def _require_same_script(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state.get("steps"), int):
+            raise ValueError("state has no steps; expected what Run.state returned")
+        if state.get("name") != self._name:
+            raise ValueError(
+                f"{self.folder} is a run of {state.get('name')}, and this is {self._name}; resume "
+                "it with the script that began it"
+            )
+
+    def _require_steps_left(self, taken: int, planned: int) -> None:
+        self._files.require_unfinished(planned)
+        if taken > planned:
+            raise ValueError(
+                f"{self.folder} is resumed after step {taken}, but only {planned} steps are "
+                "planned; plan more (--steps)"
+            )
 
     def __enter__(self) -> "Run":
+        self._files.claim(self._args)
+        if self._writes:
+            self._write_unended()
         self._began = self._step_began = time.perf_counter()
         return self
 
@@ -99,21 +134,33 @@ class Run:
         self.summary["wall_s"] = self._wall_s
         if error is not None:
             self.summary["error"] = f"{type(error).__name__}: {error}"
-        write_json(self.folder / "summary.json", self.summary)
-        self._metrics_file.close()
-        self._rollouts_file.close()
+        if self._writes:
+            write_json(self.folder / SUMMARY, self.summary)
+        self._files.close()
         for sink in self._sinks:
             close = getattr(sink, "close", None)
             if close is not None:
                 close()
+
+    def _begin_writing(self) -> None:
+        if not self._writes:
+            self._files.resume(self._args)
+            self._write_unended()
+            self._writes = True
+
+    def _write_unended(self) -> None:
+        """The summary that stays if this process is killed."""
+        unended = self.summary | {"error": "the run has not ended, or its process was killed"}
+        write_json(self.folder / SUMMARY, unended)
 
     @property
     def _wall_s(self) -> float:
         return self._earlier_s + time.perf_counter() - self._began
 
     def state(self) -> dict[str, Any]:
-        """What another run needs to go on from here: ``Run(folder, state=)``; in JSON's types."""
+        """What ``Run(folder, state=)`` needs to resume from here; in JSON's types."""
         return {
+            "name": self._name,
             "steps": self._steps,
             "summary": dict(self.summary),
             "staleness": [[stale, count] for stale, count in sorted(self.staleness.items())],
@@ -143,6 +190,7 @@ class Run:
             mismatch: the sum and count that ``loss.mismatch_kl`` returned, added over the step.
             metrics: further numbers, under their own names.
         """
+        self._begin_writing()
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
         line = {"step": step, **_batch_metrics(step, groups, samples)}
@@ -161,7 +209,7 @@ class Run:
             stale = step - sample.versions[sample.loss_mask]
             self.staleness.update(stale.tolist())
         self._write_rollouts(step, groups, samples)
-        write_line(self._metrics_file, line)
+        write_line(self._files.metrics, line)
         self.summary["steps"] = self._steps = step + 1
         self.summary["staleness_max"] = max(self.staleness, default=None)
         for sink in self._sinks:
@@ -170,9 +218,11 @@ class Run:
 
     def finish(self, *, save: Callable[[Path], None] | None = None, **summary: Any) -> None:
         """Record the outcome, and write ``final/`` by calling ``save`` with its path."""
+        self._begin_writing()
         self.summary |= {name: _plain(value) for name, value in summary.items()}
         if save is not None:
-            save(self.folder / "final")
+            save(self.folder / FINAL)
+        self.summary["finished"] = True
 
     def report(self) -> str:
         """The outcome in a few lines: evaluation, staleness, mismatch, folder."""
@@ -227,7 +277,7 @@ class Run:
                         "versions": one.versions.tolist(),
                         "advantages": one.advantages.tolist(),
                     }
-                    write_line(self._rollouts_file, record)
+                    write_line(self._files.rollouts, record)
 
 
 def _batch_metrics(
@@ -254,19 +304,6 @@ def _mean_reward(groups: Sequence[Group], environment: str) -> float:
 
 def _arrow(before: float | None, after: float | None) -> str:
     return " -> ".join("-" if score is None else f"{score:.4f}" for score in (before, after))
-
-
-def _fresh_folder() -> Path:
-    parent, name = Path("runs"), Path(sys.argv[0]).stem or "run"
-    parent.mkdir(exist_ok=True)
-    for number in itertools.count(1):
-        folder = parent / f"{name}-{number:03d}"
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        return folder
-    raise AssertionError("unreachable")
 
 
 def _plain(value: Any) -> Any:

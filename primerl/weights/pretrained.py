@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from primerl._optional import require
 from primerl.weights.checkpoint import TensorLayout, checkpoint_layout, checkpoint_tensors
 from primerl.weights.gathering import is_first_rank
+from primerl.weights.saved_folder import saved_folder
 from primerl.weights.tensor_file import write_tensors
 
 SHARD_BYTES = 5 * 10**9
@@ -52,9 +52,10 @@ def save_pretrained(
 ) -> None:
     """Write the model and its tokenizer as a Hugging Face folder (safetensors), all or nothing.
 
-    The folder appears under its name when it is whole, in place of an earlier one. All ranks call
-    this, because a sharded model is gathered, layer by layer; rank 0 writes files of up to 5 GB,
-    and holds one layer beyond its shard.
+    The folder appears under its name when it is whole, in place of an earlier one; an earlier one
+    to which other files were added is renamed to ``NAME.earlier``. All ranks call this, because a
+    sharded model is gathered, layer by layer; rank 0 writes files of up to 5 GB, and holds one
+    layer beyond its shard.
 
     Args:
         model: a ``transformers`` model, sharded or not.
@@ -62,7 +63,8 @@ def save_pretrained(
         tokenizer: saved beside it.
 
     Raises:
-        ValueError: rank 0 has no folder, or the model's tensors cannot be named layer by layer.
+        ValueError: rank 0 has no folder, the folder holds what is no saved model, or the model's
+            tensors cannot be named layer by layer.
     """
     layout = checkpoint_layout(model)
     if not is_first_rank():
@@ -71,18 +73,13 @@ def save_pretrained(
         return
     if folder is None:
         raise ValueError("folder is None; rank 0 writes the model, so pass it a path")
-    target = Path(folder)
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    writer: Any = model
-    writer.save_pretrained(partial, state_dict={})  # all that is not a tensor
-    for path in partial.glob("*.safetensors"):
-        path.unlink()
-    _write_shards(partial, layout, checkpoint_tensors(model))
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    with saved_folder(folder, marker="config.json") as partial:
+        writer: Any = model
+        writer.save_pretrained(partial, state_dict={})  # all that is not a tensor
+        for path in partial.glob("*.safetensors"):
+            path.unlink()
+        _write_shards(partial, layout, checkpoint_tensors(model))
+        tokenizer.save_pretrained(partial)
 
 
 def _write_shards(

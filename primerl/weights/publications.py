@@ -1,6 +1,7 @@
 """Versions of a model's weights in a folder: what a trainer writes and receivers read."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from primerl._files import member
 from primerl.weights.checkpoint import TensorLayout
 from primerl.weights.digests import TensorDigest, digest_of, digest_of_all, digest_of_file
 from primerl.weights.tensor_file import whole_or_nothing, write_tensors
@@ -16,6 +18,9 @@ FULL = "full"
 DELTA = "delta"
 SAME = "same"
 """How a tensor comes in a delta: not at all, as a ``DELTA`` of its bytes, or ``FULL``."""
+
+_NAME = re.compile(rf"([0-9]{{8,}})\.(json|({FULL}|{DELTA})\.safetensors)")
+_PARTIAL = re.compile(rf"\.({_NAME.pattern})\.[0-9]+\.partial")
 
 
 @attrs.frozen(kw_only=True)
@@ -60,6 +65,8 @@ def read_manifest(folder: Path, version: int) -> Manifest:
     """
     path = manifest_path(folder, version)
     where = describe(path)
+    if path.is_symlink():
+        raise ValueError(f"{where} is a symbolic link, expected a file")
     try:
         read: dict[str, Any] = json.loads(path.read_bytes())
         tensors = {n: TensorDigest(d, tuple(s), x) for n, (d, s, x) in read["tensors"].items()}
@@ -68,12 +75,14 @@ def read_manifest(folder: Path, version: int) -> Manifest:
         raise ValueError(
             f"there is no publication of version {version}: {where} is missing"
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{where} is broken: {error}") from error
     if manifest.version != version:
         raise ValueError(f"{where} describes version {manifest.version}, not {version}")
-    if Path(manifest.file).name != manifest.file:
-        raise ValueError(f"{where} names a file outside its folder: {manifest.file}")
+    try:
+        member(folder, manifest.file)
+    except ValueError as error:
+        raise ValueError(f"{where} names a file outside its folder: {error}") from None
     if manifest.digest != digest_of_all(manifest.tensors):
         raise ValueError(f"{where} is broken: its tensors do not have the digest that it states")
     return manifest
@@ -99,7 +108,8 @@ def check_file(folder: Path, manifest: Manifest) -> Path:
 
 def versions(folder: Path) -> list[int]:
     """The published versions, in order."""
-    return sorted(int(p.stem) for p in folder.glob("*.json") if p.stem.isdigit())
+    found = (_NAME.fullmatch(path.name) for path in folder.glob("*.json"))
+    return sorted(int(match[1]) for match in found if match)
 
 
 def chain(folder: Path, version: int, *, have: str | None = None) -> list[Manifest]:
@@ -198,9 +208,13 @@ def retain(
     tensors of these gets this name, for the next publication to write over.
     """
     for partial in folder.glob(".*.partial"):
-        partial.unlink(missing_ok=True)
+        if _PARTIAL.fullmatch(partial.name):
+            partial.unlink(missing_ok=True)
     for path in folder.glob("[0-9]*"):
-        version = int(path.name.split(".")[0])
+        match = _NAME.fullmatch(path.name)
+        if match is None or path.is_dir():
+            continue  # not of a publication
+        version = int(match[1])
         taken_back = version > manifest.version
         too_old = keep is not None and version < keep
         replaced = version == manifest.version and path.suffix != ".json"

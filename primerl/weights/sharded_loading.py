@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from primerl._files import member
 from primerl._optional import require
 from primerl.weights.adapters import has_adapters
 from primerl.weights.checkpoint import distinct_tensors
@@ -128,7 +129,9 @@ class _Checkpoint:
         self._stack = ExitStack()
         if (folder / INDEX).is_file():
             of_file = json.loads((folder / INDEX).read_text())["weight_map"]
-            self.files = {name: folder / file for name, file in of_file.items()}
+            self.files = {
+                name: member(folder, file, may_be_link=True) for name, file in of_file.items()
+            }
         elif (folder / SINGLE).is_file():
             self.files = dict.fromkeys(self._file(folder / SINGLE).keys(), folder / SINGLE)
         else:

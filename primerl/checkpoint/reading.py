@@ -1,0 +1,194 @@
+"""Reading checkpoints: the last one that is whole, and what is in it."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+
+from primerl._files import member
+from primerl.checkpoint.folders import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    SUBFOLDER,
+    manifest_digest,
+    rank_file,
+    step_of,
+    steps,
+)
+from primerl.checkpoint.tensor_file import FileRecord, digest
+
+logger = logging.getLogger(__name__)
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a checkpoint consists of."""
+
+    format: int
+    step: int
+    world_size: int
+    files: dict[str, FileRecord]
+
+
+class State(msgspec.Struct, frozen=True):
+    """What rank 0 saves beside tensors."""
+
+    step: int
+    optimizer: dict[str, Any]
+    schedule: Any
+    values: dict[str, Any]
+    bytes: dict[str, str]
+    """Names of files, by the names of what they hold."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Saved:
+    """A checkpoint that was found whole, or the start of a new run: see ``last_good``."""
+
+    folder: Path | None = None
+    """Where it is; None for a new run."""
+    step: int = 0
+    """Policy steps taken when it was saved."""
+    world_size: int = 0
+    """Ranks that saved it."""
+    values: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
+    """Whatever rank 0 gave ``Checkpoints.save``, in JSON's types or as bytes."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value that was saved under this name, or ``default``."""
+        return self.values.get(name, default)
+
+
+def last_good(folder: str | os.PathLike[str] | None, *, verify: bool = True) -> Saved:
+    """The last checkpoint of a run that is whole.
+
+        saved = checkpoint.last_good("runs/mine")
+        rollouts = rollout.worker(..., state=saved.get("worker"))
+
+    A checkpoint that is damaged, or lacks a file, is named in a warning, and the one before it is
+    taken. It can be called before the ranks connect, by rank 0 alone.
+
+    Args:
+        folder: of the run; its ``checkpoints`` are looked at. None for a new run: the result has no
+            folder, and step 0.
+        verify: whether every file is read and compared with its digest, not its size alone: a few
+            seconds for each 10 GB, by one process.
+
+    Raises:
+        ValueError: there is no such folder, it has no checkpoint, or none that is whole; the
+            message names each, and what is wrong with it. A run that was meant to be resumed never
+            starts from step 0.
+    """
+    if folder is None:
+        return Saved()
+    inside = Path(folder) / SUBFOLDER
+    found = steps(inside)
+    if not found:
+        raise ValueError(_why_none(Path(folder), inside))
+    damages = []
+    for path in reversed(found):
+        try:
+            saved = _read(path, verify=verify)
+        except (ValueError, OSError, RecursionError) as error:
+            logger.warning("%s is skipped: %s", path, error)
+            damages.append(f"{path.name}: {error}")
+            continue
+        logger.info("resuming from %s", path)
+        return saved
+    raise ValueError(
+        f"none of the {len(found)} checkpoint(s) in {inside} is whole, so the run cannot be "
+        f"resumed ({'; '.join(damages)}). Restore one of these folders from a copy; to train anew "
+        "from step 0, choose another run folder"
+    )
+
+
+def _why_none(run: Path, inside: Path) -> str:
+    if not run.is_dir():
+        return f"there is no folder {run} to resume from; to begin a run there, do not resume"
+    remains = sorted(path.name for path in inside.glob("step-*"))
+    left = f"; {inside} has only {', '.join(remains)}, of interrupted saves" if remains else ""
+    return (
+        f"{run} has no checkpoint to resume from (no {inside / 'step-NNNNNNNN'}){left}. If this is "
+        "the wrong folder, pass that of the run; to begin a run, do not resume, and choose a "
+        "folder that holds none"
+    )
+
+
+def _read(path: Path, *, verify: bool) -> Saved:
+    manifest = read_manifest(path)
+    for name, record in manifest.files.items():
+        file = member(path, name)
+        if not file.is_file():
+            raise ValueError(f"{name} is missing")
+        if file.stat().st_size != record.size:
+            raise ValueError(f"{name} has {file.stat().st_size} bytes of {record.size}")
+        if verify and digest(file) != record.digest:
+            raise ValueError(f"{name} is damaged: its digest is not that of the manifest")
+    state = read_state(path, manifest)
+    values = dict(state.values)
+    values |= {name: member(path, file).read_bytes() for name, file in state.bytes.items()}
+    return Saved(folder=path, step=manifest.step, world_size=manifest.world_size, values=values)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        ValueError: it is missing, damaged, or of another step.
+    """
+    if path.is_symlink():
+        raise ValueError("it is a symbolic link, expected a folder")
+    file = member(path, MANIFEST)
+    try:
+        whole = json.loads(file.read_bytes())
+        content = whole["manifest"]
+        damaged = manifest_digest(content) != whole["digest"]
+        version = content["format"]
+    except FileNotFoundError:
+        raise ValueError(f"{MANIFEST} is missing") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read: {error!r}") from None
+    if damaged:
+        raise ValueError(f"{MANIFEST} is damaged")
+    if version != FORMAT:
+        raise ValueError(f"it has format {version}, expected {FORMAT}")
+    try:
+        manifest = msgspec.convert(content, type=Manifest)
+    except ValueError as error:
+        raise ValueError(f"{MANIFEST} cannot be read: {error}") from None
+    if manifest.step != step_of(path):
+        raise ValueError(f"{MANIFEST} is of step {manifest.step}")
+    ranks = {name for name in manifest.files if name.startswith("rank-")}
+    if len(ranks) != manifest.world_size:
+        raise ValueError(f"{MANIFEST} has files of {len(ranks)} ranks of {manifest.world_size}")
+    if ranks != {rank_file(rank) for rank in range(manifest.world_size)}:
+        raise ValueError(f"{MANIFEST} has files of other ranks: {', '.join(sorted(ranks))}")
+    return manifest
+
+
+def read_state(path: Path, manifest: Manifest) -> State:
+    """What rank 0 saved beside tensors.
+
+    Raises:
+        ValueError: it cannot be read, or names a file that is not in the manifest.
+    """
+    file = member(path, STATE)
+    try:
+        # Not msgspec's own decoder, which knows no infinite numbers.
+        state = msgspec.convert(json.loads(file.read_bytes()), type=State)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{STATE} cannot be read: {error!r}") from None
+    strangers = {STATE, *state.bytes.values()} - manifest.files.keys()
+    if strangers:
+        raise ValueError(f"{STATE} names {min(strangers)!r}, which is not in {MANIFEST}")
+    return state
+
+
+def rank_files(path: Path, manifest: Manifest) -> list[Path]:
+    """Where the tensors of each rank are, in order."""
+    return [member(path, rank_file(rank)) for rank in range(manifest.world_size)]

@@ -102,19 +102,22 @@ def _latent_keys_and_values(
 GATE_UP = _equal("gate", "up")
 # By the class of the module that has the layer, and the layer's name in it.
 FUSED: dict[str, dict[str, Layout]] = {
-    **dict.fromkeys(("GlmMLP", "Glm4MLP", "Phi3MLP"), {"gate_up_proj": GATE_UP}),
+    **{name: {"gate_up_proj": GATE_UP} for name in ("GlmMLP", "Glm4MLP", "Phi3MLP")},
     "ModernBertDecoderMLP": {"Wi": GATE_UP},
     "Phi3Attention": {"qkv_proj": _query_key_value},
-    **dict.fromkeys(("GPTNeoXAttention", "PersimmonAttention"), {"query_key_value": _of_each_head}),
+    **{
+        name: {"query_key_value": _of_each_head}
+        for name in ("GPTNeoXAttention", "PersimmonAttention")
+    },
     "GPT2Attention": {"c_attn": _equal("query", "key", "value")},
     "GPTBigCodeAttention": {"c_attn": _gpt_bigcode},
     "JetMoeAttention": {"kv_proj": _equal("key", "value")},
     "JetMoeMoE": {"input_linear": GATE_UP},
     "LongcatFlashExperts": {"gate_up_proj": GATE_UP},
-    **dict.fromkeys(
-        ("Gemma3nTextModel", "Gemma4TextModel", "Gemma4UnifiedTextModel"),
-        {"per_layer_model_projection": _of_each_layer},
-    ),
+    **{
+        name: {"per_layer_model_projection": _of_each_layer}
+        for name in ("Gemma3nTextModel", "Gemma4TextModel", "Gemma4UnifiedTextModel")
+    },
 }
 # Of latent attention (arXiv 2405.04434), whichever the family.
 LATENT: dict[str, Layout] = {

@@ -40,9 +40,9 @@ class Muon(Optimizer):
         params: matrices; or groups with, besides the hyperparameters below,
 
             - ``algorithm``: ``"muon"`` (the default) or ``"adamw"``, for what is no matrix;
-            - ``split``: None where each matrix is one; or sizes ``(a, b, ..)``, where the first a of
-              its outputs belong to one matrix, the next b to another, and so on again until they
-              end. These are then made orthogonal one by one: gate and up projections in one
+            - ``split``: None where each matrix is one; or sizes ``(a, b, ..)``, where the first a
+              of its outputs belong to one matrix, the next b to another, and so on again until
+              they end. These are then made orthogonal one by one: gate and up projections in one
               parameter are updated as they are in two (``Matrices``);
             - ``transposed``: whether matrices are ``[inputs, outputs]``.
         lr: the learning rate.

@@ -117,8 +117,8 @@ def icepop(
     Source: IcePop, of the Ring-1T report, arXiv:2510.18855; bounds of 0.5 and 5 as there.
 
     Raises:
-        ValueError: not ``low <= high``, one is not between e^-20 and e^20 (0 and infinity are for no
-            bound), or the tensors do not fit.
+        ValueError: not ``low <= high``, one is not between e^-20 and e^20 (0 and infinity are for
+            no bound), or the tensors do not fit.
     """
     _require_interval(low, high)
     r = token_ratio(logprobs, behavior_logprobs).detach()
@@ -146,8 +146,8 @@ def geometric_rejection(
     the documentation of verl's rollout correction.
 
     Raises:
-        ValueError: not ``low <= high``, one is not between e^-20 and e^20 (0 and infinity are for no
-            bound), or the tensors do not fit.
+        ValueError: not ``low <= high``, one is not between e^-20 and e^20 (0 and infinity are for
+            no bound), or the tensors do not fit.
     """
     _require_interval(low, high)
     mean = sequence_ratio(

@@ -157,6 +157,7 @@ def parameters(config: Any) -> Parameters:
     layers, embeddings = _layers(config), config.vocab_size * config.hidden_size
     active = _head(config) + sum(layer.active for layer in layers)
     idle = sum(layer.idle_experts + layer.idle_heads for layer in layers)
+    embeddings += 8 * config.hidden_size if _family(config) == "mllama_text_model" else 0  # images
     embedding = 0 if getattr(config, "tie_word_embeddings", False) else embeddings
     return Parameters(total=active + idle + embedding, active=active)
 

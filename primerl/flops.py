@@ -287,12 +287,12 @@ def _gates_and_routers(config: Any, heads: int, size: int) -> int:
     """Of attention's outputs, and of experts that are heads."""
     family, hidden = _family(config), config.hidden_size
     if family == "afmoe":
-        return hidden * heads * size
+        return int(hidden * heads * size)
     if family == "laguna":
         for_each_head = getattr(config, "gating", True) in (True, "per-head")
-        return hidden * heads * (1 if for_each_head else size)
+        return int(hidden * heads * (1 if for_each_head else size))
     if family == "jetmoe":
-        return hidden * int(config.num_local_experts)
+        return int(hidden * config.num_local_experts)
     return 0
 
 
@@ -360,7 +360,7 @@ def _shared_experts(config: Any, expert: int) -> int:
         return int(3 * hidden * config.intermediate_size)
     if size := _first(config, "shared_expert_intermediate_size", "shared_intermediate_size"):
         gate = 0 if family in ("laguna", "granitemoeshared") else hidden
-        return 3 * hidden * size + gate
+        return int(3 * hidden * size + gate)
     return expert * _first(
         config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
     )

@@ -32,6 +32,31 @@ def leaks(model: nn.Module) -> Iterator[str]:
         yield "has an attention of its own, which would let packed documents see each other"
 
 
+def refuse_virtual_tokens(model: nn.Module) -> None:
+    """Refuse adapters of ``peft`` that put tokens or keys of their own before a sequence.
+
+    The rows of a pack would no longer be those of its labels, documents would share what is put
+    before the first, and no engine that is served the weights would have it.
+
+    Raises:
+        ValueError: the model has such an adapter: prompt tuning, prefix tuning and their kin.
+    """
+    for name, config in adapter_configs(model).items():
+        if getattr(config, "is_prompt_learning", False):
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            raise ValueError(
+                f"the model's adapter {name!r} is of peft's type {kind} ({type(config).__name__}), "
+                "which puts tokens of its own before each sequence; packed documents cannot be "
+                "trained with it. Use peft.LoraConfig, or train the model's own weights"
+            )
+
+
+def adapter_configs(model: nn.Module) -> dict[str, Any]:
+    """The configurations of a model's ``peft`` adapters, by name."""
+    found = getattr(model, "peft_config", None)
+    return found if isinstance(found, dict) else {}
+
+
 def looks_ahead(model: nn.Module) -> bool:
     """Whether a layer attends to later tokens, or to those of an encoder."""
     return any(getattr(part, "is_causal", True) is False for part in _layer_modules(model))

@@ -20,14 +20,33 @@ from jaxtyping import Float64
 __all__ = ["Breakdown", "Parameters", "breakdown", "forward", "parameters", "training"]
 
 # fmt: off
-FAMILIES = frozenset([
-    "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "glm4", "gemma2",
-    "gemma3_text", "seed_oss",  # dense
-    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "dots1", "minimax_m2",
-    "deepseek_v3", "kimi_k2", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa",  # latent attention
+FAMILIES = frozenset([  # by the model_type of the language model
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "biogpt", "bitnet", "cohere", "cohere2",
+    "cohere2_moe", "ctrl", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama",
+    "dots1", "emu3_text_model", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo",
+    "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
+    "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss",
+    "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
+    "hy_v3", "hyperclovax", "jais2", "jetmoe", "kimi_k2", "laguna", "llama", "mellum", "minicpm3",
+    "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "mllama_text_model",
+    "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt",
+    "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "smollm3", "solar_open", "stablelm", "starcoder2", "youtu",
 ])
-# fmt: on
 """Each is compared with the operations that its model runs, in ``tests/test_flops.py``."""
+
+NOT_GATED = frozenset([
+    "apertus", "arcee", "biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neox", "jais2", "nanochat",
+    "nemotron", "opt", "persimmon", "phi", "starcoder2",
+])
+"""Families whose dense layers have two matrices: their activation has no gate."""
+# fmt: on
+REFUSED = {
+    "gemma3n_text": "keeps several streams, and mixes them by coefficients",
+    "hrm_text": "runs its layers several times, and some of them without a gradient",
+    "longcat_flash": "has experts that compute nothing, so that a token's cost depends on it",
+}
+"""Families that can be trained, but whose FLOPs don't follow from their config, and why."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -114,7 +133,7 @@ def breakdown(config: Any, lengths: Any) -> Breakdown:
     tokens = tokens.astype(np.float64)
     config = _language_model(config)
     parts = {field.name: np.zeros_like(tokens) for field in attrs.fields(Breakdown)}
-    parts["head"] += 2 * tokens * config.vocab_size * config.hidden_size
+    parts["head"] += 2 * tokens * _head(config)
     for layer, count in Counter(_layers(config)).items():
         pairs = _pairs(tokens, layer.keys)
         for name, weights, per_pair in (
@@ -135,11 +154,22 @@ def parameters(config: Any) -> Parameters:
         ValueError: the family is unknown, or an attribute that it needs is missing.
     """
     config = _language_model(config)
-    layers, head = _layers(config), config.vocab_size * config.hidden_size
-    active = head + sum(layer.active for layer in layers)
-    idle = sum(layer.idle_experts for layer in layers)
-    embedding = 0 if getattr(config, "tie_word_embeddings", False) else head
+    layers, embeddings = _layers(config), config.vocab_size * config.hidden_size
+    active = _head(config) + sum(layer.active for layer in layers)
+    idle = sum(layer.idle_experts + layer.idle_heads for layer in layers)
+    embeddings += 8 * config.hidden_size if _family(config) == "mllama_text_model" else 0  # images
+    embedding = 0 if getattr(config, "tie_word_embeddings", False) else embeddings
     return Parameters(total=active + idle + embedding, active=active)
+
+
+def _head(config: Any) -> int:
+    transformed = config.hidden_size**2 if _family(config) == "modernbert-decoder" else 0
+    head: int = config.vocab_size * config.hidden_size + transformed
+    return head
+
+
+def _family(config: Any) -> str:
+    return getattr(config, "model_type", "") or ""
 
 
 def _pairs(tokens: Float64[np.ndarray, "..."], keys: float) -> Float64[np.ndarray, "..."]:
@@ -160,6 +190,7 @@ class _Layer:
     mlp: int = 0
     experts: int = 0
     idle_experts: int = 0
+    idle_heads: int = 0
 
     @property
     def active(self) -> int:
@@ -168,7 +199,9 @@ class _Layer:
 
 def _language_model(config: Any) -> Any:
     config = getattr(config, "text_config", None) or config
-    family = getattr(config, "model_type", "")
+    family = _family(config)
+    if family in REFUSED:
+        raise ValueError(f"the FLOPs of {family} are not counted: it {REFUSED[family]}")
     if family and family not in FAMILIES:
         raise ValueError(
             f"config.model_type is {family!r}, whose FLOPs are not known here; expected one of "
@@ -177,7 +210,16 @@ def _language_model(config: Any) -> Any:
         )
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         _need(config, name)
+    for name, without in UNCOUNTED.items():
+        if getattr(config, name, without) not in (without, None):
+            raise ValueError(f"config.{name} is {getattr(config, name)}; only {without} is counted")
+    if (getattr(config, "word_embed_proj_dim", None) or config.hidden_size) != config.hidden_size:
+        raise ValueError("config.word_embed_proj_dim differs from hidden_size; that is not counted")
     return config
+
+
+UNCOUNTED = {"num_kv_shared_layers": 0, "attention_k_eq_v": False, "enable_moe_block": False}
+"""Settings that some families have, and their only value that is counted."""
 
 
 def _need(config: Any, *names: str) -> Any:
@@ -203,11 +245,18 @@ def _attention(config: Any, index: int) -> dict[str, Any]:
     hidden, heads = config.hidden_size, config.num_attention_heads
     keys = _window(config, index)
     if getattr(config, "kv_lora_rank", None) is None:
+        of_layers = getattr(config, "num_attention_heads_per_layer", None)
+        heads = of_layers[index] if of_layers else heads
         size = getattr(config, "head_dim", None) or hidden // heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
+        key_heads = 1 if getattr(config, "multi_query", False) else key_heads
+        projections = 2 * hidden * size * (heads + key_heads)
+        # Differential attention scores its keys for each half of the values.
+        scored = 2 if _family(config) == "diffllama" else 1
         return {
-            "projections": 2 * hidden * size * (heads + key_heads),
-            "per_pair": 2 * heads * size,
+            "projections": projections + _gates_and_routers(config, heads, size),
+            "idle_heads": _idle_heads(config, size),
+            "per_pair": 2 * heads * size * scored,
             "keys": keys,
         }
     latent, rope = config.kv_lora_rank, _need(config, "qk_rope_head_dim")
@@ -232,6 +281,27 @@ def _attention(config: Any, index: int) -> dict[str, Any]:
             )
             result["indexer_per_pair"] = index_heads * (size + 1)
     return result
+
+
+def _gates_and_routers(config: Any, heads: int, size: int) -> int:
+    """Of attention's outputs, and of experts that are heads."""
+    family, hidden = _family(config), config.hidden_size
+    if family == "afmoe":
+        return int(hidden * heads * size)
+    if family == "laguna":
+        for_each_head = getattr(config, "gating", True) in (True, "per-head")
+        return int(hidden * heads * (1 if for_each_head else size))
+    if family == "jetmoe":
+        return int(hidden * config.num_local_experts)
+    return 0
+
+
+def _idle_heads(config: Any, size: int) -> int:
+    """Weights of JetMoE's queries and outputs that a token does not meet."""
+    if _family(config) != "jetmoe":
+        return 0
+    idle = config.num_local_experts - config.num_experts_per_tok
+    return int(idle * 2 * config.hidden_size * config.num_key_value_heads * size)
 
 
 def _window(config: Any, index: int) -> float:
@@ -262,28 +332,43 @@ def _runs_indexer(config: Any, index: int) -> bool:
 
 
 def _feed_forward(config: Any, index: int) -> dict[str, int]:
-    """Gated: three matrices, of the dense layer or of each expert."""
-    hidden = config.hidden_size
-    experts = next(
-        (
-            count
-            for name in ("n_routed_experts", "num_local_experts", "num_experts")
-            for count in [getattr(config, name, None)]
-            if count
-        ),
-        0,
-    )
+    """The matrices of a dense layer, or of each expert: three with a gate, two without."""
+    hidden, family = config.hidden_size, _family(config)
+    matrices = 2 if family in NOT_GATED else 3
+    experts = _first(config, "n_routed_experts", "num_local_experts", "num_experts",
+                     "moe_num_experts")  # fmt: skip
+    # Gemma's embeddings of each layer: projected from the hidden state, and into it.
+    of_layer = 3 * hidden * _first(config, "hidden_size_per_layer_input")
     if not experts or not _has_experts(config, index):
-        return {"mlp": 3 * hidden * _need(config, "intermediate_size")}
+        if family in ("gpt2", "gpt_bigcode"):
+            size = getattr(config, "n_inner", None) or 4 * hidden
+        else:
+            size = _need(config, "intermediate_size", "ffn_dim", "dff")
+        return {"mlp": matrices * hidden * size + of_layer}
     expert = 3 * hidden * _need(config, "moe_intermediate_size", "intermediate_size")
-    met = _need(config, "num_experts_per_tok")
-    shared = (getattr(config, "n_shared_experts", None) or 0) * expert
-    if size := getattr(config, "shared_expert_intermediate_size", None):
-        shared = 3 * hidden * size + hidden  # and its gate
+    met = _need(config, "num_experts_per_tok", "moe_topk")
+    met = met[index] if isinstance(met, list | tuple) else met
     return {
-        "experts": met * expert + shared + hidden * experts,
+        "experts": met * expert + _shared_experts(config, expert) + hidden * experts,
         "idle_experts": (experts - met) * expert,
     }
+
+
+def _shared_experts(config: Any, expert: int) -> int:
+    hidden, family = config.hidden_size, _family(config)
+    if family == "hunyuan_v1_moe":
+        return int(3 * hidden * config.intermediate_size)
+    if size := _first(config, "shared_expert_intermediate_size", "shared_intermediate_size"):
+        gate = 0 if family in ("laguna", "granitemoeshared") else hidden
+        return int(3 * hidden * size + gate)
+    return expert * _first(
+        config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
+    )
+
+
+def _first(config: Any, *names: str) -> int:
+    """The first of the attributes that is above 0, or 0."""
+    return next((value for name in names if (value := getattr(config, name, None))), 0)
 
 
 def _has_experts(config: Any, index: int) -> bool:
@@ -292,7 +377,8 @@ def _has_experts(config: Any, index: int) -> bool:
         return bool(kinds[index] == "sparse")
     if index in (getattr(config, "mlp_only_layers", None) or ()):
         return False
-    every = getattr(config, "decoder_sparse_step", None) or 1
-    return index >= (getattr(config, "first_k_dense_replace", None) or 0) and (
-        (index + 1) % every == 0
-    )
+    every = _first(config, "decoder_sparse_step", "moe_layer_interval") or 1
+    first = _first(config, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+    last = getattr(config, "moe_layer_end_index", None)
+    within = last is None or last < 0 or index <= last
+    return within and index >= first and (index + 1) % every == 0

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from primerl import loss, optim, parallel, testing
 from primerl.parallel import activation
+from primerl.testing.families import tiny_family
 
 MESHES = {
     "fsdp": {},
@@ -22,6 +23,13 @@ MESHES = {
     "ep of all": {"ep": 4},
     "ep, hsdp": {"ep": 2, "replicate": 2},
     "few experts": {"ep": 2},  # one for each rank, whose matrices are divided between two
+}
+SPLIT = {  # families whose parameters hold several matrices, in each way that they may lie
+    "phi3": {},
+    "gpt_neox": {},
+    "gpt2": {},
+    "aria_text": {"ep": 2},
+    "deepseek_v3": {"ep": 2},
 }
 RECOMPUTED = {
     "kept": None,
@@ -112,6 +120,18 @@ def muon(kind, mesh, dtype, reference, **how):
     places = where_elements_lie(model, mesh)
     optimizer = train_muon(model, places, dtype, **how)
     return model, optimizer, largest_difference(model, places, reference)
+
+
+def split(family, mesh):
+    """Updates of sharded parameters that hold several matrices, against those of one process."""
+    model = tiny_family(family)
+    train_muon(model, [None for _ in model.parameters()], torch.float32)
+    reference = [parameter.detach().clone() for parameter in model.parameters()]
+    model = tiny_family(family)
+    places = where_elements_lie(model, mesh)
+    optimizer = train_muon(model, places, torch.float32)
+    assert any(group.get("split") for group in optimizer.param_groups)
+    return largest_difference(model, places, reference)
 
 
 def resumed(model, optimizer, folder, reference):
@@ -217,6 +237,9 @@ def main():
             if name == "fsdp":
                 found["resumed"] = resumed(model, optimizer, folder / "checkpoint", next_step)
             found["muon in bfloat16"][name] = muon(kind, mesh, torch.bfloat16, half)[2]
+        found["split"] = {
+            family: split(family, parallel.mesh(**sizes)) for family, sizes in SPLIT.items()
+        }
         exact = trained["fsdp", torch.float32]
         found["offloaded"] = muon("fsdp", parallel.mesh(ep=2), torch.float32, exact, offload=True)[
             2

@@ -5,8 +5,9 @@ import json
 import peft
 import pytest
 import torch
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-from primerl import loss, testing, weights
+from primerl import loss, parallel, testing, weights
 
 IDS = torch.arange(2, 14)
 ROWS = (IDS, torch.arange(12), IDS.roll(-1))
@@ -82,3 +83,57 @@ def test_what_cannot_be_merged_or_saved_is_refused(tmp_path):
     testing.tiny_model("qwen3").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="load the values before"):
         weights.load_shards(adapted(), tmp_path)
+
+
+def prompt_tuned(kind):
+    """A model with an adapter of a type that puts tokens before a sequence."""
+    settings = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+    if kind == "CPT":
+        ids = list(range(4))
+        settings = {
+            "task_type": "CAUSAL_LM", "cpt_token_ids": ids, "cpt_mask": [1] * 4,
+            "cpt_tokens_type_mask": [1] * 4,
+        }  # fmt: skip
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[kind](**settings)
+    return peft.get_peft_model(testing.tiny_model("qwen3"), config)
+
+
+VIRTUAL = sorted(
+    kind.value
+    for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
+    if issubclass(config, peft.PromptLearningConfig)
+)
+
+
+@pytest.mark.parametrize("kind", VIRTUAL)
+def test_adapters_that_add_tokens_are_refused_by_name(kind):
+    model = prompt_tuned(kind)
+
+    for use in (
+        lambda: loss.model_logprobs(model, *ROWS),
+        lambda: loss.model_logprobs_and_entropy(model, *ROWS),
+        lambda: parallel.shard(model),
+        lambda: parallel.recompute(model),
+        lambda: dict(weights.checkpoint_tensors(model)),
+        lambda: weights.checkpoint_layout(model),
+    ):
+        with pytest.raises(
+            ValueError, match=f"adapter 'default' is of peft's type {kind} .*tokens"
+        ):
+            use()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.IA3Config(target_modules=["v_proj"], feedforward_modules=[]),
+        peft.LoHaConfig(target_modules=["v_proj"]),
+        peft.LoKrConfig(target_modules=["q_proj"]),
+    ],
+)
+def test_adapters_that_cannot_be_added_to_weights_are_not_published(config):
+    model = testing.tiny_model("qwen3")
+    peft.inject_adapter_in_model(config, model)
+
+    with pytest.raises(ValueError, match=f"peft's type {config.peft_type.value}, which cannot"):
+        dict(weights.checkpoint_tensors(model))

@@ -1,5 +1,7 @@
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +11,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from primerl import flops, testing
+from primerl.testing.families import tiny_config, tiny_family
 
 SPARSE = {"index_topk": 5, "index_n_heads": 2, "index_head_dim": 16}
 SETTINGS = {  # where the tiny model's own are not enough
@@ -18,8 +21,15 @@ SETTINGS = {  # where the tiny model's own are not enough
     "glm_moe_dsa": SPARSE,
 }
 WINDOWED = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
-# Kimi K2 is DeepSeek V3's architecture, under a name of its own that transformers does not know.
-MODELS = sorted(flops.FAMILIES - {"kimi_k2"})
+MODELS = (  # compared part by part
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "glm4", "gemma2",
+    "gemma3_text", "seed_oss", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe",
+    "dots1", "minimax_m2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa",
+)  # fmt: skip
+PAGE = (Path(__file__).parent.parent / "docs" / "families.md").read_text().split("## Refused")[0]
+ADMITTED = re.findall(r"^\| `([^`]+)` \| pass", PAGE, re.MULTILINE)
+# Looked up, not multiplied with, and not counted.
+OTHER_TABLES = ("embed_positions", "wpe", "embed_tokens_per_layer", "e_score_correction_bias")
 
 
 def tiny(family, **settings):
@@ -75,6 +85,47 @@ def test_what_a_model_runs_is_what_is_counted(family):
     assert ours.attention_scores == theirs["scores"] * causal * (16 + 8 + 16) / (8 + 8 + 8)
     scores = 2 * 2 * (16 + 1) * 2  # layers, heads, size and weight, FLOPs
     assert ours.indexer == theirs["indexer"] - scores * (n * n - n * (n + 1) / 2)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("family", ADMITTED)
+def test_every_admitted_family_is_counted_or_refused_with_its_reason(family):
+    """Products of weights, products of attention, and weights, as its model has them."""
+    model, n = tiny_family(family).eval(), 4
+    if model.config.model_type in flops.REFUSED:
+        with pytest.raises(ValueError, match=flops.REFUSED[model.config.model_type]):
+            flops.forward(model.config, n)
+        return
+    model.set_attn_implementation("eager")
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(3, 3 + n)[None], use_cache=False)
+    counts = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+    attention = sum(count for op, count in counts.items() if "bmm" in op)
+
+    parts, sizes = flops.breakdown(model.config, n), flops.parameters(model.config)
+
+    if parts.indexer:  # compared by test_what_a_model_runs_is_what_is_counted
+        assert family in ("deepseek_v32", "glm_moe_dsa")
+    else:
+        assert parts.attention_scores == attention * (n + 1) / (2 * n)
+        assert parts.total - parts.attention_scores == sum(counts.values()) - attention
+    assert 2 * n * sizes.active == sum(counts.values()) - attention
+    weights = {
+        id(p): p.numel()
+        for name, p in model.named_parameters()
+        if p.ndim > 1 and not any(table in name for table in OTHER_TABLES)
+    }
+    assert sizes.total == sum(weights.values())
+
+
+def test_families_that_are_listed_are_admitted():
+    """All that is counted or refused is the language model of an admitted family, or known."""
+    kinds = {tiny_config(family).get_text_config(decoder=True).model_type for family in ADMITTED}
+    others = {"kimi_k2", "gemma2", "gpt_oss"}  # DeepSeek V3's layers; refused for packing
+
+    assert kinds | others | {"gemma3n_text"} == flops.FAMILIES | flops.REFUSED.keys()
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -237,7 +288,7 @@ def test_what_is_not_known_is_refused():
         flops.forward(linear, 5)
     for name in ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"):
         without = SimpleNamespace(**{**config, name: None})
-        with pytest.raises(ValueError, match=f"has no {name}, which the FLOPs"):
+        with pytest.raises(ValueError, match=f"has no {name}.*, which the FLOPs"):
             flops.parameters(without)
     latent = SimpleNamespace(**{**config, "kv_lora_rank": 4})
     with pytest.raises(ValueError, match="has no qk_rope_head_dim"):

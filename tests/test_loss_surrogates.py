@@ -371,7 +371,7 @@ def test_the_gradient_of_distill_by_formula():
     logprobs, rows = random_rows(lengths=(40,), seed=4)
     x = logprobs.clone().requires_grad_()
 
-    loss.distill(x, rows.behavior, rows.ref, mask_low=1.0)[0].sum().backward()
+    loss.distill(x, rows.behavior, rows.ref, mask_low=math.inf)[0].sum().backward()
 
     expected = (logprobs - rows.ref) * (logprobs - rows.behavior).exp()
     torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=1e-12)

@@ -122,20 +122,39 @@ def test_a_stack_is_updated_matrix_by_matrix():
     assert torch.equal(parameters[0], torch.stack(parameters[1:]))
 
 
-@pytest.mark.parametrize("dimension", [-2, -1])
-def test_halves_are_updated_as_matrices_of_their_own(dimension):
-    shape = (3, 16, 8) if dimension == -2 else (3, 8, 16)
-    whole, gradient = random(*shape), random(*shape, seed=1)
-    together = parameter(whole)
-    together.grad = gradient.clone()
-    apart = [parameter(half) for half in whole.chunk(2, dim=dimension)]
-    for one, half in zip(apart, gradient.chunk(2, dim=dimension), strict=True):
-        one.grad = half.clone()
+SPLITS = [(6,), (3, 3), (1, 1), (2, 3, 1), (1, 2), (1,) * 6]
 
-    optim.Muon([{"params": [together], "halves": dimension}], lr=0.1, **FP32).step()
-    optim.Muon(apart, lr=0.1, **FP32).step()
 
-    torch.testing.assert_close(together.detach(), torch.cat(apart, dim=dimension).detach())
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("experts", [None, 3])
+def test_split_matrices_are_updated_as_matrices_of_their_own(split, transposed, adjust, experts):
+    """Against a parameter for each, whose rows are picked by hand."""
+    whole, gradient = random(experts or 1, 6, 4), random(experts or 1, 6, 4, seed=1)
+    part_of_row = [part for part, size in enumerate(split) for _ in range(size)] * 6
+    rows = [[r for r in range(6) if part_of_row[r] == part] for part in range(len(split))]
+    apart = {}
+    for expert in range(experts or 1):
+        for part, chosen in enumerate(rows):
+            one = apart[expert, part] = parameter(whole[expert, chosen])
+            one.grad = gradient[expert, chosen].clone()
+    lie = (
+        (lambda x: x.mT if transposed else x)
+        if experts
+        else (lambda x: x[0].T if transposed else x[0])
+    )
+    together = parameter(lie(whole).contiguous())
+    together.grad = lie(gradient).contiguous()
+
+    group = {"params": [together], "split": split, "transposed": transposed}
+    optim.Muon([group], lr=0.1, adjust_lr=adjust, **FP32).step()
+    optim.Muon(list(apart.values()), lr=0.1, adjust_lr=adjust, **FP32).step()
+
+    expected = torch.empty_like(whole)
+    for (expert, part), one in apart.items():
+        expected[expert, rows[part]] = one.detach()
+    torch.testing.assert_close(together.detach(), lie(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_no_matrix_is_updated_by_adamw():
@@ -182,7 +201,9 @@ def test_a_learning_rate_of_0_only_gathers_momentum():
         ([random(3, 3)], {"steps": 0}, "steps is 0"),
         ([random(3, 3)], {"adjust_lr": "best"}, "adjust_lr is 'best'"),
         ([{"params": [random(3, 3)], "algorithm": "sgd"}], {}, "algorithm 'sgd'"),
-        ([{"params": [random(3, 3)], "halves": 1}], {}, "halves 1"),
+        ([{"params": [random(3, 3)], "split": (2,)}], {}, r"split \(2,\) is not .* 3 outputs"),
+        ([{"params": [random(3, 3)], "split": (3, 0)}], {}, r"expected sizes above 0"),
+        ([{"params": [random(4, 3)], "split": (2, 2), "transposed": True}], {}, "3 outputs"),
     ],
 )
 def test_muon_says_what_is_wrong(params, how, message):
@@ -191,39 +212,6 @@ def test_muon_says_what_is_wrong(params, how, message):
 
 
 # Which parameters are matrices.
-
-
-def roles(model):
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        name: (group["algorithm"], group.get("halves"))
-        for group in optim.muon_parameters(model)
-        for name in [names[id(parameter)] for parameter in group["params"]]
-    }
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe"])
-def test_every_parameter_has_a_role(family):
-    model = testing.tiny_model(family)
-    found = roles(model)
-
-    assert found.keys() == {name for name, _ in model.named_parameters()}
-    for name, (algorithm, halves) in found.items():
-        parameter = model.get_parameter(name)
-        special = ("embed", "lm_head", "norm", "gate.", "router.", "bias", "sinks")
-        assert (algorithm == "adamw") == any(part in name for part in special), name
-        assert algorithm == "adamw" or parameter.ndim in (2, 3)
-        stacked = family != "gpt_oss" and name.endswith("experts.gate_up_proj")
-        assert halves == (-2 if stacked else None), name
-
-
-def test_a_head_that_is_tied_and_what_is_frozen_are_no_matrices():
-    model = testing.tiny_model("llama", tie_word_embeddings=True)
-    model.model.layers[0].requires_grad_(False)
-    found = roles(model)
-
-    assert found["model.embed_tokens.weight"] == ("adamw", None)
-    assert not [name for name in found if "layers.0" in name]
 
 
 def test_training_with_it_lowers_a_loss():
@@ -282,6 +270,12 @@ def test_ranks_update_as_one_process_does_to_the_bit(optimized, mesh):
     for found in optimized:
         assert found["muon"][mesh] == 0.0
         assert found["muon in bfloat16"][mesh] < 2e-3
+
+
+def test_ranks_update_split_matrices_as_one_process_does_to_the_bit(optimized):
+    for found in optimized:
+        assert found["split"] == dict.fromkeys(found["split"], 0.0)
+        assert len(found["split"]) == 5
 
 
 def test_states_are_saved_from_four_shards_and_loaded_into_two(optimized):
@@ -412,6 +406,50 @@ def test_updates_too_small_for_bfloat16_add_up():
 
     assert one.tolist() == pytest.approx([0.99] * 8, abs=2e-3)  # bfloat16 steps by 0.004 there
     assert optimizer.state[one]["weight"].tolist() == pytest.approx([0.99] * 8, abs=1e-5)
+
+
+WRITES = {
+    "copied": lambda p: p.data.copy_(random(*p.shape, seed=9)),
+    "assigned": lambda p: setattr(p, "data", random(*p.shape, seed=9).to(p.dtype)),
+    "one element": lambda p: p.data.view(-1)[:1].fill_(0.5),
+    "clamped": lambda p: p.data.clamp_(-0.5, 0.5),
+    "averaged": lambda p: p.data.lerp_(torch.ones_like(p), 0.25),
+    "not a number": lambda p: p.data.view(-1)[-1:].fill_(float("nan")),
+    "nothing": lambda p: None,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: optim.CPUAdamW(p, lr=0.01),
+        lambda p: optim.Offload(torch.optim.AdamW(p, lr=0.01, fused=True)),
+        lambda p: optim.Muon([{"params": p, "algorithm": "adamw"}], lr=0.01, weight_decay=0.01),
+    ],
+)
+def test_a_step_starts_from_what_was_written_into_a_parameter(make, dtype, write):
+    """Against float32 AdamW into whose parameters the same elements are written."""
+    one, reference = parameter(random(4, 6).to(dtype)), parameter(random(4, 6).to(dtype).float())
+    optimizers = make([one]), torch.optim.AdamW([reference], lr=0.01, fused=True)
+    for step in range(3):
+        if step:
+            before = one.detach().clone()
+            WRITES[write](one)
+            changed = one != before  # NaN is
+            reference.data = torch.where(changed, one.detach().float(), reference.detach())
+        one.grad = random(4, 6, seed=step).to(dtype)
+        reference.grad = one.grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    found, expected = one.detach().float(), reference.detach()
+    close = 1e-6 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(found, expected, rtol=close, atol=close, equal_nan=True)
+    if isinstance(optimizers[0], optim.CPUAdamW):  # to the bit, also what is below bfloat16
+        weight = optimizers[0].state[one]["weight"]
+        torch.testing.assert_close(weight, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_its_states_stay_float32_when_they_are_loaded():

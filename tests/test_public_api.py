@@ -70,7 +70,7 @@ EXPORTS = {
         "topr",
         "veto",
     ],
-    "primerl.optim": ["CPUAdamW", "Muon", "Offload", "muon_parameters"],
+    "primerl.optim": ["CPUAdamW", "Matrices", "Muon", "Offload", "muon_parameters"],
     "primerl.packing": ["PackedBatch", "bins", "pack"],
     "primerl.parallel": [
         "AllToAll",

@@ -11,11 +11,20 @@ all rows of a document; ``all_sum`` adds over the ranks that share documents, al
 the call.
 """
 
+import math
+
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from primerl.loss.arguments import checked
-from primerl.loss.ratio import AllSum, identity, sequence_ratio, sequence_sums, token_ratio
+from primerl.loss.ratio import (
+    AllSum,
+    identity,
+    require_reachable,
+    sequence_ratio,
+    sequence_sums,
+    token_ratio,
+)
 
 
 @checked(finite=["behavior_logprobs"])
@@ -28,9 +37,9 @@ def token_tis(
     training" (2025); truncation: Ionides, "Truncated importance sampling" (2008).
 
     Raises:
-        ValueError: ``cap`` is not above 0, or the tensors do not fit.
+        ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or the tensors do not fit.
     """
-    _require_above_zero("cap", cap)
+    _require_cap(cap)
     return token_ratio(logprobs, behavior_logprobs).detach().clamp(max=cap)
 
 
@@ -51,9 +60,9 @@ def sequence_tis(
     Source: Liu et al., "When speed kills stability" (2025).
 
     Raises:
-        ValueError: ``cap`` is not above 0, or the tensors do not fit.
+        ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or the tensors do not fit.
     """
-    _require_above_zero("cap", cap)
+    _require_cap(cap)
     return _product(logprobs, behavior_logprobs, loss_mask, sequence_ids, all_sum).clamp(max=cap)
 
 
@@ -66,9 +75,9 @@ def token_mis(
     What truncation would keep at the cap is left out. Source: as ``sequence_mis``.
 
     Raises:
-        ValueError: ``cap`` is not above 0, or the tensors do not fit.
+        ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or the tensors do not fit.
     """
-    _require_above_zero("cap", cap)
+    _require_cap(cap)
     r = token_ratio(logprobs, behavior_logprobs).detach()
     return r.masked_fill(r > cap, 0.0)
 
@@ -88,9 +97,9 @@ def sequence_mis(
     Source: Liu et al., "When speed kills stability" (2025).
 
     Raises:
-        ValueError: ``cap`` is not above 0, or the tensors do not fit.
+        ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or the tensors do not fit.
     """
-    _require_above_zero("cap", cap)
+    _require_cap(cap)
     r = _product(logprobs, behavior_logprobs, loss_mask, sequence_ids, all_sum)
     return r.masked_fill(r > cap, 0.0)
 
@@ -108,7 +117,8 @@ def icepop(
     Source: IcePop, of the Ring-1T report, arXiv:2510.18855; bounds of 0.5 and 5 as there.
 
     Raises:
-        ValueError: not ``0 <= low <= high``, or the tensors do not fit.
+        ValueError: not ``low <= high``, one is not between e^-20 and e^20 (0 and infinity are for
+            no bound), or the tensors do not fit.
     """
     _require_interval(low, high)
     r = token_ratio(logprobs, behavior_logprobs).detach()
@@ -136,7 +146,8 @@ def geometric_rejection(
     the documentation of verl's rollout correction.
 
     Raises:
-        ValueError: not ``0 <= low <= high``, or the tensors do not fit.
+        ValueError: not ``low <= high``, one is not between e^-20 and e^20 (0 and infinity are for
+            no bound), or the tensors do not fit.
     """
     _require_interval(low, high)
     mean = sequence_ratio(
@@ -162,9 +173,9 @@ def veto(
     (github.com/volcengine/verl).
 
     Raises:
-        ValueError: ``threshold`` is not above 0, or the tensors do not fit.
+        ValueError: ``threshold`` is not between e^-20 and e^20, or the tensors do not fit.
     """
-    _require_above_zero("threshold", threshold)
+    require_reachable("threshold", threshold, bound=threshold, off=None)
     r = token_ratio(logprobs, behavior_logprobs.where(loss_mask, 0.0)).detach()
     vetoes, _ = sequence_sums((r < threshold).double(), loss_mask, sequence_ids, all_sum=all_sum)
     kept = (vetoes == 0).to(r.dtype)[sequence_ids]
@@ -188,11 +199,15 @@ def _product(
     ).detach()
 
 
-def _require_above_zero(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name}={value}: expected a number above 0")
+def _require_cap(cap: float) -> None:
+    if cap != math.inf:
+        require_reachable("cap", cap, bound=cap, off="math.inf")
 
 
 def _require_interval(low: float, high: float) -> None:
-    if not 0 <= low <= high:
-        raise ValueError(f"low={low}, high={high}: expected 0 <= low <= high")
+    if not low <= high:
+        raise ValueError(f"low={low}, high={high}: expected low <= high")
+    if low != 0:
+        require_reachable("low", low, bound=low, off="0")
+    if high != math.inf:
+        require_reachable("high", high, bound=high, off="math.inf")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from primerl.admission import refuse_virtual_tokens
 from primerl.attention import attend_by_document, passing_on
 from primerl.loss.arguments import checked
 from primerl.loss.linear_head import FLOOR, check_rows, check_values, head_logprobs
@@ -84,7 +85,8 @@ def model_logprobs(
         ValueError: the pack does not begin with a document, one continues more tokens than there
             are, the model attends in a way that the per-document attention does not compute (sinks,
             windows shorter than a document, sparse indices, linear attention) or by flash attention
-            where documents share tokens, or an argument is refused as by ``linear_logprobs``.
+            where documents share tokens, it has an adapter that puts tokens before a sequence
+            (prompt or prefix tuning), or an argument is refused as by ``linear_logprobs``.
     """
     return _score(model, token_ids, position_ids, labels, temperature, rows, False)[0]
 
@@ -119,6 +121,7 @@ def _score(
     if torch.is_inference_mode_enabled():  # its tensors have no version to tell a write by
         with torch.inference_mode(False), torch.no_grad():
             return _score(model, token_ids, position_ids, labels, temperature, rows, with_entropy)
+    refuse_virtual_tokens(model)
     config: Any = model.config
     check_rows(labels, temperature, rows, like=token_ids, name="token_ids")
     check_values(labels, temperature, rows, vocabulary=config.get_text_config().vocab_size)

@@ -1,5 +1,6 @@
 """Importance ratios between the policy and the weights that sampled."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from primerl.loss.arguments import checked, require_finite
 
 LOG_RATIO_LIMIT = 20.0
+LEAST_RATIO, GREATEST_RATIO = math.exp(-LOG_RATIO_LIMIT), math.exp(LOG_RATIO_LIMIT)
 # Sums by sequence have one of few sizes, whatever a rank has seen.
 FEWEST_SEQUENCES, MOST_SEQUENCES = 1024, 2**24
 
@@ -22,6 +24,28 @@ AllSum = Callable[[Tensor], Tensor]
 def identity(x: Tensor) -> Tensor:
     """The ``all_sum`` of a process that holds its documents whole."""
     return x
+
+
+def require_reachable(name: str, value: float, *, bound: float, off: str | None) -> None:
+    """Refuse a bound that no ratio crosses, because log-ratios are held within +-20.
+
+    Args:
+        name: of the argument.
+        value: that it has.
+        bound: the ratio at which it takes effect.
+        off: the value that says that there is no such bound, if there is one.
+
+    Raises:
+        ValueError: the bound is not between e^-20 and e^20.
+    """
+    slack = 1e-5  # of exp in float32
+    none = "" if off is None else f", or {name}={off} for none"
+    if not LEAST_RATIO * (1 + slack) < bound < GREATEST_RATIO * (1 - slack):
+        raise ValueError(
+            f"{name}={value}: the bound of {bound:.3g} is never crossed, or always is, because "
+            f"ratios are held between e^-20 = {LEAST_RATIO:.3g} and e^20 = {GREATEST_RATIO:.3g}; "
+            f"expected a bound between them{none}"
+        )
 
 
 def upcast(x: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ whole sequences. Where trainer and sampler agree, the gradient of each is that o
 ``-A d logprobs``. The surrogates bounded by probabilities are in ``trust_region``.
 """
 
+import math
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -17,6 +19,7 @@ from primerl.loss.ratio import (
     identity,
     limited,
     ratio_by,
+    require_reachable,
     sequence_ratio,
     token_ratio,
     trainable,
@@ -72,12 +75,15 @@ def clipped(
     stops the gradient.
 
     Raises:
-        ValueError: a clip is negative, ``clip_low`` is above 1, ``dual_clip`` is not above 1, or
+        ValueError: a clip is negative, ``clip_low`` is above 1, ``dual_clip`` is not above 1, one
+            of them is never reached by a held ratio (1.0, infinity and None are for no bound), or
             the tensors do not fit.
     """
     _require_clips(clip_low, clip_high)
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip={dual_clip}: expected a number above 1, or None")
+    if dual_clip is not None:
+        if not dual_clip > 1:
+            raise ValueError(f"dual_clip={dual_clip}: expected a number above 1, or None")
+        require_reachable("dual_clip", dual_clip, bound=dual_clip, off="None")
     r = ratio_by(ratio, logprobs, behavior_logprobs)
     return _clipped(r, advantages.to(r.dtype), clip_low, clip_high, dual_clip)
 
@@ -143,7 +149,7 @@ def cispo(
     ``aux["clipped"]`` is 1 where the weight was clipped.
 
     Raises:
-        ValueError: a clip is negative, ``clip_low`` is above 1, or the tensors do not fit.
+        ValueError: as ``clipped``.
     """
     _require_clips(clip_low, clip_high)
     r = ratio_by(ratio, logprobs, behavior_logprobs).detach()
@@ -235,7 +241,7 @@ def decoupled(
     ``aux["clipped"]`` is 1 where the clip stops the gradient.
 
     Raises:
-        ValueError: a clip is out of range, or the tensors do not fit.
+        ValueError: as ``clipped``.
     """
     _require_clips(clip_low, clip_high)
     u = ratio_by(ratio, logprobs, proximal_logprobs)
@@ -269,6 +275,10 @@ def _require_clips(clip_low: float, clip_high: float) -> None:
             f"clip_low={clip_low}, clip_high={clip_high}: expected 0 <= clip_low <= 1 "
             "and clip_high >= 0"
         )
+    if clip_low < 1:
+        require_reachable("clip_low", clip_low, bound=1 - clip_low, off="1.0")
+    if clip_high != math.inf:
+        require_reachable("clip_high", clip_high, bound=1 + clip_high, off="math.inf")
 
 
 def _aux(r: Tensor, **flags: Tensor) -> Aux:

@@ -5,6 +5,8 @@ whose ratio is large while their probability hardly moves. These losses bound ho
 probability itself moved: ``p - mu``, of the policy now and of the weights that sampled.
 """
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -35,10 +37,10 @@ def dppo(
     prime-rl. ``aux["dropped"]`` is 1 for such a token.
 
     Raises:
-        ValueError: a bound is negative, or the tensors do not fit.
+        ValueError: a bound is not within [0, 1) or infinite, or the tensors do not fit.
     """
-    if not (mask_low >= 0 and mask_high >= 0):
-        raise ValueError(f"mask_low={mask_low}, mask_high={mask_high}: expected both >= 0")
+    _require_shift("mask_low", mask_low)
+    _require_shift("mask_high", mask_high)
     shift = _shift(logprobs, behavior_logprobs)
     dropped = torch.where(advantages > 0, shift > mask_high, shift < -mask_low)
     return _inside(logprobs, behavior_logprobs, advantages, dropped, ratio)
@@ -62,10 +64,9 @@ def ipo(
     trust region of arXiv:2602.04879. ``aux["dropped"]`` is 1 for such a token.
 
     Raises:
-        ValueError: ``threshold`` is negative, or the tensors do not fit.
+        ValueError: ``threshold`` is not within [0, 1) or infinite, or the tensors do not fit.
     """
-    if not threshold >= 0:
-        raise ValueError(f"threshold={threshold}: expected a number >= 0")
+    _require_shift("threshold", threshold)
     dropped = _shift(logprobs, behavior_logprobs).abs() > threshold
     return _inside(logprobs, behavior_logprobs, advantages, dropped, ratio)
 
@@ -95,14 +96,22 @@ def distill(
     ``aux["dropped"]`` is 1 for a dropped token, ``aux["ref_kl"]`` is ``logprobs - ref_logprobs``.
 
     Raises:
-        ValueError: ``mask_low`` is negative, or the tensors do not fit.
+        ValueError: ``mask_low`` is not within [0, 1) or infinite, or the tensors do not fit.
     """
-    if not mask_low >= 0:
-        raise ValueError(f"mask_low={mask_low}: expected a number >= 0")
+    _require_shift("mask_low", mask_low)
     lead = (upcast(ref_logprobs) - upcast(logprobs)).detach()
     dropped = _shift(logprobs, behavior_logprobs) < -mask_low
     per_token, aux = _inside(logprobs, behavior_logprobs, lead, dropped, ratio)
     return per_token, aux | {"ref_kl": -lead}
+
+
+def _require_shift(name: str, value: float) -> None:
+    """A probability can't move by 1, so such a bound would never drop a token."""
+    if not (0 <= value < 1 or value == math.inf):
+        raise ValueError(
+            f"{name}={value}: expected the most that a probability may move, from 0 to less than 1 "
+            "(math.inf for no bound)"
+        )
 
 
 def _shift(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:

@@ -13,11 +13,14 @@ from torch.optim.adamw import adamw
 class CPUAdamW(Optimizer):
     """AdamW whose weights and states are float32 in host memory, where they are also updated.
 
-        g from the device;  w, m, v <- AdamW(w, m, v, g) by torch's fused kernel;  p <- w
+        g, p from the device;  w <- p where p is not w rounded
+        w, m, v <- AdamW(w, m, v, g) by torch's fused kernel;  p <- w
 
     so that the device keeps nothing but parameters and gradients, which may both be bfloat16: small
-    updates are not lost, because they add up in w. A step copies 2 to 4 bytes of each parameter
-    either way; from a CUDA device, through pinned memory, while other parameters are updated.
+    updates are not lost, because they add up in w. What others write into a parameter between two
+    steps (loaded weights, an average, a bound) is what the next step starts from. A step copies
+    each parameter and its gradient out, and the parameter in; from a CUDA device, through pinned
+    memory, while other parameters are updated.
     With float32 parameters on a CPU it is ``torch.optim.AdamW(fused=True)``, to the bit.
 
     Args:
@@ -62,12 +65,18 @@ class CPUAdamW(Optimizer):
         ]
         arriving = [_Arriving(parameter) for parameter, _ in trained[:1]]
         for n, (parameter, group) in enumerate(trained):
-            gradient = arriving.pop().gradient()
+            value, gradient = arriving.pop().on_host()
             arriving += [_Arriving(parameter) for parameter, _ in trained[n + 1 : n + 2]]
+            self._take_over(parameter, value)
             self._update(parameter, gradient, group)
             weight = _local(self._state(parameter)["weight"])
             _local(parameter).copy_(weight, non_blocking=True)
         return loss
+
+    def _take_over(self, parameter: Tensor, value: Tensor) -> None:
+        """What was written into a parameter since its last step; its weights are rounded to it."""
+        weight = _local(self._state(parameter)["weight"])
+        torch.where(weight.to(value.dtype) == value, weight, value.float(), out=weight)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self._state(parameter)
@@ -110,22 +119,28 @@ class CPUAdamW(Optimizer):
 
 
 class _Arriving:
-    """A gradient on its way to the host."""
+    """A parameter and its gradient on their way to the host."""
 
     def __init__(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        gradient = _local(parameter.grad)
-        self._on_host = torch.empty_like(gradient, device="cpu", pin_memory=gradient.is_cuda)
-        self._on_host.copy_(gradient, non_blocking=True)
-        self._copied = torch.cuda.Event() if gradient.is_cuda else None  # type: ignore[no-untyped-call]
+        self._copies = [_copy_to_host(_local(one)) for one in (parameter, parameter.grad)]
+        self._copied = torch.cuda.Event() if parameter.is_cuda else None  # type: ignore[no-untyped-call]
         if self._copied is not None:
             self._copied.record()
 
-    def gradient(self) -> Tensor:
-        """In float32, once it is there."""
+    def on_host(self) -> tuple[Tensor, Tensor]:
+        """The parameter, and its gradient in float32, once they are there."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._on_host.float()
+        value, gradient = self._copies
+        return value, gradient.float()
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 def _local(tensor: Tensor) -> Tensor:

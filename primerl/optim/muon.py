@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from primerl.optim.layouts import Matrices, join_outputs, split_outputs
 from primerl.optim.newton_schulz import orthogonalize
 from primerl.optim.whole_matrices import division, map_whole
 
@@ -39,16 +40,17 @@ class Muon(Optimizer):
         params: matrices; or groups with, besides the hyperparameters below,
 
             - ``algorithm``: ``"muon"`` (the default) or ``"adamw"``, for what is no matrix;
-            - ``halves``: -2 or -1 where each matrix is two, one above the other or side by side
-              (None: one), such as the gate and up projections that ``transformers`` keeps in one
-              parameter. They are then made orthogonal one by one, as they are in other layouts
-              of the same model.
+            - ``split``: None where each matrix is one; or sizes ``(a, b, ..)``, where the first a
+              of its outputs belong to one matrix, the next b to another, and so on again until
+              they end. These are then made orthogonal one by one: gate and up projections in one
+              parameter are updated as they are in two (``Matrices``);
+            - ``transposed``: whether matrices are ``[inputs, outputs]``.
         lr: the learning rate.
         momentum: m.
         nesterov: U as above, of the next step's momentum; otherwise U = orthogonalize(B).
         weight_decay: decoupled.
         adjust_lr: ``"match_rms_adamw"``, as above, or ``"original"``, where ``scale`` is
-            sqrt(max(1, rows / columns)).
+            sqrt(max(1, outputs / inputs)).
         betas: of AdamW, as is ``eps``.
         steps: of Newton-Schulz, as is ``dtype``, in which matrices also travel between ranks.
 
@@ -89,7 +91,8 @@ class Muon(Optimizer):
             "betas": betas,
             "eps": eps,
             "algorithm": "muon",
-            "halves": None,
+            "split": None,
+            "transposed": False,
         }
         super().__init__(params, defaults)
 
@@ -97,16 +100,20 @@ class Muon(Optimizer):
         """Add parameters, with hyperparameters of their own; errors are those of the class."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group["algorithm"] not in ALGORITHMS or group["halves"] not in (None, -2, -1):
-            raise ValueError(
-                f"a group has algorithm {group['algorithm']!r} and halves {group['halves']!r}; "
-                f"expected one of {ALGORITHMS}, and -2, -1 or None"
-            )
+        if group["algorithm"] not in ALGORITHMS:
+            raise ValueError(f"a group has algorithm {group['algorithm']!r}; expected {ALGORITHMS}")
+        matrices = _matrices(group)
         for parameter in group["params"] if group["algorithm"] == "muon" else ():
             if parameter.ndim not in (2, 3):
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} is no matrix and no stack of "
                     'matrices; put it into a group with algorithm "adamw", as muon_parameters does'
+                )
+            if not matrices.fits(parameter):
+                raise ValueError(
+                    f"split {group['split']!r} is not of a parameter with "
+                    f"{matrices.outputs(parameter)} outputs; expected sizes above 0, whose sum "
+                    "divides the outputs"
                 )
             division(parameter)
 
@@ -134,10 +141,14 @@ class Muon(Optimizer):
             return  # checkpoints make states this way; orthogonalizing would be for nothing
 
         def orthogonal(stack: Tensor, index: int) -> Tensor:
-            halves = matrices[index][1]["halves"]
-            parts = [stack] if halves is None else stack.chunk(2, dim=halves)
-            done = [orthogonalize(part, steps=self._steps, dtype=self._dtype) for part in parts]
-            return done[0] if halves is None else torch.cat(done, dim=halves)
+            parameter, group = matrices[index]
+            largest = _scale(parameter, group)
+            parts = []
+            for part in split_outputs(stack, _matrices(group)):
+                done = orthogonalize(part.flatten(1, 2), steps=self._steps, dtype=self._dtype)
+                scale = _scale_of_shape(part.shape[1] * part.shape[2], part.shape[3], group)
+                parts.append((done if scale == largest else done * (scale / largest)).view_as(part))
+            return join_outputs(parts, _matrices(group)).reshape(stack.shape)
 
         divisions = [division(parameter) for parameter, _ in matrices]
         updates = map_whole(momenta, divisions, orthogonal)
@@ -184,13 +195,25 @@ class Muon(Optimizer):
         )
 
 
+def _matrices(group: dict[str, Any]) -> Matrices:
+    split = group["split"]
+    return Matrices(split=None if split is None else tuple(split), transposed=group["transposed"])
+
+
 def _scale(parameter: Tensor, group: dict[str, Any]) -> float:
-    shape = list(parameter.shape[-2:])
-    if group["halves"] is not None:
-        shape[group["halves"]] //= 2
+    """The largest of a parameter's matrices."""
+    matrices = _matrices(group)
+    outputs = matrices.outputs(parameter)
+    inputs = parameter.shape[-2 if matrices.transposed else -1]
+    split = matrices.split or (outputs,)
+    repeats = outputs // sum(split)
+    return max(_scale_of_shape(size * repeats, inputs, group) for size in split)
+
+
+def _scale_of_shape(outputs: int, inputs: int, group: dict[str, Any]) -> float:
     if group["adjust_lr"] == "original":
-        return math.sqrt(max(1.0, shape[0] / shape[1]))
-    return 0.2 * math.sqrt(max(shape))
+        return math.sqrt(max(1.0, outputs / inputs))
+    return 0.2 * math.sqrt(max(outputs, inputs))
 
 
 def _local(tensor: Tensor) -> Tensor:

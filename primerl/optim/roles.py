@@ -1,70 +1,272 @@
-"""Which parameters of a model are matrices for ``Muon``, and which are left to AdamW."""
+"""Which parameters of a model are matrices for ``Muon``, and which are left to AdamW.
 
+Decided by what a module is: a linear layer, a stack of experts, what scores experts, an embedding.
+What can't be told is refused, and said by the caller.
+"""
+
+import fnmatch
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+import attrs
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
-CHOOSING = ("gate", "router", "shared_expert_gate", "weights_proj")
-"""Names of linear layers whose few outputs choose among experts or keys, and mix nothing."""
+from primerl.optim.layouts import (
+    COEFFICIENTS,
+    Matrices,
+    classes,
+    inner,
+    is_known,
+    is_linear,
+    is_registered,
+    is_transposed_linear,
+    linear_children,
+    linear_matrices,
+    sizes,
+    stacked_matrices,
+    unknown,
+)
+from primerl.optim.routers import Routers
+
+Stated = Mapping[str, str | Matrices]
 
 
-def muon_parameters(model: nn.Module) -> list[dict[str, Any]]:
+@attrs.frozen(kw_only=True, eq=False)
+class ParameterRole:
+    """What a parameter is to ``Muon``."""
+
+    name: str
+    parameter: Tensor = attrs.field(repr=False)
+    role: str
+    """``linear``, ``experts``, ``router``, ``embedding``, ``head``, ``norm``, ..."""
+    matrices: Matrices | None
+    """None for AdamW."""
+
+    @property
+    def algorithm(self) -> str:
+        """``"muon"`` or ``"adamw"``."""
+        return "adamw" if self.matrices is None else "muon"
+
+    @property
+    def description(self) -> str:
+        """The matrices in words."""
+        if self.matrices is None:
+            return ""
+        each = f"{self.parameter.shape[0]} x " if self.parameter.ndim == 3 else ""
+        split = self.matrices.split
+        words = "1"
+        if split is not None:
+            names = self.matrices.names or tuple(str(size) for size in split)
+            alike = len(names) > 3
+            words = f"{len(names)}: {names[0]} .. {names[-1]}" if alike else " | ".join(names)
+            repeats = self.matrices.outputs(self.parameter) // sum(split)
+            words += "" if repeats == 1 else f", {repeats} times in turn"
+        return f"{each}{words}" + (", transposed" if self.matrices.transposed else "")
+
+
+class MuonParameters(list[dict[str, Any]]):
+    """Groups of parameters for ``Muon``. Their ``str`` is a table of each parameter's role."""
+
+    def __init__(self, roles: Iterable[ParameterRole]) -> None:
+        self.roles = tuple(roles)
+        groups: dict[Any, dict[str, Any]] = {}
+        for one in sorted(self.roles, key=lambda one: _rank(one.matrices)):
+            matrices = one.matrices
+            split = None if matrices is None else matrices.split
+            key = matrices and (split, matrices.transposed)
+            new: dict[str, Any] = {"params": [], "algorithm": one.algorithm}
+            if matrices is not None:
+                new |= {"split": split, "transposed": matrices.transposed}
+            groups.setdefault(key, new)["params"].append(one.parameter)
+        super().__init__(groups.values())
+
+    def __str__(self) -> str:
+        rows = [("parameter", "shape", "role", "algorithm", "matrices")]
+        for one in self.roles:
+            shape = " x ".join(map(str, one.parameter.shape))
+            rows.append((one.name, shape, one.role, one.algorithm, one.description))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _rank(matrices: Matrices | None) -> int:
+    """Matrices first, then those that are split, then what is AdamW's."""
+    if matrices is None:
+        return 2
+    return int(matrices.split is not None)
+
+
+def muon_parameters(model: nn.Module, *, roles: Stated | None = None) -> MuonParameters:
     """The groups that ``Muon`` takes: a model's matrices, and everything else for AdamW.
 
-    Matrices are the weights of linear layers and of stacked experts. Everything else is embeddings
-    and the head, routers, norms, biases, and what is tied to any of them. In ``transformers``'
-    experts, gate and up projections share a parameter: their group says so, by ``halves``, unless
-    their rows alternate, which are then made orthogonal together.
+    Matrices are the weights of linear layers and of stacked experts. A weight whose outputs are put
+    to different uses (gate and up projections; query, key and value) is as many matrices, whichever
+    way they lie in it. AdamW gets embeddings and the head, what is tied to them, routers (what
+    scores a layer's experts), weights with one output or with one for each head, convolutions,
+    norms and biases. ``print`` what is returned to see what each parameter is taken for.
 
     Args:
-        model: a Hugging Face model, sharded or not; frozen parameters are left out.
+        model: a Hugging Face model, sharded or not, with adapters or not; frozen parameters are
+            left out.
+        roles: for parameters by name or by a pattern such as ``"*.mixer.in_proj.weight"``,
+            ``"adamw"`` or what ``Matrices`` they hold; this overrides what is found.
 
     Returns:
         Groups that are not empty. Give one other hyperparameters by adding them to it.
+
+    Raises:
+        ValueError: what a parameter is can't be told, or ``roles`` fit no parameter.
     """
-    matrices: list[nn.Parameter] = []
-    halves: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    kept = _kept_apart(model)
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        of_experts = hasattr(module, "is_transposed") and hasattr(module, "has_gate")
-        for of_parameter, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen or not parameter.requires_grad:
-                continue
-            seen.add(id(parameter))
-            if of_experts and parameter.ndim == 3:
-                split = of_parameter == "gate_up_proj" and _is_stacked(module)
-                (halves if split else matrices).append(parameter)
-            elif (
-                isinstance(module, nn.Linear)
-                and of_parameter == "weight"
-                and id(parameter) not in kept
-                and name.rpartition(".")[2] not in CHOOSING
-            ):
-                matrices.append(parameter)
-            else:
-                others.append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "algorithm": "muon"},
-        {"params": halves, "algorithm": "muon", "halves": -2},
-        {"params": others, "algorithm": "adamw"},
-    ]
-    return [group for group in groups if group["params"]]
+    stated = _stated(model, roles or {})
+    special = _embeddings(model)
+    modules = dict(model.named_modules())
+    routers = Routers(modules, stated.keys())
+    found = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if name in stated:
+            role, matrices = "stated", stated[name]
+        elif id(parameter) in special:
+            role, matrices = special[id(parameter)], None
+        else:
+            role, matrices = _role(name, parameter, modules, routers)
+        if matrices is not None and not (parameter.ndim in (2, 3) and matrices.fits(parameter)):
+            raise unknown(
+                _named(name, parameter), f"its outputs don't come in parts of {matrices.split}"
+            )
+        found.append(ParameterRole(name=name, parameter=parameter, role=role, matrices=matrices))
+    return MuonParameters(found)
 
 
-def _is_stacked(experts: Any) -> bool:
-    return bool(getattr(experts, "is_concatenated", False)) and not experts.is_transposed
+def _stated(model: nn.Module, roles: Stated) -> dict[str, Matrices | None]:
+    names = [name for name, _ in model.named_parameters()]
+    stated: dict[str, Matrices | None] = {}
+    for pattern, role in roles.items():
+        fitting = fnmatch.filter(names, pattern)
+        if not fitting:
+            raise ValueError(f"roles has {pattern!r}, which is no parameter's name of the model")
+        if role != "adamw" and not isinstance(role, Matrices):
+            raise ValueError(f"roles[{pattern!r}] is {role!r}; expected 'adamw' or optim.Matrices")
+        stated |= dict.fromkeys(fitting, role if isinstance(role, Matrices) else None)
+    return stated
 
 
-def _kept_apart(model: Any) -> set[int]:
-    """Embeddings and heads, which linear layers may be tied to."""
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    if hasattr(model, "get_output_embeddings"):
-        embeddings += [model.get_input_embeddings(), model.get_output_embeddings()]
+def _embeddings(model: Any) -> dict[int, str]:
+    """Embeddings and heads, which linear layers may be tied to, by the ids of their parameters."""
+    if not hasattr(model, "get_output_embeddings"):
+        raise ValueError(
+            f"{type(model).__name__} has no get_output_embeddings, so that its head can't be told "
+            "from other linear layers; expected a model of transformers. For others, make groups "
+            'with the keys "params" and "algorithm"'
+        )
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    by_role = {"head": [model.get_output_embeddings()]}
+    by_role["embedding"] = [*tables, model.get_input_embeddings()]
     return {
-        id(parameter)
-        for module in embeddings
+        id(parameter): role
+        for role, modules in by_role.items()
+        for module in modules
         if module is not None
-        for parameter in module.parameters(recurse=False)
+        for parameter in module.parameters()
     }
+
+
+def _role(
+    name: str, parameter: Tensor, modules: dict[str, nn.Module], routers: Routers
+) -> tuple[str, Matrices | None]:
+    path, _, own = name.rpartition(".")
+    module = modules[path]
+    if isinstance(module, _ConvNd):
+        return "convolution", None
+    if any(kind.endswith("Norm") for kind in classes(module)):
+        return "norm", None
+    if parameter.ndim < 2:
+        return "bias" if own.endswith("bias") else "vector", None
+    layer, adapter = _adapted_layer(path, modules)
+    owner_path, _, layer_name = layer.rpartition(".")
+    owner = modules[owner_path]
+    if routers.includes(layer, own):
+        return "router", None
+    if is_registered(module) and parameter.ndim == 2 and own.endswith("bias"):
+        return "bias", None
+    if min(parameter.shape[-2:]) == 1:
+        return "vector", None
+    if parameter.ndim == 3:
+        stack = stacked_matrices(owner if path else None, layer_name, module, own, parameter)
+        if stack is None:
+            raise unknown(
+                _named(name, parameter), f"{type(module).__name__} has a layout of its own"
+            )
+        return "experts", stack
+    if not is_linear(module) or own != "weight":
+        raise unknown(_named(name, parameter), f"{type(module).__name__} is no layer that is known")
+    if classes(owner) & set(COEFFICIENTS):
+        return "coefficients", None
+    if adapter and not is_linear(inner(modules[layer])):
+        raise unknown(
+            _named(name, parameter), f"it adapts a {type(inner(modules[layer])).__name__}"
+        )
+    if _is_gate_of_heads(name, parameter, owner, inner(modules[layer])):
+        return "gate of heads", None
+    transposed = is_transposed_linear(module)
+    if adapter == "inputs":
+        return "linear", Matrices()
+    matrices = linear_matrices(owner, layer_name, parameter, transposed=transposed)
+    if matrices.split is None and not is_known(owner, layer_name):
+        _refuse_surplus(name, parameter, owner, layer_name)
+    return "linear", matrices
+
+
+def _adapted_layer(path: str, modules: dict[str, nn.Module]) -> tuple[str, str]:
+    """The layer that a linear module is, or is a part of an adapter of (``peft``), and which part.
+
+    A low-rank adapter's first matrix takes the layer's inputs, its second makes the outputs.
+    """
+    while path.endswith(".base_layer"):
+        path = path.removesuffix(".base_layer")
+    holder = path.rpartition(".")[0]
+    layer, _, half = holder.rpartition(".")
+    if isinstance(modules[holder], nn.ModuleDict) and hasattr(modules[layer], "base_layer"):
+        while layer.endswith(".base_layer"):
+            layer = layer.removesuffix(".base_layer")
+        return layer, "outputs" if half == "lora_B" else "inputs"
+    return path, ""
+
+
+def _is_gate_of_heads(name: str, parameter: Tensor, owner: Any, linear: nn.Module) -> bool:
+    """Whether each output scales one head of the module that the layer is in."""
+    outputs = sizes(linear)[1]
+    counts = [getattr(owner, count, None) for count in ("num_heads", "n_heads")]
+    if outputs not in counts:
+        return False
+    size = getattr(owner, "head_dim", None)
+    if isinstance(size, int) and outputs % size == 0:
+        why = f"{outputs} outputs may be one for each head, or whole heads of {size}"
+        raise unknown(_named(name, parameter), why)
+    return True
+
+
+def _refuse_surplus(name: str, parameter: Tensor, owner: nn.Module, layer: str) -> None:
+    """A layer that makes more than what the layer beside it takes back does several things."""
+    beside = linear_children(owner)
+    linear = beside.pop(layer, None)
+    if linear is None:
+        return
+    inputs, outputs = sizes(linear)
+    takers = [sizes(other)[0] for other in beside.values() if sizes(other)[1] == inputs]
+    if takers and outputs > max(takers):
+        raise unknown(
+            _named(name, parameter),
+            f"{type(owner).__name__} takes {max(takers)} inputs back, but {layer} has {outputs} "
+            "outputs, which may be several matrices",
+        )
+
+
+def _named(name: str, parameter: Tensor) -> str:
+    return f"{name}, of shape {tuple(parameter.shape)},"

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from primerl.admission import refuse_virtual_tokens
+
 M = TypeVar("M", bound=nn.Module)
 
 ORDER = "recompute -> shard -> compile"
@@ -64,6 +66,7 @@ def recompute(model: M, *, selective: bool = False, every: int = 1, offload: boo
         ValueError: the model is sharded already, is in evaluation mode (in which nothing is
             recomputed), or does not support it; or ``every`` is below 1.
     """
+    refuse_virtual_tokens(model)
     if every < 1:
         raise ValueError(f"every is {every}, expected at least 1")
     if any(isinstance(module, FSDPModule) for module in model.modules()):

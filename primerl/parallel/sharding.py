@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from primerl.admission import refuse_virtual_tokens
 from primerl.attention import refuse_unpackable
 from primerl.parallel.context import share_context
 from primerl.parallel.device_mesh import Mesh
@@ -54,10 +55,11 @@ def shard(
 
     Raises:
         ValueError: the model is sharded already, a layer shares a weight with another part, from
-            which sharding would part it, its parameters have different dtypes, or its family
-            cannot be divided this way.
+            which sharding would part it, its parameters have different dtypes, its family
+            cannot be divided this way, or it has an adapter of prompt or prefix tuning.
     """
     mesh = mesh or make_mesh()
+    refuse_virtual_tokens(model)
     refuse_unpackable(model)
     if mesh.parameters is None:
         return model

@@ -1,10 +1,13 @@
 """The tables of ``parity``: on the terminal, and of all families in Markdown."""
 
 import platform
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from primerl import optim
 from primerl._optional import require
+from primerl.testing.families import tiny_family
 from primerl.testing.parity_checks import Finding
 
 ALONE = "1 process"
@@ -63,9 +66,52 @@ def markdown_table(findings: Sequence[Finding]) -> str:
 
 def page(findings: Sequence[Finding]) -> str:
     """A page of the documentation."""
-    return PAGE.format(versions=versions(), table=markdown_table(findings))
+    refused = {one.family for one in findings if one.mesh == ALONE and one.figure is None}
+    failed = {one.family for one in findings if one.result == "FAIL"}
+    families = dict.fromkeys(finding.family for finding in findings)
+    kept = [name for name in families if name not in refused | failed]
+    table = markdown_table(findings) + "\n" + muon_table(kept)
+    return PAGE.format(versions=versions(), table=table)
 
 
+def muon_table(families: Iterable[str]) -> str:
+    """What ``optim.muon_parameters`` takes the parameters of families for, in Markdown."""
+    rows = []
+    for family in families:
+        cells: dict[str, dict[str, None]] = {name: {} for name in ("one", "several", "adamw")}
+        for one in optim.muon_parameters(tiny_family(family)).roles:
+            name = _short(one.name)
+            if one.matrices is None:
+                if one.role not in ("norm", "bias"):
+                    cells["adamw"][f"`{name}` ({one.role})"] = None
+            elif one.matrices.split is None:
+                transposed = " (transposed)" if one.matrices.transposed else ""
+                cells["one"][f"`{name}`{transposed}"] = None
+            else:
+                words = re.sub(r"^\d+ x ", "", one.description)
+                cells["several"][f"`{name}`: {words}"] = None
+        columns = [_cell(", ".join(cell)) for cell in cells.values()]
+        rows.append(f"| `{family}` | {' | '.join(columns)} |")
+    return MUON + "\n".join(rows) + "\n"
+
+
+def _short(name: str) -> str:
+    """A parameter's name without its layer's."""
+    name = re.sub(r"^.*?\.\d+\.", "", name).removesuffix(".weight")
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+MUON = """## Muon
+
+What `optim.muon_parameters` takes each parameter of the tiny versions for: one matrix (one for each
+expert, where experts are stacked), several matrices that are made orthogonal one by one, or AdamW's
+(norms and biases, which are always AdamW's, are left out). `x | y` are parts of the outputs, one
+after the other; "times in turn" means that they repeat, such as for each head. The tests follow
+what each model's forward pass does with its weights, and find the same.
+
+| family | one matrix | several | AdamW |
+|---|---|---|---|
+"""
 PAGE = """# Families of models
 
 Made by `python -m primerl.testing.parity --table docs/families.md` for every `model_type` of which

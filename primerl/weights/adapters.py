@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from primerl._optional import require
+from primerl.admission import adapter_configs, refuse_virtual_tokens
 from primerl.weights.gathering import is_first_rank, whole_tensors
 from primerl.weights.saved_folder import saved_folder
 
@@ -18,6 +19,22 @@ _OF_ADAPTER = re.compile(r"\.lora_[^.]+\.")
 def has_adapters(model: nn.Module) -> bool:
     """Whether any layer of the model has an adapter."""
     return any(_OF_ADAPTER.search(name) for name, _ in model.named_parameters())
+
+
+def refuse_other_adapters(model: nn.Module) -> None:
+    """Refuse adapters that are not added to weights, because what is sent would be without them.
+
+    Raises:
+        ValueError: an adapter puts tokens before a sequence, or is of another type than LORA.
+    """
+    refuse_virtual_tokens(model)
+    for name, config in adapter_configs(model).items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind != "LORA":
+            raise ValueError(
+                f"the model's adapter {name!r} is of peft's type {kind}, which cannot be added to "
+                "the weights that are sent; use peft.LoraConfig, or merge it and train the weights"
+            )
 
 
 def is_of_adapted_layer(name: str) -> bool:

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from primerl._optional import require
-from primerl.weights.adapters import is_of_adapted_layer, merged, unadapted
+from primerl.weights.adapters import (
+    is_of_adapted_layer,
+    merged,
+    refuse_other_adapters,
+    unadapted,
+)
 from primerl.weights.gathering import whole
 
 _LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
@@ -37,7 +42,11 @@ def checkpoint_tensors(
         model: the trainer's, sharded or not.
         dtype: that floating-point parameters are cast to; None keeps theirs. Buffers keep
             theirs always, because a routing bias in 16 bits would send tokens elsewhere.
+
+    Raises:
+        ValueError: an adapter is no low-rank one, or can't be added to its weight.
     """
+    refuse_other_adapters(model)
     dtypes = _wire_dtypes(model, dtype)
     tensors = distinct_tensors(model)  # references, no copies
     for names in layers_of(tensors):
@@ -54,8 +63,10 @@ def checkpoint_layout(
     They come in the same order.
 
     Raises:
-        ValueError: the names of a layer depend on other layers, so that it cannot be streamed.
+        ValueError: the names of a layer depend on other layers, so that it cannot be streamed, or
+            an adapter is none that ``checkpoint_tensors`` adds.
     """
+    refuse_other_adapters(model)
     dtypes = _wire_dtypes(model, dtype)
     empty = {
         name: torch.empty(tensor.shape, dtype=dtypes[name], device="meta")

@@ -1,0 +1,238 @@
+"""Which matrices a parameter holds: layers of ``transformers`` that do the work of several.
+
+A layer is known by its class and by what the class says of itself. That each entry is right, and
+that none is missing, is tested by following what each family's forward pass does with the outputs.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+
+@attrs.frozen(kw_only=True)
+class Matrices:
+    """The matrices that a parameter ``[.., outputs, inputs]`` holds, each a function of its own.
+
+    ``optim.Matrices()`` is one. ``split=(a, b)`` are two: of every a + b outputs in turn, the first
+    a belong to one and the other b to the other. So ``(n / 2, n / 2)`` of n outputs are two halves,
+    ``(1, 1)`` alternate, and ``(size,) * heads`` is a matrix for each head.
+
+    Args:
+        split: sizes that are repeated until the outputs end; None for one matrix.
+        transposed: whether the parameter is ``[.., inputs, outputs]``.
+        names: of the parts, for reading.
+    """
+
+    split: tuple[int, ...] | None = None
+    transposed: bool = False
+    names: tuple[str, ...] = ()
+
+    def outputs(self, parameter: Tensor) -> int:
+        """How many outputs the parameter has."""
+        return parameter.shape[-1 if self.transposed else -2]
+
+    def fits(self, parameter: Tensor) -> bool:
+        """Whether the outputs can be split in this way."""
+        if self.split is None:
+            return True
+        whole = all(isinstance(size, int) and size > 0 for size in self.split)
+        return whole and bool(self.split) and self.outputs(parameter) % sum(self.split) == 0
+
+
+def split_outputs(stack: Tensor, matrices: Matrices) -> list[Tensor]:
+    """The matrices in each ``[n, rows, columns]``, as ``[n, repeats, outputs, inputs]``."""
+    stack = stack.mT if matrices.transposed else stack
+    split = matrices.split or (stack.shape[1],)
+    period = sum(split)
+    repeated = stack.reshape(len(stack), -1, period, stack.shape[2])
+    return list(torch.split(repeated, list(split), dim=2))
+
+
+def join_outputs(parts: list[Tensor], matrices: Matrices) -> Tensor:
+    """What ``split_outputs`` was given, from its result."""
+    stack = torch.cat(parts, dim=2).flatten(1, 2)
+    return stack.mT if matrices.transposed else stack
+
+
+Layout = Callable[[Any, int], tuple[tuple[str, ...], tuple[int, ...]]]
+"""``(the module that has the layer, its outputs) -> names and sizes of the parts``."""
+
+
+def _equal(*names: str) -> Layout:
+    return lambda _, outputs: (names, (outputs // len(names),) * len(names))
+
+
+def _query_key_value(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """One after the other; of several queries' heads to a key's."""
+    keys = owner.config.num_key_value_heads * owner.head_dim
+    return ("query", "key", "value"), (outputs - 2 * keys, keys, keys)
+
+
+def _of_each_head(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Head by head, each with its query, key and value."""
+    heads = owner.config.num_attention_heads
+    return ("query", "key", "value"), (outputs // (3 * heads),) * 3
+
+
+def _gpt_bigcode(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    if not owner.multi_query:
+        return ("query", "key", "value"), (owner.head_dim,) * 3
+    return ("query", "key", "value"), (outputs - 2 * owner.kv_dim, owner.kv_dim, owner.kv_dim)
+
+
+def _of_each_layer(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    layers = owner.config.num_hidden_layers
+    return tuple(f"layer {n}" for n in range(layers)), (outputs // layers,) * layers
+
+
+def _latent_and_rotary_key(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    return ("latent", "rotary key"), (owner.kv_lora_rank, outputs - owner.kv_lora_rank)
+
+
+def _latent_keys_and_values(
+    owner: Any,
+    outputs: int,  # noqa: ARG001
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    return ("key", "value"), (owner.qk_nope_head_dim, owner.v_head_dim)
+
+
+GATE_UP = _equal("gate", "up")
+# By the class of the module that has the layer, and the layer's name in it.
+FUSED: dict[str, dict[str, Layout]] = {
+    **{name: {"gate_up_proj": GATE_UP} for name in ("GlmMLP", "Glm4MLP", "Phi3MLP")},
+    "ModernBertDecoderMLP": {"Wi": GATE_UP},
+    "Phi3Attention": {"qkv_proj": _query_key_value},
+    **{
+        name: {"query_key_value": _of_each_head}
+        for name in ("GPTNeoXAttention", "PersimmonAttention")
+    },
+    "GPT2Attention": {"c_attn": _equal("query", "key", "value")},
+    "GPTBigCodeAttention": {"c_attn": _gpt_bigcode},
+    "JetMoeAttention": {"kv_proj": _equal("key", "value")},
+    "JetMoeMoE": {"input_linear": GATE_UP},
+    "LongcatFlashExperts": {"gate_up_proj": GATE_UP},
+    **{
+        name: {"per_layer_model_projection": _of_each_layer}
+        for name in ("Gemma3nTextModel", "Gemma4TextModel", "Gemma4UnifiedTextModel")
+    },
+}
+# Of latent attention (arXiv 2405.04434), whichever the family.
+LATENT: dict[str, Layout] = {
+    "kv_a_proj_with_mqa": _latent_and_rotary_key,
+    "kv_b_proj": _latent_keys_and_values,
+}
+# Stacked as [experts, outputs, inputs] by classes that transformers' experts functions don't call.
+STACKED = ("JetMoeParallelExperts", "LongcatFlashExperts")
+# Coefficients by which a model mixes its streams.
+COEFFICIENTS = ("Gemma3nTextAltUp",)
+
+
+def classes(module: nn.Module) -> set[str]:
+    """Names of a module's class and of those that it derives from."""
+    return {kind.__name__ for kind in type(module).__mro__}
+
+
+def is_registered(module: nn.Module) -> bool:
+    """Whether the experts functions of transformers compute the module."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer, of either layout."""
+    return isinstance(module, nn.Linear) or is_transposed_linear(module)
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether it is the linear layer of GPT-2 in transformers, whose weight is transposed."""
+    return any(
+        kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+        for kind in type(module).__mro__
+    )
+
+
+def linear_matrices(owner: nn.Module, layer: str, weight: Tensor, *, transposed: bool) -> Matrices:
+    """Of a linear layer's weight, or of the half of an adapter that makes the layer's outputs."""
+    one = Matrices(transposed=transposed)
+    return _split(one, owner, layer, weight)
+
+
+def stacked_matrices(
+    owner: nn.Module | None, layer: str, module: Any, name: str, weight: Tensor
+) -> Matrices | None:
+    """Of experts stacked in a module; None where that can't be told.
+
+    Args:
+        owner: the module that has ``module``, if any, as its ``layer``.
+        layer: as above.
+        module: which has the parameter.
+        name: of the parameter in it.
+        weight: the parameter.
+    """
+    if is_registered(module):
+        one = Matrices(transposed=module.is_transposed)
+        if name != "gate_up_proj":
+            return one if name in ("up_proj", "down_proj") else None
+        half = one.outputs(weight) // 2
+        split = (half, half) if getattr(module, "is_concatenated", True) else (1, 1)
+        return attrs.evolve(one, split=split, names=("gate", "up"))
+    if not classes(module) & set(STACKED):
+        return None
+    if name == "weight" and owner is not None:
+        return _split(Matrices(), owner, layer, weight)
+    return _split(Matrices(), module, name, weight)
+
+
+def _split(one: Matrices, owner: Any, layer: str, weight: Tensor) -> Matrices:
+    found = list(_layouts(owner, layer))
+    if not found:
+        return one
+    names, split = found[0](owner, one.outputs(weight))
+    return attrs.evolve(one, names=names, split=split)
+
+
+def _layouts(owner: Any, layer: str) -> Iterator[Layout]:
+    if hasattr(owner, "kv_lora_rank") and layer in LATENT:
+        yield LATENT[layer]
+    for kind in classes(owner) & FUSED.keys():
+        if layer in FUSED[kind]:
+            yield FUSED[kind][layer]
+
+
+def is_known(owner: nn.Module, layer: str) -> bool:
+    """Whether what a layer's outputs are is stated here."""
+    latent = hasattr(owner, "kv_lora_rank") or hasattr(owner, "index_topk")
+    return latent or any(_layouts(owner, layer))
+
+
+def inner(module: nn.Module) -> nn.Module:
+    """The module that adapters are wrapped around."""
+    while isinstance(getattr(module, "base_layer", None), nn.Module):
+        module = module.base_layer  # type: ignore[assignment]
+    return module
+
+
+def sizes(linear: Any) -> tuple[int, int]:
+    """Inputs and outputs."""
+    if is_transposed_linear(linear):
+        inputs, outputs = linear.weight.shape
+        return inputs, outputs
+    return linear.in_features, linear.out_features
+
+
+def linear_children(module: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers right in a module, without their adapters."""
+    children = {name: inner(child) for name, child in module.named_children()}
+    return {name: child for name, child in children.items() if is_linear(child)}
+
+
+def unknown(what: str, why: str) -> ValueError:
+    """The error where what a parameter is can't be told."""
+    return ValueError(
+        f"what {what} is to Muon can't be told: {why}. Say it by muon_parameters(model, "
+        "roles={'NAME OR PATTERN': ROLE}), with the role 'adamw', optim.Matrices() for one matrix "
+        "(one for each expert), or optim.Matrices(split=(sizes of parts of the outputs), "
+        "transposed=...)"
+    )

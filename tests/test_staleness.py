@@ -335,7 +335,7 @@ def test_a_schedule_never_stands_still(seed, max_staleness, size):
     on_stale=st.sampled_from(["drop", "wait", "mask_tokens"]),
     await_proof=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_whatever_becomes_of_deliveries_every_group_is_in_one_place(
     seed, bound, on_stale, await_proof
 ):

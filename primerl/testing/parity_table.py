@@ -20,7 +20,7 @@ def terminal_table(findings: Sequence[Finding]) -> Any:
     table.add_column("measured", justify="right")
     table.add_column("allowed", justify="right")
     table.add_column("result")
-    colors = {"pass": "green", "FAIL": "red", "refused": "yellow"}
+    colors = {"pass": "green", "FAIL": "red", "refused": "yellow", "not applicable": "dim"}
     before = ("", "")
     for one in findings:
         same = before[0] == one.family, before == (one.family, one.mesh)
@@ -31,7 +31,7 @@ def terminal_table(findings: Sequence[Finding]) -> Any:
             one.check,
             "" if one.figure is None else f"{one.figure:.1e}",
             "" if one.allowed is None else f"{one.allowed:.0e}",
-            f"[{colors[one.result]}]{one.result}[/] {escape(one.note)}".strip(),
+            f"[{colors[one.result]}]{one.result}[/]{escape(one.note and f': {one.note}')}",
         )
     return table
 

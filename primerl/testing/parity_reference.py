@@ -63,7 +63,9 @@ class Training:
     """Of each step, as are the norms."""
     norms: list[float]
     logprobs: Tensor
-    """Of the first step, ``[tokens]``; NaN where a token is not trained, or not on this rank."""
+    """Of the first step, ``[tokens]``; NaN where a token is not trained, or not on this rank.
+
+    Infinite where it is trained more than once."""
     entropies: Tensor
     """Of the distributions that trained tokens were drawn from, as the logprobs are given."""
     gradients: dict[str, Tensor]
@@ -239,6 +241,7 @@ class Records:
     def __init__(self, tokens: int) -> None:
         self.logprobs = torch.full((tokens,), torch.nan, dtype=torch.float64)
         self.entropies = self.logprobs.clone()
+        self._seen = torch.zeros(tokens, dtype=torch.int64)
         self.choices: dict[str, Tensor] = {}
 
     def add(
@@ -254,6 +257,8 @@ class Records:
         if step == 0:
             self.logprobs[tokens] = logprobs.detach().double()
             self.entropies[tokens] = entropies.detach().double()
+            self._seen.index_add_(0, tokens, torch.ones_like(tokens))
+            self.logprobs[self._seen > 1] = torch.inf
         for name, parts in choices.items():
             # The last: a model that turns out to need its logits runs a second time.
             ids = torch.cat(parts)[-len(rows) :][rows].sort(-1).values

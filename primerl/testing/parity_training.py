@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -169,15 +170,21 @@ def resumed(
         fresh: others like them.
         folder: of the run; None on ranks other than 0.
     """
+    rank = dist.get_rank()
     with checkpoint.Checkpoints(folder, *trained) as saves:
+        _seed(2 * rank)
         saves.save(RESUMED, wait=True)
         expected = _draws()
-        torch.manual_seed(1)
-        np.random.seed(1)  # noqa: NPY002  what checkpoints keep is numpy's global generator
-        random.seed(1)
+        _seed(2 * rank + 1)
     with checkpoint.Checkpoints(folder, *fresh) as saves:
         saves.load(checkpoint.last_good(folder))
         return sum(one != other for one, other in zip(_draws(), expected, strict=True))
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  what checkpoints keep is numpy's global generator
+    random.seed(seed)
 
 
 def _draws() -> list[float]:

@@ -73,10 +73,11 @@ transformers has a causal language model, with {versions}.
 
 Each family's tiny version is trained for three steps of AdamW on packed documents, on two gloo
 ranks, with recomputation of activations, and compared with one process that computes each document
-alone in plain Hugging Face code: losses, gradient norms, gradients, the experts that each token
-goes to, parameters after the steps, and a checkpoint's round trip. `loss` and `gradient norm` are
-the largest relative differences. A family with windows of attention is admitted for documents that
-fit into them; longer ones are refused when they come. No figure is of a trained model.
+alone in plain Hugging Face code: logprobs, entropies, losses, gradient norms, gradients before and
+after clipping, the experts that each token goes to, updates, and a checkpoint's round trip. `loss`
+and `gradient norm` are the largest relative differences. A family with windows of attention is
+admitted for documents that fit into them; longer ones are refused when they come. No figure is of a
+trained model.
 
 {table}"""
 

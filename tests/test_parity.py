@@ -471,6 +471,8 @@ def test_what_a_family_lacks_is_left_out_and_named():
     assert {(plan.ep, reason) for plan, reason in lost} == {(2, "no experts to divide")}
     assert MeshPlan(cp=2, context="gathered", recompute=True, share_prefixes=True) in kept
     assert parity.applicable("qwen3_moe", plans) == (plans, [])
+    _, lost = parity.applicable("llama", [MeshPlan(cp=3, context="ulysses")])
+    assert [reason for _, reason in lost] == ["4 heads, which 3 ranks cannot share"]
     kept, lost = parity.applicable("ctrl", parity.all_kinds(4))
     assert not any(plan.recompute or plan.optimizer == "muon" for plan in kept)
     assert any("transformers recomputes none" in reason for _, reason in lost)
@@ -500,7 +502,7 @@ def test_a_launch_that_dies_is_gone_on_with(monkeypatch):
         launches.append([(task["name"], task["done"]) for task in tasks])
         with results.open("a") as file:
             for task in tasks:
-                meshes = [mesh["name"] for mesh in task["meshes"]][task["done"] :]
+                meshes = [MeshPlan(**mesh).name for mesh in task["meshes"]][task["done"] :]
                 for mesh in [*(["1 process"] if not task["done"] else []), *meshes]:
                     if (len(launches), mesh) == (1, "ep 2"):
                         return "rank 1 failed: KeyError: 'x'"

@@ -106,14 +106,18 @@ def applicable(
     if model.config.model_type not in MUON_FAMILIES:
         missing["optimizer"] = "no list of its matrices"
     if is_sparse(model):
-        missing["context"] = "always gathered"
+        missing["context"] = "keys are always gathered"
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
     plain = MeshPlan()
     kept, lost = [], []
     for plan in plans:
-        changes = {n: getattr(plain, n) for n in missing if getattr(plan, n) != getattr(plain, n)}
+        lacking = dict(missing)
+        if plan.context == "ulysses" and heads % plan.cp:
+            lacking.setdefault("context", f"{heads} heads, which {plan.cp} ranks cannot share")
+        changes = {n: getattr(plain, n) for n in lacking if getattr(plan, n) != getattr(plain, n)}
         kept.append(attrs.evolve(plan, **changes))
         if changes:
-            lost.append((plan, "; ".join(missing[name] for name in changes)))
+            lost.append((plan, "; ".join(lacking[name] for name in changes)))
     return list(dict.fromkeys(kept)), lost
 
 

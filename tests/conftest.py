@@ -51,7 +51,7 @@ def make_group(rewards=(0.0, 1.0), *, version=0, task_id="task"):
     return Group(task_id=task_id, rollouts=rollouts)
 
 
-def torchrun(*command, ranks, cwd, check=True):
+def torchrun(*command, ranks, cwd, check=True, timeout_s=300):
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         + [str(word) for word in command],
@@ -59,7 +59,7 @@ def torchrun(*command, ranks, cwd, check=True):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout_s,
         check=check,
     )
 

@@ -3,8 +3,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from primerl import loss, parallel, testing
+from primerl.forward_passes import recomputing
 from primerl.parallel import activation
-from primerl.parallel.activation import recomputing
 
 IDS = torch.randint(2, 60, (48,), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.cat([torch.arange(20), torch.arange(28)])

@@ -10,9 +10,10 @@ import torch
 from conftest import torchrun
 from safetensors.torch import save_file
 
-from primerl import parallel, testing, weights
+from primerl import forward_passes, loss, parallel, testing, weights
 from primerl.parallel.dispatch import AllToAll
 from primerl.parallel.experts import divide_experts, grouped_matmul
+from primerl.testing.families import tiny_family
 from primerl.weights.placement import Piece, pieces
 
 RANKS = 4
@@ -118,14 +119,50 @@ def test_in_a_world_of_one_experts_are_computed_alone():
         divide_experts(testing.tiny_model("llama"))
 
 
-def test_what_is_computed_again_is_counted_once():
-    model = parallel.recompute(testing.tiny_model("qwen3_moe"))
+RECOMPUTATION = {
+    "none": lambda model: None,
+    "primerl": parallel.recompute,
+    "primerl, selective": lambda model: parallel.recompute(model, selective=True),
+    "transformers": lambda model: model.gradient_checkpointing_enable(),
+    "transformers, reentrant": lambda model: model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": True}
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*use_reentrant:UserWarning")
+@pytest.mark.parametrize("how", RECOMPUTATION)
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"])
+def test_each_forward_pass_of_each_micro_batch_is_counted_once(family, how):
+    """granitemoe scales its logits, so that model_logprobs runs it twice on its first call."""
+    model = tiny_family(family)
+    RECOMPUTATION[how](model)
     divide_experts(model)
+    ids, positions = torch.arange(2, 14), torch.arange(12)
 
-    model(torch.arange(2, 14).unsqueeze(0)).logits.sum().backward()
+    for batches in (1, 2):
+        for _ in range(batches):
+            loss.model_logprobs(model, ids, positions, ids.roll(-1)).sum().backward()
+        counts = parallel.take_expert_counts(model)
+        assert [int(c.sum()) for c in counts.values()] == [12 * 2 * batches] * 2
+    assert parallel.take_expert_counts(model) == {}
 
-    counts = parallel.take_expert_counts(model)
-    assert [int(c.sum()) for c in counts.values()] == [24, 24]
+    model(ids[None]).logits.sum().backward()
+    assert [int(c.sum()) for c in parallel.take_expert_counts(model).values()] == [24, 24]
+
+
+def test_a_discarded_forward_pass_is_not_counted():
+    model = testing.tiny_model("qwen3_moe")
+    divide_experts(model)
+    ids = torch.arange(2, 14).unsqueeze(0)
+
+    for discard in (True, False, True):
+        with forward_passes.attempt() as this:
+            model(ids)
+            model(ids)
+        this.discarded = discard
+
+    assert [int(c.sum()) for c in parallel.take_expert_counts(model).values()] == [48, 48]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

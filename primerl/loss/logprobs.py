@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from primerl.admission import refuse_virtual_tokens
 from primerl.attention import attend_by_document, passing_on
+from primerl.forward_passes import attempt
 from primerl.loss.arguments import checked
 from primerl.loss.linear_head import FLOOR, check_rows, check_values, head_logprobs
 from primerl.loss.ratio import upcast
@@ -144,7 +145,7 @@ def _score(
     if model not in _MODELS_THAT_NEED_LOGITS:
         stand_in = _InPlaceOfHead(model, len(token_ids), in_place_of_logits)
         try:
-            with stand_in:
+            with attempt() as first, stand_in:
                 logits = run()
         except (IndexError, RuntimeError):
             if not stand_in.outputs:  # otherwise the model sought a token in what stands in
@@ -154,7 +155,7 @@ def _score(
             return logprobs, entropy
         if stand_in.outputs:
             _MODELS_THAT_NEED_LOGITS.add(model)
-            logits = None
+            first.discarded, logits = True, None
     logits = run() if logits is None else logits
     return _score_logits(logits.squeeze(0), labels, temperature, rows, with_entropy)
 

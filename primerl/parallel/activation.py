@@ -1,9 +1,8 @@
 """Activations: which are kept for the backward pass, where, and which are computed again."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -40,8 +39,6 @@ KEPT_PREFIXES = (
 )
 SMALLEST_OFFLOADED = 2**16
 """Bytes: smaller activations stay on the device."""
-
-_RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
 def recompute(model: M, *, selective: bool = False, every: int = 1, offload: bool = False) -> M:
@@ -82,10 +79,9 @@ def recompute(model: M, *, selective: bool = False, every: int = 1, offload: boo
             f"{type(model).__name__} has no gradient_checkpointing_enable; expected a model of "
             "transformers"
         )
-    arguments: dict[str, Any] = {
-        "use_reentrant": False,
-        "context_fn": _selective_contexts if selective else _contexts,
-    }
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if selective:
+        arguments["context_fn"] = _selective_contexts
     of_layers = {} if every == 1 else {"every_n_layers": every}
     if of_layers and "every_n_layers" not in inspect.signature(enable).parameters:
         raise ValueError(f"every is {every}, but this version of transformers takes 1 only")
@@ -95,29 +91,10 @@ def recompute(model: M, *, selective: bool = False, every: int = 1, offload: boo
     return model
 
 
-def recomputing() -> bool:
-    """Whether this code runs a second time, for the backward pass."""
-    return _RECOMPUTING.get()
-
-
-@contextmanager
-def _flagged(inner: AbstractContextManager[Any]) -> Iterator[None]:
-    token = _RECOMPUTING.set(True)
-    try:
-        with inner:
-            yield
-    finally:
-        _RECOMPUTING.reset(token)
-
-
-def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return nullcontext(), _flagged(nullcontext())
-
-
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     make: Callable[..., Any] = create_selective_checkpoint_contexts
     first, again = make(_policy)
-    return first, _flagged(again)
+    return first, again
 
 
 def _policy(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:

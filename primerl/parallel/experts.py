@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 
 from primerl._optional import require
-from primerl.parallel.activation import recomputing
+from primerl.forward_passes import Attempt, current_attempt, recomputing
 from primerl.parallel.dispatch import AllToAll, Dispatch
 
 IMPLEMENTATION = "primerl_experts"
@@ -39,6 +39,35 @@ class _Placement:
     matmul: GroupedMatmul
     chosen: Tensor | None = None
     """How often each expert was chosen on this rank since it was last asked."""
+    attempted: tuple[Attempt, Tensor] | None = None
+    """The same in the last forward pass, which may still be discarded."""
+
+    def count(self, chosen: Tensor) -> None:
+        """Add to the counts of the forward pass that runs now."""
+        now = current_attempt()
+        before = self.attempted
+        if now is not None and before is not None and before[0] is now:
+            self.attempted = now, before[1] + chosen
+            return
+        self._settle()
+        if now is None:
+            self._add(chosen)
+        else:
+            self.attempted = now, chosen
+
+    def take(self) -> Tensor | None:
+        """The counts so far, which begin again at 0."""
+        self._settle()
+        taken, self.chosen = self.chosen, None
+        return taken
+
+    def _settle(self) -> None:
+        last, self.attempted = self.attempted, None
+        if last is not None and not last[0].discarded:
+            self._add(last[1])
+
+    def _add(self, chosen: Tensor) -> None:
+        self.chosen = chosen if self.chosen is None else self.chosen + chosen
 
 
 # Keyed by module, because nothing is ever set on another library's objects.
@@ -128,7 +157,7 @@ def _experts_forward(
             f"this {type(module).__name__} was not prepared; call parallel.shard with the mesh"
         )
     if not recomputing():
-        _count(placement, indices)
+        placement.count(torch.bincount(indices.detach().reshape(-1), minlength=placement.experts))
     compute = functools.partial(_compute, module, placement.matmul)
     return placement.dispatch(hidden, indices, weights, compute).to(hidden.dtype)
 
@@ -173,19 +202,13 @@ def grouped_matmul(
     return torch.cat(parts)
 
 
-def _count(placement: _Placement, indices: Tensor) -> None:
-    chosen = torch.bincount(indices.detach().reshape(-1), minlength=placement.experts)
-    placement.chosen = chosen if placement.chosen is None else placement.chosen + chosen
-
-
 def take_expert_counts(model: nn.Module) -> dict[str, Int[Tensor, " experts"]]:
     """How often each layer's experts were chosen on this rank since this was last asked, by name.
 
-    Layers of which none were computed since are left out.
+    Each forward pass of each micro-batch counts once, whatever computes layers again for the
+    backward pass, and also where ``loss.model_logprobs`` runs a model twice. Layers of which none
+    were computed since are left out.
     """
-    taken = {}
-    for name, module in expert_modules(model).items():
-        placement = _PLACEMENTS.get(module)
-        if placement is not None and placement.chosen is not None:
-            taken[name], placement.chosen = placement.chosen, None
-    return taken
+    placements = {name: _PLACEMENTS.get(part) for name, part in expert_modules(model).items()}
+    counts = {name: one.take() for name, one in placements.items() if one is not None}
+    return {name: chosen for name, chosen in counts.items() if chosen is not None}

@@ -19,37 +19,15 @@ from typing import Any
 import attrs
 
 from primerl._optional import require
+from primerl.attention import is_sparse
 from primerl.parallel.experts import expert_modules
 from primerl.testing.families import tiny_family
-from primerl.testing.parity_checks import Finding
+from primerl.testing.parity_checks import CONTEXT_METHODS, Finding, MeshPlan
+from primerl.testing.parity_reference import MUON_FAMILIES
 from primerl.testing.parity_table import page, terminal_table, versions
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2", "glm_moe_dsa")
 ADMITTED, FAILED, REFUSED = 0, 1, 3
-
-
-@attrs.frozen(kw_only=True)
-class MeshPlan:
-    """A mesh on which families are compared."""
-
-    replicate: int = 1
-    ep: int = 1
-    cp: int = 1
-    recompute: bool = False
-    """Whether layers recompute their activations (``parallel.recompute``)."""
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """What ``parallel.mesh`` takes."""
-        return {"replicate": self.replicate, "ep": self.ep, "cp": self.cp}
-
-    @property
-    def name(self) -> str:
-        """Such as ``ep 2, cp 2``."""
-        parts = [f"hsdp {self.replicate}" if self.replicate > 1 else ""]
-        parts += [f"ep {self.ep}" if self.ep > 1 else "", f"cp {self.cp}" if self.cp > 1 else ""]
-        name = ", ".join(part for part in parts if part) or "fsdp"
-        return name + (", recompute" if self.recompute else "")
 
 
 @attrs.frozen(kw_only=True)
@@ -68,40 +46,79 @@ class Task:
 
 
 def parts(*, replicate: int = 1, ep: int = 1, cp: int = 1) -> list[MeshPlan]:
-    """A mesh's parts, each alone, then the mesh itself, then that with recomputation."""
-    single = [
-        MeshPlan(),
+    """A mesh's parts, each alone, and the mesh itself, with what recipes may switch on over it."""
+    whole: dict[str, Any] = {"replicate": replicate, "ep": ep, "cp": cp}
+    plans = [
+        MeshPlan(share_prefixes=True, resume=True),
+        MeshPlan(optimizer="muon"),
         MeshPlan(replicate=replicate),
-        MeshPlan(ep=ep),
-        MeshPlan(cp=cp),
-        MeshPlan(replicate=replicate, ep=ep, cp=cp),
-        MeshPlan(replicate=replicate, ep=ep, cp=cp, recompute=True),
+        MeshPlan(ep=ep, share_prefixes=True),
     ]
-    return list(dict.fromkeys(single))
+    if cp > 1:
+        plans += [
+            MeshPlan(cp=cp, context="ulysses", share_prefixes=True),
+            MeshPlan(cp=cp, context="gathered"),
+            MeshPlan(**whole, context="gathered", recompute=True, share_prefixes=True),
+        ]
+    plans += [MeshPlan(**whole), MeshPlan(**whole, recompute=True, optimizer="muon", resume=True)]
+    return list(dict.fromkeys(plans))
 
 
 def all_kinds(world: int) -> list[MeshPlan]:
-    """All kinds of meshes of a world, with recomputation."""
-    sizes = [{}, {"replicate": 2}, {"ep": 2}, {"ep": 4}, {"cp": 2}, {"ep": 2, "cp": 2}]
+    """All kinds of meshes of a world, with and without recomputation, and what goes with them."""
+    sizes: list[dict[str, Any]] = [
+        {},
+        {"replicate": 2},
+        {"ep": 2},
+        {"ep": 4},
+        {"cp": 2},
+        {"ep": 2, "cp": 2},
+    ]
     fits = [s for s in sizes if world % (s.get("replicate", 1) * s.get("cp", 1)) == 0]
     fits = [s for s in fits if s.get("ep", 1) <= world // s.get("replicate", 1)]
-    return [MeshPlan(**s, recompute=True) for s in fits]
+    plans = []
+    for size in fits:
+        methods = CONTEXT_METHODS if size.get("cp", 1) > 1 else (None,)
+        for method in methods:
+            plans.append(MeshPlan(**size, context=method, share_prefixes=True))
+            plans.append(MeshPlan(**size, context=method, recompute=True, resume=True))
+        plans.append(MeshPlan(**size, optimizer="muon", resume=True))
+    return plans
 
 
 SURVEY = [MeshPlan(recompute=True), MeshPlan(ep=2, recompute=True), MeshPlan(cp=2, recompute=True)]
 """The meshes, of two ranks, of the table of all families."""
 
 
-def of_use(family: str, meshes: Sequence[MeshPlan]) -> list[MeshPlan]:
-    """Meshes without divided experts or recomputation, for a family that has none."""
+def applicable(
+    family: str, plans: Sequence[MeshPlan]
+) -> tuple[list[MeshPlan], list[tuple[MeshPlan, str]]]:
+    """The plans without what a family does not have, and which lost something, with the reason."""
     try:
         model = tiny_family(family)
     except ValueError:  # its refusal comes with the others
-        return list(meshes)
+        return list(plans), []
+    missing = {}
+    if not expert_modules(model):
+        missing["ep"] = "no experts to divide"
     if not model.supports_gradient_checkpointing:
-        meshes = [attrs.evolve(mesh, recompute=False) for mesh in meshes]
-    experts = bool(expert_modules(model))
-    return [mesh for mesh in meshes if experts or mesh.ep == 1]
+        missing["recompute"] = "transformers recomputes none"
+    if model.config.model_type not in MUON_FAMILIES:
+        missing["optimizer"] = "no list of its matrices"
+    if is_sparse(model):
+        missing["context"] = "keys are always gathered"
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
+    plain = MeshPlan()
+    kept, lost = [], []
+    for plan in plans:
+        lacking = dict(missing)
+        if plan.context == "ulysses" and heads % plan.cp:
+            lacking.setdefault("context", f"{heads} heads, which {plan.cp} ranks cannot share")
+        changes = {n: getattr(plain, n) for n in lacking if getattr(plan, n) != getattr(plain, n)}
+        kept.append(attrs.evolve(plan, **changes))
+        if changes:
+            lost.append((plan, "; ".join(lacking[name] for name in changes)))
+    return list(dict.fromkeys(kept)), lost
 
 
 def all_families() -> list[str]:
@@ -156,9 +173,7 @@ def _plan(tasks: Sequence[tuple[Task, int]], timeout_s: float) -> str:
             "name": task.name,
             "family": task.family,
             "settings": task.settings,
-            "meshes": [
-                {"name": m.name, "sizes": m.sizes, "recompute": m.recompute} for m in task.meshes
-            ],
+            "meshes": [attrs.asdict(mesh) for mesh in task.meshes],
             "done": max(done - 1, 0),
         }
         for task, done in tasks
@@ -219,7 +234,8 @@ def main(
     """Is a family trained on several ranks as one process of plain code would train it?
 
     Prints what came out. The exit status is 0 if all is equal (admitted), 1 if it is not, and 3 if
-    the family or the mesh is refused; the last line says why.
+    the family or the mesh is refused; the last line says why. What a family does not have, such as
+    experts, is left out of the comparison, and named as not applicable.
 
     Args:
         families: each a model_type, such as qwen3_moe, or a model folder, whose config.json is
@@ -228,26 +244,31 @@ def main(
         replicate: copies of the model (HSDP).
         ep: ranks among which experts are divided.
         cp: ranks among which the rows of each micro-batch are divided.
-        matrix: all kinds of meshes, with recomputation; of seven families, if none are named.
+        matrix: all kinds of meshes; of seven families, if none are named.
         table: write a Markdown table of these families, or of all that transformers has.
         timeout_s: how long ranks wait for each other.
         findings: a file that keeps what came out; what it has is not done again.
     """
     console = require("rich.console", extra="recipes").Console(width=120)
     started = time.monotonic()
+    plans = parts(replicate=replicate, ep=ep, cp=cp)
     if table is not None:
-        world, planned = 2, {f: of_use(f, SURVEY) for f in families or all_families()}
+        world, plans, families = 2, SURVEY, families or tuple(all_families())
     elif matrix:
-        planned = {f: of_use(f, all_kinds(world)) for f in families or FAMILIES}
-    elif families:
-        planned = dict.fromkeys(families, parts(replicate=replicate, ep=ep, cp=cp))
-    else:
+        plans, families = all_kinds(world), families or FAMILIES
+    if not families:
         print("name a family: a model_type, such as qwen3_moe, or a model folder")  # noqa: T201
         return 2
-    tasks = [Task(family=family, meshes=meshes) for family, meshes in planned.items()]
+    planned = {family: applicable(family, plans) for family in families}
+    tasks = [Task(family=family, meshes=kept) for family, (kept, _) in planned.items()]
     found = compare(tasks, world=world, timeout_s=timeout_s, findings=findings)
     if table is not None:
         table.write_text(page(found))
+    for task in tasks:
+        for plan, reason in planned[task.family][1]:
+            without = Finding(family=task.name, mesh=plan.name, check="not applicable", note=reason)
+            found.append(without)
+    found.sort(key=lambda one: [task.name for task in tasks].index(one.family))
     console.print(terminal_table(found))
     console.print(f"{versions()}; {time.monotonic() - started:.0f} s")
     return _concluded(found)

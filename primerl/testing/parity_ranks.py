@@ -1,7 +1,7 @@
 """Run by torchrun for ``parity``: each family, on each mesh, on all ranks; rank 0 writes findings.
 
 Both arguments are paths: the plan that it reads (JSON), and the findings that it adds to (JSON
-Lines). A line says which cases are done, so that a launch that dies can be gone on with.
+Lines). A line says which cases are done, so that the next launch continues after one that dies.
 """
 
 import json
@@ -19,16 +19,11 @@ import torch.distributed as dist
 
 from primerl import parallel
 from primerl.attention import refuse_unpackable
+from primerl.testing import parity_training
 from primerl.testing.families import BUILD_ERRORS, refuse_full_size, tiny_family
-from primerl.testing.parity_checks import Finding, differences, on_mesh
-from primerl.testing.parity_training import (
-    Training,
-    batches_of,
-    each_alone,
-    packed,
-    tokens_of,
-    train,
-)
+from primerl.testing.parity_checks import Finding, MeshPlan, differences, on_mesh
+from primerl.testing.parity_reference import Document, Training, sampled, train
+from primerl.testing.parity_training import batches_of, documents_of, score
 
 T = TypeVar("T")
 SAID = 400
@@ -52,26 +47,39 @@ def main(plan_file: str, findings_file: str) -> None:
 def _family(task: dict[str, Any], control: dist.ProcessGroup, folder: Path | None) -> Any:
     """The findings of one family: of one process, then of each mesh."""
     name, family, settings = task["name"], task["family"], task["settings"]
-    reference, alone = _agreed(lambda: _one_process(family, settings), control)
-    if reference is None:
-        yield [_trouble(name, "1 process", alone)]
+    plans = [MeshPlan(**fields) for fields in task["meshes"]]
+    optimizers = {plan.optimizer for plan in plans} | {"adamw"}
+    alone, trouble = _agreed(lambda: _one_process(family, settings, optimizers), control)
+    if alone is None:
+        yield [_trouble(name, "1 process", trouble)]
         return
     if not task["done"]:
-        yield [Finding(family=name, mesh="1 process", check=c, figure=f) for c, f in reference[1]]
-    for number, mesh in enumerate(task["meshes"]):
+        yield [Finding(family=name, mesh="1 process", check=c, figure=f) for c, f in alone.figures]
+    for number, plan in enumerate(plans):
         if number < task["done"]:
             continue
-        saved = folder and folder / "saved"
-        how = {"recompute": mesh["recompute"], "sizes": mesh["sizes"], "folder": saved}
-        found, trouble = _agreed(partial(on_mesh, family, settings, reference[0], **how), control)
+        saved = folder and folder / f"{name}-{number}"
+        compare = partial(on_mesh, family, settings, alone.sequences, plan=plan, folder=saved)
+        found, trouble = _agreed(partial(compare, alone.references[plan.optimizer]), control)
         if found is None:
-            yield [_trouble(name, mesh["name"], trouble)]
+            yield [_trouble(name, plan.name, trouble)]
         else:
-            yield [Finding(family=name, mesh=mesh["name"], check=c, figure=f) for c, f in found]
+            yield [Finding(family=name, mesh=plan.name, check=c, figure=f) for c, f in found]
 
 
-def _one_process(name: str, settings: dict[str, Any]) -> tuple[Training, list[tuple[str, float]]]:
-    """The reference, and how this library's packed logprobs differ from it.
+@attrs.frozen(eq=False)
+class _Alone:
+    """What one process found."""
+
+    sequences: list[Document]
+    references: dict[str, Training]
+    """By optimizer."""
+    figures: list[tuple[str, float]]
+    """How this library differs from the reference, packed but not sharded."""
+
+
+def _one_process(name: str, settings: dict[str, Any], optimizers: set[str]) -> _Alone:
+    """The references, and how this library's packed training differs from the first.
 
     Raises:
         ValueError: the family is refused.
@@ -82,24 +90,35 @@ def _one_process(name: str, settings: dict[str, Any]) -> tuple[Training, list[tu
     except ValueError:
         refuse_full_size(name)  # for a better reason, if there is one
         raise
-    batches = batches_of(model)
+    drawn = documents_of(model)
     try:
         refuse_unpackable(model)
     except ValueError as refusal:
-        for batch in batches:
+        _require_refusal(model, drawn, refusal)
+        raise
+    try:
+        sequences = sampled(model, drawn)
+        references = {
+            optimizer: train(tiny_family(name, **settings), sequences, optimizer=optimizer)
+            for optimizer in sorted(optimizers)
+        }
+    except BUILD_ERRORS as error:
+        raise ValueError(f"transformers itself fails to run it: {error}") from error
+    (batches,) = batches_of(sequences)
+    model = tiny_family(name, **settings)
+    ours = parity_training.train(model, batches, references["adamw"], all_sum=torch.as_tensor)
+    return _Alone(sequences, references, list(differences(ours, references["adamw"])))
+
+
+def _require_refusal(model: Any, drawn: list[Document], refusal: ValueError) -> None:
+    (batches,) = batches_of(drawn)
+    for batch in batches:
+        if len(batch.cu_seqlens) > 2:  # one document alone leaks nothing
             try:
-                packed(model, batch)
+                score(model, batch)
             except ValueError:
                 continue
             raise AssertionError(f"shard refuses what model_logprobs does not: {refusal}") from None
-        raise
-    trained = tokens_of(batches)
-    try:
-        reference = train(model, batches, each_alone, trained=trained)
-    except BUILD_ERRORS as error:
-        raise ValueError(f"transformers itself fails to run it: {error}") from error
-    ours = train(tiny_family(name, **settings), batches, packed, trained=trained)
-    return reference, list(differences(ours, reference))
 
 
 def _agreed(compute: Callable[[], T], control: dist.ProcessGroup) -> tuple[T | None, str]:

@@ -23,7 +23,7 @@ def terminal_table(findings: Sequence[Finding]) -> Any:
     table.add_column("measured", justify="right")
     table.add_column("allowed", justify="right")
     table.add_column("result")
-    colors = {"pass": "green", "FAIL": "red", "refused": "yellow"}
+    colors = {"pass": "green", "FAIL": "red", "refused": "yellow", "not applicable": "dim"}
     before = ("", "")
     for one in findings:
         same = before[0] == one.family, before == (one.family, one.mesh)
@@ -34,7 +34,7 @@ def terminal_table(findings: Sequence[Finding]) -> Any:
             one.check,
             "" if one.figure is None else f"{one.figure:.1e}",
             "" if one.allowed is None else f"{one.allowed:.0e}",
-            f"[{colors[one.result]}]{one.result}[/] {escape(one.note)}".strip(),
+            f"[{colors[one.result]}]{one.result}[/]{escape(one.note and f': {one.note}')}",
         )
     return table
 
@@ -119,10 +119,11 @@ transformers has a causal language model, with {versions}.
 
 Each family's tiny version is trained for three steps of AdamW on packed documents, on two gloo
 ranks, with recomputation of activations, and compared with one process that computes each document
-alone in plain Hugging Face code: losses, gradient norms, gradients, the experts that each token
-goes to, parameters after the steps, and a checkpoint's round trip. `loss` and `gradient norm` are
-the largest relative differences. A family with windows of attention is admitted for documents that
-fit into them; longer ones are refused when they come. No figure is of a trained model.
+alone in plain Hugging Face code: logprobs, entropies, losses, gradient norms, gradients before and
+after clipping, the experts that each token goes to, updates, and a checkpoint's round trip. `loss`
+and `gradient norm` are the largest relative differences. A family with windows of attention is
+admitted for documents that fit into them; longer ones are refused when they come. No figure is of a
+trained model.
 
 {table}"""
 

@@ -159,9 +159,7 @@ def environment(monkeypatch, on_cpu=True, names=frozenset(), env=None, **outer):
             monkeypatch.delenv(name)
     for name, value in outer.items():
         monkeypatch.setenv(name, value)
-    return vllm_arguments.server_environment(
-        "M", on_cpu=on_cpu, argument_names=names, env=env
-    )
+    return vllm_arguments.server_environment("M", on_cpu=on_cpu, argument_names=names, env=env)
 
 
 def test_the_environment_is_no_ranks_and_finds_this_package(monkeypatch):
@@ -357,7 +355,7 @@ def test_a_server_leaves_nothing_in_the_folder_for_temporary_files(
         server.close()
     else:
         with server:
-            (socket_file,) = tmp_path.glob("**/a-socket")
+            (_,) = tmp_path.glob("**/a-socket")
             if how == "kill -9":
                 for one in family(server):
                     one.kill()

@@ -151,8 +151,9 @@ def server_environment(
 ) -> dict[str, str]:
     """The environment of the server: this process's, without torchrun's part, and ``env``.
 
-    It holds no key: what the server starts would inherit it, and others could read it. On a CPU, what neither of them sets is chosen for a server that shares the computer with a
-    trainer; ``argument_names`` are those of the arguments that the user set.
+    It holds no key: what the server starts would inherit it, and others could read it. On a CPU,
+    what neither of them sets is chosen for a server that shares the computer with a trainer;
+    ``argument_names`` are those of the arguments that the user set.
     """
     ours = {"TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
     user = inherited(dict(os.environ) | dict(env or {}))

@@ -1,7 +1,6 @@
 """Low-rank adapters (LoRA) that the ``peft`` library has put into a model."""
 
 import re
-import shutil
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from primerl._optional import require
 from primerl.weights.gathering import is_first_rank, whole_tensors
+from primerl.weights.replacement import whole_folder
 
 _BASE = ".base_layer."
 _ADAPTER = re.compile(r"\.lora_(?:A|B)\.[^.]+\.")
@@ -84,7 +84,8 @@ def save_adapters(
         adapter: its name.
 
     Raises:
-        ValueError: the model has no such adapter, or rank 0 has no folder.
+        ValueError: the model has no such adapter, rank 0 has no folder, or it holds more than a
+            saved adapter.
     """
     configs: Any = getattr(model, "peft_config", {})
     if adapter not in configs:
@@ -102,12 +103,8 @@ def save_adapters(
     if folder is None:
         raise ValueError("folder is None; rank 0 writes the adapter, so pass it a path")
     safetensors = require("safetensors.torch", extra="transformers")
-    target = Path(folder)
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    safetensors.save_file(whole, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-    configs[adapter].save_pretrained(partial)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    with whole_folder(Path(folder)) as partial:
+        file = partial / "adapter_model.safetensors"
+        safetensors.save_file(whole, file, metadata={"format": "pt"})
+        configs[adapter].save_pretrained(partial)

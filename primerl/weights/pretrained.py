@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from primerl._optional import require
 from primerl.weights.checkpoint import TensorLayout, checkpoint_layout, checkpoint_tensors
 from primerl.weights.gathering import is_first_rank
+from primerl.weights.replacement import whole_folder
 from primerl.weights.tensor_file import write_tensors
 
 SHARD_BYTES = 5 * 10**9
@@ -62,7 +62,8 @@ def save_pretrained(
         tokenizer: saved beside it.
 
     Raises:
-        ValueError: rank 0 has no folder, or the model's tensors cannot be named layer by layer.
+        ValueError: rank 0 has no folder, it holds more than a saved model, or the model's tensors
+            cannot be named layer by layer.
     """
     layout = checkpoint_layout(model)
     if not is_first_rank():
@@ -71,18 +72,13 @@ def save_pretrained(
         return
     if folder is None:
         raise ValueError("folder is None; rank 0 writes the model, so pass it a path")
-    target = Path(folder)
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     writer: Any = model
-    writer.save_pretrained(partial, state_dict={})  # all that is not a tensor
-    for path in partial.glob("*.safetensors"):
-        path.unlink()
-    _write_shards(partial, layout, checkpoint_tensors(model))
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    with whole_folder(Path(folder)) as partial:
+        writer.save_pretrained(partial, state_dict={})  # all that is not a tensor
+        for path in partial.glob("*.safetensors"):
+            path.unlink()
+        _write_shards(partial, layout, checkpoint_tensors(model))
+        tokenizer.save_pretrained(partial)
 
 
 def _write_shards(

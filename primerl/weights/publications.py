@@ -1,6 +1,7 @@
 """Versions of a model's weights in a folder: what a trainer writes and receivers read."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from primerl.weights.checkpoint import TensorLayout
 from primerl.weights.digests import TensorDigest, digest_of, digest_of_all, digest_of_file
 from primerl.weights.tensor_file import whole_or_nothing, write_tensors
 
+_PUBLISHED = re.compile(r"\d{8,}\.(json|(full|delta)\.safetensors)")
+_PARTIAL = re.compile(rf"\.({_PUBLISHED.pattern})\.\d+\.partial")
 FULL = "full"
 DELTA = "delta"
 SAME = "same"
@@ -197,9 +200,11 @@ def retain(
     taken back, and those before version ``keep``, if given. With ``spare``, the last file of
     tensors of these gets this name, for the next publication to write over.
     """
-    for partial in folder.glob(".*.partial"):
-        partial.unlink(missing_ok=True)
-    for path in folder.glob("[0-9]*"):
+    for path in folder.iterdir():
+        if _PARTIAL.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+        if not _PUBLISHED.fullmatch(path.name):
+            continue  # not ours
         version = int(path.name.split(".")[0])
         taken_back = version > manifest.version
         too_old = keep is not None and version < keep

@@ -80,7 +80,8 @@ class Http:
             text = f"{url} closed the connection ({error or type(error).__name__})"
             raise Unreachable(text, sent=True) from error
         except (aiohttp.ClientError, asyncio.LimitOverrunError) as error:
-            raise RuntimeError(f"{url} is no server of HTTP: {error}") from error
+            # Not its cause as well: that holds the request's headers, and so the key.
+            raise RuntimeError(f"{url} is no server of HTTP: {error}") from None
         return _checked(f"{url}{path.partition('?')[0]}", response.status, content)
 
 

@@ -1,9 +1,13 @@
 """Which replica gets a request, and what version an engine of several serves."""
 
+import os
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from primerl.rollout.members import Members
 from primerl.rollout.replicas import Replicas
 
 URLS = [f"http://r{n}" for n in range(5)]
@@ -180,3 +184,25 @@ class Fleet(RuleBasedStateMachine):
 
 
 TestFleet = Fleet.TestCase
+
+
+def test_writing_the_list_of_urls_follows_no_link_that_lies_in_its_folder(tmp_path, monkeypatch):
+    """The folder may be shared; every name that is opened there is made anew."""
+    precious, shared = tmp_path / "precious", tmp_path / "shared"
+    precious.write_text("of the user")
+    shared.mkdir()
+    urls = shared / "urls.txt"
+    urls.write_text("http://a\n")
+    (shared / f"urls.txt.{os.getpid()}.partial").symlink_to(precious)
+    opened = []
+    monkeypatch.setattr("os.replace", lambda old, new: opened.append(old) or Path(old).rename(new))
+    members = Members(urls)
+
+    for url in ("http://b", "http://c"):
+        members.write([url])
+
+    assert precious.read_text() == "of the user"
+    assert Members(urls).urls == ["http://c"]
+    assert len(set(opened)) == 2  # no name can be foreseen
+    assert urls.stat().st_mode & 0o777 == 0o600
+    assert len(list(shared.iterdir())) == 2

@@ -10,6 +10,7 @@ import random
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import attrs
 import cloudpickle
@@ -305,6 +306,11 @@ def call(name, **arguments):
     return f"<tool_call>\n{said}\n</tool_call>"
 
 
+def ports_in_files():
+    """What tool servers reported, where the file is still there."""
+    return [path.read_text() for path in Path("/tmp").glob("vf-port-*")]
+
+
 def test_tools_with_state_wrong_calls_and_deadlines(tokenizer):
     environment = rollout.verifiers("guessing", tokenizer=tokenizer)
     three, nine = environment.tasks
@@ -324,11 +330,15 @@ def test_tools_with_state_wrong_calls_and_deadlines(tokenizer):
         environment_engine = TextEngine(tokenizer, *lines)
         other_engine = TextEngine(tokenizer, *wrong)
         try:
+            played = await asyncio.gather(
+                environment(three, environment_engine, PARAMS),
+                environment(nine, other_engine, PARAMS),
+            )
+            (stage,) = environment._stages.values()
+            for tool in stage._agents["agent"]._shared_tools.values():
+                assert str(urlsplit(tool.url).port) not in ports_in_files()
             return (
-                *await asyncio.gather(
-                    environment(three, environment_engine, PARAMS),
-                    environment(nine, other_engine, PARAMS),
-                ),
+                *played,
                 environment_engine.prompts[-1],
                 other_engine.prompts[-1],
             )

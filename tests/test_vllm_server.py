@@ -4,10 +4,12 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,11 +20,12 @@ from hypothesis import strategies as st
 
 from primerl import rollout
 from primerl.rollout import (
+    supervised,
+    supervisor,
     vllm_arguments,
     vllm_child,
     vllm_readiness,
     vllm_server,
-    vllm_supervisor,
 )
 from primerl.rollout.vllm_middleware import RequireKey
 
@@ -156,9 +159,7 @@ def environment(monkeypatch, on_cpu=True, names=frozenset(), env=None, **outer):
             monkeypatch.delenv(name)
     for name, value in outer.items():
         monkeypatch.setenv(name, value)
-    return vllm_arguments.server_environment(
-        "M", api_key="k", on_cpu=on_cpu, argument_names=names, env=env
-    )
+    return vllm_arguments.server_environment("M", on_cpu=on_cpu, argument_names=names, env=env)
 
 
 def test_the_environment_is_no_ranks_and_finds_this_package(monkeypatch):
@@ -166,7 +167,6 @@ def test_the_environment_is_no_ranks_and_finds_this_package(monkeypatch):
 
     assert result["OTHER"] == "kept"
     assert not {"RANK", "MASTER_ADDR", "GROUP_RANK"} & set(result)
-    assert result["PRIMERL_API_KEY"] == result["VLLM_API_KEY"] == "k"
     assert result["VLLM_SERVER_DEV_MODE"] == "1"
     assert str(Path(rollout.__file__).parents[2]) in result["PYTHONPATH"].split(os.pathsep)
 
@@ -275,9 +275,10 @@ def test_the_command_line_needs_a_key(installed, monkeypatch, capsys):
 
 SERVER = """
 import http.server, os, sys
+expected = "Bearer " + sys.stdin.read()
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        key = self.headers.get("Authorization") == "Bearer " + os.environ["PRIMERL_API_KEY"]
+        key = self.headers.get("Authorization") == expected
         self.send_response(200 if {open} or key or self.path == "/health" else 401)
         self.end_headers()
     def log_message(self, *_): pass
@@ -310,6 +311,9 @@ def test_start_restart_and_close(stand_in):
         server.restart()
         assert (server.url, server.api_key, server.log_path) == (url, key, log_path)
         assert server.pid != pid
+        shown = [file(one.pid) for one in family(server) for file in (environ_of, cmdline_of)]
+        assert len(shown) == 6  # two supervisors and the server
+        assert not [text for text in shown if key in text]
         os.kill(server.pid, signal.SIGKILL)
         gone(server.pid)
         assert not server.alive
@@ -317,6 +321,64 @@ def test_start_restart_and_close(stand_in):
         assert server.alive
     assert not server.alive
     assert not log_path.parent.exists()
+
+
+def family(server):
+    holder = psutil.Process(server.pid)
+    return [holder, *holder.children(recursive=True)]
+
+
+def environ_of(pid):
+    return Path(f"/proc/{pid}/environ").read_text()
+
+
+def cmdline_of(pid):
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+TEMPORARY = """
+import os, tempfile
+open(os.path.join(tempfile.gettempdir(), "a-socket"), "w").close()
+"""
+
+
+@pytest.mark.parametrize("how", ["close", "kill -9", "fails"])
+def test_a_server_leaves_nothing_in_the_folder_for_temporary_files(
+    stand_in, tmp_path, monkeypatch, how
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ends = "raise ValueError('no such dtype')" if how == "fails" else SERVER.format(open=False)
+    server = stand_in(TEMPORARY + ends)
+    if how == "fails":
+        with pytest.raises(RuntimeError, match="no such dtype"):
+            server.start()
+        server.close()
+    else:
+        with server:
+            (_,) = tmp_path.glob("**/a-socket")
+            if how == "kill -9":
+                for one in family(server):
+                    one.kill()
+
+    left = [path for path in tmp_path.glob("**/*") if path.is_file()]
+    failed = how != "close"
+    assert [path for path in left if path.name != supervisor.MARKER] == (
+        [server.log_path] if failed else []
+    )
+
+
+def test_a_long_name_of_the_folder_for_temporary_files_leaves_room_for_sockets(
+    stand_in, tmp_path, monkeypatch
+):
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    listens = """
+import os, socket, tempfile, uuid
+socket.socket(socket.AF_UNIX).bind(os.path.join(tempfile.gettempdir(), str(uuid.uuid4())))
+"""
+    with stand_in(listens + SERVER.format(open=False)) as server:
+        assert server.alive
 
 
 def test_a_log_of_ones_own_is_kept(stand_in, tmp_path):
@@ -334,8 +396,7 @@ def test_a_server_that_ends_while_starting_says_why(stand_in):
     assert "starting\nTraceback" in str(caught.value)
     server.close()
     assert "no such dtype" in server.log_tail()  # what happened stays readable
-    server.log_path.unlink()
-    server.log_path.parent.rmdir()
+    shutil.rmtree(server.log_path.parent)
 
 
 def test_what_an_earlier_start_said_is_not_blamed(stand_in, tmp_path):
@@ -447,9 +508,10 @@ def gone(pid, timeout_s=15.0):
 
 
 PARENT = """
-import os, subprocess, sys
-command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), sys.executable, *sys.argv[2:]]
-child = subprocess.Popen(command, start_new_session=True)
+import subprocess, sys
+from primerl.rollout import supervised
+folder = supervised.make_folder("", within=sys.argv[1])
+child = supervised.start([sys.executable, *sys.argv[2:]], folder=folder, grace_s=1.0)
 print(child.pid, flush=True)
 code = child.wait()
 sys.exit(code if code >= 0 else 99)
@@ -464,18 +526,17 @@ def tree(tmp_path):
     known: set[int] = set()
 
     def start(*arguments):
-        program = [sys.executable, "-c", PARENT, vllm_supervisor.__file__, str(TREE), str(log)]
+        program = [sys.executable, "-c", PARENT, str(tmp_path), str(TREE), str(log)]
         parent = subprocess.Popen([*program, *arguments], stdout=subprocess.PIPE, text=True)
         with parent.stdout:
-            ids = {"supervisor": int(parent.stdout.readline())}
+            ids = {"outer": int(parent.stdout.readline())}
         deadline = time.monotonic() + 30
         while (words := log.read_text().split()).count("server") == 0:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         ids |= dict(zip(words[::2], map(int, words[1::2]), strict=True))
-        for child in psutil.Process(ids["supervisor"]).children() if not arguments else ():
-            if "getppid" in " ".join(child.cmdline()):
-                ids["guard"] = child.pid
+        if not arguments:
+            (ids["inner"],) = (child.pid for child in psutil.Process(ids["outer"]).children())
         known.update(ids.values())
         return parent, ids
 
@@ -486,7 +547,7 @@ def tree(tmp_path):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_when_the_parent_dies_nothing_is_left(tree, how):
+def test_when_the_owner_dies_nothing_is_left_not_even_its_folder(tree, tmp_path, how):
     parent, ids = tree()
 
     parent.send_signal(how)
@@ -495,20 +556,21 @@ def test_when_the_parent_dies_nothing_is_left(tree, how):
     assert len(ids) == 6
     for pid in ids.values():
         gone(pid)
+    assert [path.name for path in tmp_path.iterdir()] == ["pids"]
 
 
+@pytest.mark.parametrize("who", ["outer", "inner"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_when_the_supervisor_is_killed_or_told_to_stop_nothing_is_left(tree, how):
+def test_when_a_supervisor_is_killed_or_told_to_stop_nothing_is_left(tree, who, how):
     parent, ids = tree()
 
-    os.kill(ids["supervisor"], how)
+    os.kill(ids[who], how)
     parent.wait(30)
 
-    # A process of another session, whose parent died, is out of the guard's reach.
-    for name, pid in ids.items():
-        if name != "orphan" or how != signal.SIGKILL:
-            gone(pid)
-    assert parent.returncode == (99 if how == signal.SIGKILL else 128 + signal.SIGTERM)
+    for pid in ids.values():  # the one in a session of its own included
+        gone(pid)
+    codes = {"outer": 99, "inner": 128 + signal.SIGKILL}
+    assert parent.returncode == (codes[who] if how == signal.SIGKILL else 128 + signal.SIGTERM)
 
 
 def test_when_the_server_is_killed_nothing_is_left_and_its_signal_is_the_code(tree):
@@ -531,30 +593,36 @@ def test_when_the_server_ends_its_exit_code_is_passed_on_and_nothing_is_left(tre
     assert parent.returncode == 7
 
 
-def test_parent_and_supervisor_may_be_killed_at_once(tree):
+@pytest.mark.parametrize("who", ["outer", "inner"])
+def test_the_owner_and_a_supervisor_may_be_killed_at_once(tree, tmp_path, who):
     parent, ids = tree()
 
-    os.kill(ids["supervisor"], signal.SIGKILL)
+    os.kill(ids[who], signal.SIGKILL)
     parent.kill()
     parent.wait(30)
 
-    for name, pid in ids.items():
-        if name != "orphan":
-            gone(pid)
+    for pid in ids.values():
+        gone(pid)
+    assert [path.name for path in tmp_path.iterdir()] == ["pids"]
 
 
-def test_a_server_that_ignores_sigterm_is_killed_after_the_grace():
+def test_when_both_supervisors_are_killed_at_once_the_server_dies(tree):
+    parent, ids = tree()
+
+    for who in ("outer", "inner"):
+        os.kill(ids[who], signal.SIGSTOP)
+    for who in ("outer", "inner"):
+        os.kill(ids[who], signal.SIGKILL)
+
+    parent.wait(30)
+    gone(ids["server"])  # the others are out of reach
+
+
+def test_a_server_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
     source = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
-    program = (
-        "import sys; from primerl.rollout import vllm_supervisor as s; s.GRACE_S = 0.5; "
-        "sys.exit(s.supervise(int(sys.argv[1]), sys.argv[2:]))"
-    )
-    server = [sys.executable, "-c", source + "time.sleep(60)"]
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, str(os.getpid()), *server],
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
+    folder = supervised.make_folder("", within=str(tmp_path))
+    command = [sys.executable, "-c", source + "time.sleep(60)"]
+    child = supervised.start(command, folder=folder, grace_s=0.5, stdout=subprocess.PIPE)
     with child.stdout:
         child.stdout.readline()
     started = time.monotonic()
@@ -563,6 +631,82 @@ def test_a_server_that_ignores_sigterm_is_killed_after_the_grace():
 
     assert child.returncode == 128 + signal.SIGKILL
     assert 0.4 < time.monotonic() - started < 10
+
+
+def test_processes_that_keep_starting_others_are_all_ended(tmp_path):
+    """Each fork moves to a session of its own, and its parent ends at once."""
+    source = """
+import os, time
+pid = os.fork()
+if pid:
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+while True:
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    os.environ["MARK"] = "1"
+    time.sleep(0.002)
+"""
+    folder = supervised.make_folder("", within=str(tmp_path))
+    command = [sys.executable, "-c", source, str(tmp_path)]
+    child = supervised.start(command, folder=folder, grace_s=0.0, stdout=subprocess.PIPE)
+    with child.stdout:
+        child.stdout.readline()
+    time.sleep(0.5)
+    child.terminate()
+    child.wait(20)
+
+    time.sleep(0.2)
+    assert not [p for p in psutil.process_iter() if str(tmp_path) in " ".join(cmdline(p))]
+
+
+def cmdline(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+# ---- its folder ----
+
+
+def test_a_folder_is_removed_only_if_it_is_the_one_that_was_made(tmp_path):
+    def made():
+        folder = Path(supervised.make_folder("ours-", within=str(tmp_path)))
+        (folder / "file").write_text("temporary")
+        return folder
+
+    ours, moved, replaced, linked = made(), made(), made(), made()
+    precious = tmp_path / "precious"
+    shutil.copytree(ours, precious)  # its marker names another folder
+    moved.rename(tmp_path / "elsewhere")
+    shutil.rmtree(replaced)
+    replaced.mkdir()
+    (replaced / "file").write_text("of the user")
+    linked.rename(tmp_path / "target")
+    linked.symlink_to(tmp_path / "target")
+    trap = made()
+    (trap / ".primerl-folder").unlink()
+    os.mkfifo(trap / ".primerl-folder")  # opened, it would wait for a writer
+    for folder in (ours, precious, moved, replaced, linked, trap):
+        supervised.remove_folder(str(folder))
+
+    assert not ours.exists()
+    for kept in (precious, tmp_path / "elsewhere", replaced, linked, trap):
+        assert (kept / "file").exists()
+
+
+def test_a_folder_can_be_used_whatever_the_umask_says(tmp_path):
+    before = os.umask(0o777)
+    try:
+        folder = Path(supervised.make_folder("", within=str(tmp_path)))
+    finally:
+        os.umask(before)
+
+    assert folder.stat().st_mode & 0o777 == 0o700
+    supervised.remove_folder(str(folder))
+    assert not folder.exists()
 
 
 # ---- the middleware ----
@@ -666,10 +810,24 @@ def test_a_websocket_without_the_key_is_closed(guarded):
         assert sent["code"] == 1008
 
 
+def test_the_key_is_taken_from_standard_input_which_nobody_inherits():
+    program = (
+        "from primerl.rollout.vllm_middleware import RequireKey; one, two = (RequireKey(None) for "
+        "_ in range(2)); print(one._expected == two._expected == b'Bearer the-key')"
+    )
+    environment = {**os.environ, "PRIMERL_API_KEY_FROM": "stdin", "PRIMERL_API_KEY": "another"}
+    for sent, said in (("the-key", "True"), ("", "standard input holds no key")):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            input=sent, env=environment, text=True, capture_output=True, check=False,
+        )  # fmt: skip
+        assert said in done.stdout + done.stderr
+
+
 def test_without_a_key_the_server_does_not_start(monkeypatch):
     for key in (None, ""):
         monkeypatch.setenv("PRIMERL_API_KEY", key) if key is not None else monkeypatch.delenv(
             "PRIMERL_API_KEY", raising=False
         )
-        with pytest.raises(RuntimeError, match="PRIMERL_API_KEY is not set"):
+        with pytest.raises(RuntimeError, match="PRIMERL_API_KEY holds no key"):
             RequireKey(inner)

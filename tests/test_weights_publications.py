@@ -423,3 +423,24 @@ def test_a_folder_that_others_can_change_is_refused():
     finally:
         shutil.rmtree(path)
     assert not Path(path).exists()
+
+
+def test_files_that_are_not_publications_are_never_removed_or_written(tmp_path):
+    """Their names begin with digits, end in .partial, or are links to what is elsewhere."""
+    names = ["7.txt", "2024-notes.md", "00000009.csv", ".download.partial", ".0.json.1.partial"]
+    outside = tmp_path / "elsewhere"
+    outside.write_text("of the user")
+    folder = tmp_path / "publications"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text("of the user")
+    for name in ("00000002.full.safetensors", "00000002.json"):
+        (folder / f".{name}.{os.getpid()}.partial").symlink_to(outside)
+
+    publisher = Publisher(folder, encoding="full")
+    for version in (1, 2):
+        publisher.retain(publish(publisher, version), keep=version)
+
+    for path in (outside, *(folder / name for name in names)):
+        assert path.read_text() == "of the user"
+    assert publications.versions(folder) == [2]

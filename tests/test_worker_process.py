@@ -176,6 +176,20 @@ def test_a_take_that_is_interrupted_at_any_moment_loses_no_group(isolation):
     assert max(int(group.task_id) for group in trained) < 24 + 6
 
 
+@pytest.mark.parametrize("isolation", ["process", "thread"])
+def test_a_worker_is_entered_once(isolation):
+    """A second time would start a process that nobody ends."""
+    rollouts = make_worker(isolation=isolation)
+    with rollouts:
+        members = rollouts.members()
+        with pytest.raises(RuntimeError, match="entered before"):
+            rollouts.__enter__()
+        assert rollouts.members() == members
+    with pytest.raises(RuntimeError, match="entered before"):
+        rollouts.__enter__()
+    assert gone([one["pid"] for one in members])
+
+
 def test_lambdas_and_local_classes_cross():
     class Threshold:
         __name__ = "threshold"

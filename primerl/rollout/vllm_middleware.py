@@ -4,6 +4,7 @@ vLLM's own API key guards the routes of inference alone. Whoever reaches the oth
 engine, replace its weights and call methods of its workers.
 """
 
+import functools
 import hmac
 import json
 import os
@@ -11,6 +12,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 KEY_VARIABLE = "PRIMERL_API_KEY"
+KEY_FROM, STDIN = "PRIMERL_API_KEY_FROM", "stdin"
+_LONGEST_KEY = 1 << 16
 OPEN_PATHS = frozenset({"/health", "/ping"})
 _REFUSAL = {
     "error": {
@@ -29,19 +32,26 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class RequireKey:
-    """ASGI middleware that answers 401 to requests without the key of ``PRIMERL_API_KEY``.
+    """ASGI middleware that answers 401 to requests without the server's key.
+
+    The key is read from standard input where ``PRIMERL_API_KEY_FROM=stdin`` says so, as
+    ``serve_vllm`` does: an environment is inherited, and can be read in ``/proc``. Otherwise it is
+    ``PRIMERL_API_KEY``.
 
     Args:
         app: the application that it guards, HTTP and websockets alike.
 
     Raises:
-        RuntimeError: the environment holds no key.
+        RuntimeError: there is no key.
     """
 
     def __init__(self, app: Application) -> None:
-        key = os.environ.get(KEY_VARIABLE, "")
+        if os.environ.get(KEY_FROM) == STDIN:
+            where, key = "standard input", _key_of_stdin()
+        else:
+            where, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "")
         if not key:
-            raise RuntimeError(f"{KEY_VARIABLE} is not set: the server would be open to everyone")
+            raise RuntimeError(f"{where} holds no key: the server would be open to everyone")
         self._app = app
         self._expected = b"Bearer " + key.encode()
 
@@ -67,3 +77,9 @@ class RequireKey:
     def _knows_key(self, scope: Scope) -> bool:
         sent = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         return len(sent) == 1 and hmac.compare_digest(sent[0], self._expected)
+
+
+@functools.cache
+def _key_of_stdin() -> str:
+    """What standard input holds, which can be read once."""
+    return os.read(0, _LONGEST_KEY).decode()

@@ -136,7 +136,7 @@ class InProcess:
 
     def kill(self) -> None:
         """End the process by force."""
-        self._child.kill()
+        self._child.kill_and_wait()
 
     def _crossing(self, value: Any, stack: contextlib.ExitStack) -> Any:
         if not isinstance(value, Engine) or portable(value):

@@ -196,6 +196,11 @@ class Worker:
         self._deliveries = itertools.count(1)
 
     def __enter__(self) -> "Worker":
+        if self._thread is not None:
+            raise RuntimeError(
+                "this worker was entered before; make another: rollout.worker(..., state=) goes on "
+                "from what state() returned"
+            )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="primerl-rollouts", daemon=True

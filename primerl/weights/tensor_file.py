@@ -50,8 +50,10 @@ def whole_or_nothing(path: Path, *, spare: Path | None = None) -> Iterator[Binar
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        partial.unlink(missing_ok=True)  # of a dead process that had this number
         found = spare is not None and _taken(spare, partial)
-        with partial.open("r+b" if found else "wb") as file:
+        # Made anew: in a shared folder a link may lie there, to a file that is not ours.
+        with partial.open("r+b" if found else "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

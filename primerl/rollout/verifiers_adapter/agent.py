@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from primerl._optional import require
+from primerl.rollout.verifiers_adapter.port_files import remove_port_file
 
 vf: Any = require("verifiers.v1", extra="verifiers")
 _runtimes: Any = require("verifiers.v1.runtimes", extra="verifiers")
@@ -22,6 +23,7 @@ class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._folder: Path | None = None
+        self._port_files: list[str] = []
         super().__init__(vf.SubprocessConfig())
 
     @property
@@ -44,16 +46,26 @@ class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
         """Make the folder: tool servers ask for its name."""
         self.info.id = str(self.workdir)
 
+    async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
+        """Start a tool server, and remember the file that it is to write its port to."""
+        if "MCP_PORT_FILE" in env:
+            self._port_files.append(env["MCP_PORT_FILE"])
+        await super().run_background(argv, env, log)
+
     async def teardown(self) -> None:
         """End what runs in the folder, and remove it."""
         if self.used:
             await super().teardown()
+        for path in self._port_files:
+            remove_port_file(path)
 
     def cleanup(self) -> None:
         """The same, for when there is no event loop any more."""
         for process in self._background:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+        for path in self._port_files:
+            remove_port_file(path)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

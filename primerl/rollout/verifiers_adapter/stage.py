@@ -5,6 +5,7 @@ import contextlib
 from typing import Any
 
 from primerl._optional import require
+from primerl.rollout.verifiers_adapter.port_files import remove_port_files
 
 CLOSE_S = 30.0
 
@@ -76,6 +77,8 @@ class Stage:
         env = self._env
         task_type = type(env.taskset).task_type()
         shared = await stack.enter_async_context(env.shared_tools())
+        for tool in shared.values():
+            remove_port_files(tool.runtime)  # the ports are known by now
         specs = {name: spec for name, spec in env.config if isinstance(spec, vf.AgentConfig)}
         in_process = {
             name: spec.harness is not None and spec.harness.id == "null"

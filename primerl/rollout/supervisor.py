@@ -1,0 +1,275 @@
+"""Runs a command, and ends all that it started when it ends, or when its owner does.
+
+    python -I -S supervisor.py OWNER FOLDER GRACE_S COMMAND...
+
+A program of its own, of the standard library alone. Two supervisors stand between the owner (the
+process that starts this program) and the command, each in a session of its own:
+
+    owner -> outer supervisor -> inner supervisor -> command -> whatever it starts
+
+Both are subreapers: a process that loses its parent becomes their child, whatever session it has
+moved to. So nothing is left behind, whoever dies and however:
+
+- the owner dies (kill -9 included), or sends SIGTERM: the command is asked to stop, killed after
+  ``GRACE_S``, and so is all that it started. A dead owner's ``FOLDER`` is removed.
+- the command ends: what it started is killed, and its exit code is passed on (128 + the signal's
+  number when a signal killed it).
+- a supervisor is killed: the other one does the same.
+
+Out of reach are processes that others start on the command's behalf (``systemd-run``, ``docker``,
+a ``tmux`` server that was there before), those of another user (``sudo``), and, if both supervisors
+are killed at once, all but the command. Beyond Linux only the command's process group is ended.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import Callable
+
+POLL_S = 0.2
+SWEEP_S = 1.0  # what a dead command started may end by itself, and remove what it shared
+OUTER_GRACE_S = 5.0  # that the inner supervisor has, beyond the command's
+MARKER = ".primerl-folder"
+FAILED = 127  # the exit code where the command could not be run
+_WAKING = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_MOST_ROUNDS = 100
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def main(owner: int, folder: str, grace_s: float, command: list[str]) -> int:
+    """Run both supervisors until all has ended; returns the command's exit code."""
+    for number in _WAKING:  # an ignored SIGCHLD, which is inherited, would hide exit codes
+        signal.signal(number, signal.SIG_DFL)
+    # Signals are taken one at a time, so that none interrupts anything.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WAKING)
+    # Both hold it until all is over. The command does not: it is closed on exec.
+    lock = os.open(os.path.join(folder, MARKER), os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    outer = os.getpid()
+
+    def inner() -> int:
+        parent = os.getpid()
+        run = functools.partial(_execute, command, parent)
+        code = supervise(outer, run, lock, grace_s=grace_s, orphan_grace_s=0.0)
+        if not alive(owner):
+            remove_folder(folder)
+        return code
+
+    patience_s = grace_s + OUTER_GRACE_S
+    code = supervise(owner, inner, lock, grace_s=patience_s, orphan_grace_s=patience_s)
+    if not alive(owner):
+        remove_folder(folder)
+    return code
+
+
+def supervise(
+    parent: int, run: Callable[[], int], lock: int, *, grace_s: float, orphan_grace_s: float
+) -> int:
+    """Call ``run`` in a child until that or the process ``parent`` ends; returns its exit code.
+
+    Args:
+        parent: of this process.
+        run: what the child does; its result is the exit code.
+        lock: a file that stays open.
+        grace_s: between SIGTERM and SIGKILL; with 0 the child is killed at once.
+        orphan_grace_s: the same, where ``parent`` died.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    child = _start(run)
+    _close_inherited(lock)
+    patience_s, kill_at = grace_s, float("inf")
+    while child not in (ended := _ended()):
+        asked, orphaned = _signalled(), os.getppid() != parent
+        if (asked or orphaned) and kill_at == float("inf"):
+            patience_s = orphan_grace_s if orphaned else grace_s
+            kill_at = time.monotonic() + patience_s
+            if patience_s > 0:
+                os.kill(child, signal.SIGTERM)
+        if time.monotonic() >= kill_at:
+            os.kill(child, signal.SIGKILL)
+    _sweep(child, min(patience_s, SWEEP_S))
+    code = ended[child]
+    return code if code >= 0 else 128 - code
+
+
+def _start(run: Callable[[], int]) -> int:
+    """The process id of a child that calls ``run``, in a session of its own."""
+    pid = os.fork()  # safe: this process has one thread
+    if pid:
+        return pid
+    code = FAILED
+    try:
+        os.setsid()  # who signals its own process group does not mean its supervisor
+        code = run()
+    except BaseException:  # nothing may run what the parent has still to do
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(code)
+
+
+def _execute(command: list[str], parent: int) -> int:
+    """Become the command, which the kernel kills when ``parent`` dies."""
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:  # it died before that call
+        return FAILED
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAKING)
+    os.execvp(command[0], command)
+
+
+def _close_inherited(lock: int) -> None:
+    """Leave the command's connections to the command: whoever has one open keeps it alive."""
+    for name in os.listdir("/dev/fd"):
+        if int(name) > 2 and int(name) != lock:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(int(name))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
+def _signalled() -> bool:
+    """Wait for a signal or ``POLL_S``; whether one asks this process to end."""
+    if hasattr(signal, "sigtimedwait"):
+        taken = signal.sigtimedwait(_WAKING, POLL_S)
+        return taken is not None and taken.si_signo != signal.SIGCHLD
+    time.sleep(POLL_S / 4)
+    pending = signal.sigpending() & _WAKING
+    return bool(pending) and signal.sigwait(pending) != signal.SIGCHLD
+
+
+def _ended() -> dict[int, int]:
+    """Exit codes of the children that ended since the last call, by process id."""
+    codes = {}
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            codes[found[0]] = os.waitstatus_to_exitcode(found[1])
+    return codes
+
+
+# ---- the process tree ----
+
+
+def _sweep(child: int, patience_s: float) -> None:
+    """Kill what the child left, wherever it moved its processes to."""
+    if not os.path.isdir("/proc/self"):
+        with contextlib.suppress(OSError):
+            os.killpg(child, signal.SIGKILL)
+        return
+    if not _gone(patience_s):
+        # A resource tracker of multiprocessing removes shared memory once all the others are gone.
+        _kill(lambda: {pid for pid in _descendants() if not _tracks_resources(pid)})
+    if not _gone(SWEEP_S):
+        _kill(_descendants)
+        _gone(SWEEP_S)
+
+
+def _gone(patience_s: float) -> bool:
+    """Whether nothing is left within ``patience_s``."""
+    deadline = time.monotonic() + patience_s
+    _ended()
+    while left := bool(_descendants()):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S / 20)
+        _ended()
+    return not left
+
+
+def _kill(find: Callable[[], set[int]]) -> None:
+    """Kill what ``find`` finds: first all are stopped, so that none starts another meanwhile."""
+    stopped: set[int] = set()
+    for _ in range(_MOST_ROUNDS):
+        new = find() - stopped
+        _signal(new, signal.SIGSTOP)
+        stopped |= new
+        if not new:
+            break
+    _signal(stopped, signal.SIGKILL)
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _descendants() -> set[int]:
+    """Process ids of this process's children and of theirs."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        found = _state_and_parent(int(name))
+        if found is not None:
+            children.setdefault(found[1], []).append(int(name))
+    tree = [os.getpid()]
+    for pid in tree:
+        tree += children.get(pid, [])
+    return set(tree[1:])
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    if os.path.isdir("/proc/self"):
+        found = _state_and_parent(pid)
+        return found is not None and found[0] not in "ZX"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _state_and_parent(pid: int) -> tuple[str, int] | None:
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
+            # The command's name stands in parentheses and may hold anything.
+            state, parent = file.read().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):  # it may end while it is looked at
+        return None
+    return state, int(parent)
+
+
+def _tracks_resources(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return b"resource_tracker" in file.read()
+    return False
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+# ---- folders ----
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder that ``supervised.make_folder`` made; whatever has taken its place stays."""
+    import shutil  # takes as long to load as all the rest
+
+    try:
+        known = os.lstat(folder)
+        # Neither a link nor a pipe is followed or waited for.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        marker = os.open(os.path.join(folder, MARKER), flags)
+    except OSError:
+        return
+    try:
+        said = os.read(marker, 1 << 16)
+    except OSError:
+        return
+    finally:
+        os.close(marker)
+    mine = stat.S_ISDIR(known.st_mode) and known.st_uid == os.getuid()
+    if mine and said == os.fsencode(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4:]))

@@ -205,7 +205,7 @@ async def play(
             try:
                 rollout = await attempt(environment, task, observed, params)
                 if observed.bad is not None:
-                    raise observed.bad  # the environment caught it; its rollout is not to be trusted
+                    raise observed.bad  # caught by the environment, whose rollout is not trusted
                 check_rollout(rollout, params, Limits.of(engine))
             except Exception as error:  # whatever an environment raises is data
                 mistake = isinstance(error, RewardError)

@@ -32,7 +32,10 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from primerl.weights.broadcast_group import Communicator, Later, Place, connect_nccl, draw_place
 from primerl.weights.digests import TensorDigest, digest_of, digest_of_all
 from primerl.weights.folder_reader import FolderReader
+from primerl.weights.handed_over import HandedOver
 from primerl.weights.preparation import GRACE_S, Preparation
+from primerl.weights.readback import as_builtins
+from primerl.weights.vllm_readback import Readback
 
 _JOIN_S = 300.0
 
@@ -101,7 +104,8 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
                 yield name, tensor
 
         model: Any = self.model
-        loaded = model.load_weights(noted())
+        handed = HandedOver(noted())
+        loaded = model.load_weights(handed)
         expected = taken if expected is None else expected
         receipt = {
             "digest": digest_of_all(taken),
@@ -114,7 +118,14 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         faults = {k: v for k, v in receipt.items() if isinstance(v, list) and v}
         if faults:
             raise RuntimeError(f"the weights did not arrive as they were published: {faults}")
-        return receipt
+        # No fault yet: another rank may have what this one has no use for.
+        return {**receipt, "ignored": self._ignored(handed.ignored)}
+
+    def _ignored(self, names: list[str]) -> list[str]:
+        """Tensors that this worker did nothing with, but for experts that others may hold."""
+        if self.parallel_config.enable_expert_parallel:
+            names = [name for name in names if ".experts." not in name]
+        return names
 
     def _unreached(self, loaded: set[str] | None) -> list[str]:
         """Parameters of the model that no tensor reached, as far as the model tells."""
@@ -308,6 +319,10 @@ class WeightReceiver:
         """The dtype that the model computes in, such as ``"bfloat16"``."""
         runner: Any = self.model_runner
         return str(runner.model_config.dtype).removeprefix("torch.")
+
+    def read_weights(self, names: list[str], turn: int = 0) -> list[dict[str, Any]]:
+        """Digests of what this worker computes with, for the published tensors ``names``."""
+        return as_builtins(Readback(self.model_runner.model, names, turn=turn).readings())
 
     def weight_receipt(self) -> dict[str, Any]:
         """What the last update handed to this worker's model: version, digest, seconds."""

@@ -6,6 +6,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from primerl.weights.checkpoint import checkpoint_tensors
+from primerl.weights.readback import Part, as_builtins, reading_of
+
 
 class Replica:
     """One copy of the model, with a prefix cache of keys and values in blocks."""
@@ -117,3 +120,17 @@ class CopyEngine:
                 )
             answer[name] = rows
         return answer
+
+
+class ReadableEngine(CopyEngine):
+    """A copy engine that says what it holds."""
+
+    def read_weights(self, names, *, turn=0, timeout_s=60.0):
+        return {
+            replica: as_builtins(
+                reading_of(tensor, Part(name=name))
+                for name, tensor in checkpoint_tensors(one.model)
+                if name in names
+            )
+            for replica, one in self.replicas.items()
+        }

@@ -56,8 +56,8 @@ _SPECULATIVE = re.compile(r"synthetic", re.IGNORECASE)
 def refuse_arguments(engine_args: Mapping[str, Any], flags_as_given: Sequence[str]) -> None:
     """See that no argument changes what is sampled or logged.
 
-    vLLM takes ``--a-b`` and ``--a_b``, ``--no-a``, ``--a value`` and ``--a=value``, ``--a.key=value``
-    for a part of JSON, and any beginning of a name that is unique.
+    vLLM takes ``--a-b`` and ``--a_b``, ``--no-a``, ``--a value`` and ``--a=value``, for a part of
+    JSON ``--a.key=value``, and any beginning of a name that is unique.
 
     Raises:
         ValueError: one does; the message says which, and why it is refused.

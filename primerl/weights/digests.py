@@ -24,8 +24,7 @@ class TensorDigest:
 
 def raw_bytes(tensor: Tensor) -> np.ndarray:
     """The bytes of a tensor in row-major order, ``uint8[n]``; on the CPU they are not copied."""
-    flat = tensor.detach().contiguous().cpu().reshape(-1)
-    return flat.view(torch.uint8).numpy()
+    return _flat(tensor.detach().cpu()).view(torch.uint8).numpy()
 
 
 def digest_of(tensor: Tensor) -> TensorDigest:
@@ -58,9 +57,9 @@ def content_of(tensor: Tensor) -> tuple[int, int]:
     A word is the bits of an element as a signed integer. Zeros, with which engines pad, add
     nothing.
     """
-    words = tensor.detach().contiguous().reshape(-1).view(_WORDS[tensor.dtype.itemsize])
+    words = _flat(tensor.detach()).view(_WORDS[tensor.dtype.itemsize])
     total = squares = 0
-    for block in words.split(_BLOCK):
+    for block in torch.split(words, _BLOCK):
         wide = block.to(torch.int64)
         total += int(wide.sum())
         squares += int((wide * wide).sum())
@@ -71,3 +70,11 @@ def digest_of_contents(contents: Iterable[tuple[int, int]]) -> str:
     """One digest of what ``content_of`` gave for several tensors, each sum modulo 2^64."""
     totals, squares = zip(*contents, strict=True)
     return f"{sum(totals) % 2**64:016x}{sum(squares) % 2**64:016x}"
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All elements in a row, side by side; not copied where they are."""
+    flat = tensor.contiguous().reshape(-1)
+    if flat.numel() == 1:  # contiguous whatever its stride, which a view as bytes minds
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat

@@ -69,7 +69,8 @@ class Observation:
     @property
     def differences(self) -> np.ndarray:
         """Engine - trainer, of the sequences' tokens."""
-        return self.scores - self.expected
+        differences: np.ndarray = self.scores - self.expected
+        return differences
 
 
 def observations(

@@ -1,10 +1,10 @@
 """What vLLM's model computes with, read back part by part; it runs inside vLLM's process.
 
 Written against vLLM 0.32, like ``vllm_receiver``. Where vLLM keeps a tensor as it was loaded, all
-of its bytes are read. Where it keeps a packed copy instead (linear layers and heads on the CPU), the
-layer itself is asked: applied to the unit vector ``e_j`` it gives column j of its weight exactly,
-since all other terms are zero. A few columns are asked for, others each time. Experts that are
-packed are compared by their elements in any order.
+of its bytes are read. Where it keeps a packed copy instead (linear layers and heads on the CPU),
+the layer itself is asked: applied to the unit vector ``e_j`` it gives column j of its weight
+exactly, since all other terms are zero. Some columns are asked for, others each time. Experts that
+are packed are compared by their elements in any order.
 
 What it cannot relate to a published tensor is left out, and the trainer says so: quantized layers,
 fused tensors that are published as one, experts divided over ranks.
@@ -112,7 +112,7 @@ class Readback:
             size, rank = module.output_partition_sizes[0], module.tp_rank
             yield path, (0, size, 1), (rank * size, (rank + 1) * size, 1)
         elif isinstance(module, RowParallelLinear | ReplicatedLinear):
-            size = sum(module.output_partition_sizes)
+            size = module.output_partition_sizes[0]
             yield path, (0, size, 1), (0, size, 1)
 
     def _matrix(

@@ -112,7 +112,7 @@ class Readback:
             size, rank = module.output_partition_sizes[0], module.tp_rank
             yield path, (0, size, 1), (rank * size, (rank + 1) * size, 1)
         elif isinstance(module, RowParallelLinear | ReplicatedLinear):
-            size = module.output_partition_sizes[0]
+            size = module.output_size
             yield path, (0, size, 1), (0, size, 1)
 
     def _matrix(

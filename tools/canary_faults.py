@@ -11,4 +11,5 @@ class FaultyWorker(WeightReceiver):
     def set_logprobs_mode(self, mode: str) -> None:
         """As the server's argument ``logprobs_mode`` would have it."""
         runner: Any = self.model_runner
-        runner.sampler.logprobs_mode = mode
+        sampler = runner.sampler
+        sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = mode

@@ -73,7 +73,9 @@ def check_receipts(
         # What one rank of a divided model has no use for, another has.
         ignored = set.intersection(*(set(one.get("ignored", ())) for one in workers or [{}]))
         if ignored:
-            faults.append(f"coverage: {_some(ignored)} changed nothing in {url}: {_IGNORED}")
+            faults.append(
+                f"coverage: {_some(ignored)} is not served by {url} as it was sent: {_IGNORED}"
+            )
     if faults:
         raise RuntimeError(f"version {version} did not arrive: " + "; ".join(faults))
 

@@ -10,7 +10,7 @@ What it cannot relate to a published tensor is left out, and the trainer says so
 fused tensors that are published as one, experts divided over ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,24 @@ COLUMNS = 16  # that a packed layer is asked for
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
+def served_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Published names by vLLM's own, before it merges layers."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return {name: name for name in names}
+    mapper = replace(mapper, orig_to_new_stacked={})
+    served = {mapper.map_name(name): name for name in names}
+    return {name: published for name, published in served.items() if name is not None}
+
+
+def tied_parameters(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several, such as a head tied to the embedding."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
 class Readback:
     """Readings of a model's tensors.
 
@@ -50,11 +68,7 @@ class Readback:
     def __init__(self, model: nn.Module, names: Sequence[str], *, turn: int) -> None:
         self._model: Any = model
         self._turn = turn
-        mapper = getattr(model, "hf_to_vllm_mapper", None)
-        if mapper is not None:  # what it merges is taken apart here
-            mapper = replace(mapper, orig_to_new_stacked={})
-        own = {name: mapper.map_name(name) if mapper is not None else name for name in names}
-        self._published = {mapped: name for name, mapped in own.items() if mapped is not None}
+        self._published = served_names(model, names)
         self._merged = MERGED | dict(getattr(model, "packed_modules_mapping", None) or {})
 
     @torch.inference_mode()

@@ -35,7 +35,7 @@ from primerl.weights.folder_reader import FolderReader
 from primerl.weights.handed_over import HandedOver
 from primerl.weights.preparation import GRACE_S, Preparation
 from primerl.weights.readback import as_builtins
-from primerl.weights.vllm_readback import Readback
+from primerl.weights.vllm_readback import Readback, served_names, tied_parameters
 
 _JOIN_S = 300.0
 
@@ -75,6 +75,7 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         super().__init__(*args)
         # Taken before any reload, which parts tied tensors: a shared one counts once.
         self._needed = {name for name, _ in self.model.named_parameters()}
+        self._tied = tied_parameters(self.model)
         self._half_loaded = False
         self._prepare_s = 0.0
         self.preparation = Preparation()
@@ -119,13 +120,17 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         if faults:
             raise RuntimeError(f"the weights did not arrive as they were published: {faults}")
         # No fault yet: another rank may have what this one has no use for.
-        return {**receipt, "ignored": self._ignored(handed.ignored)}
+        return {**receipt, "ignored": self._ignored(handed.ignored, taken)}
 
-    def _ignored(self, names: list[str]) -> list[str]:
-        """Tensors that this worker did nothing with, but for experts that others may hold."""
-        if self.parallel_config.enable_expert_parallel:
-            names = [name for name in names if ".experts." not in name]
-        return names
+    def _ignored(self, unused: list[str], taken: Iterable[str]) -> list[str]:
+        """Tensors that this worker did nothing with, or that another has taken the place of."""
+        if self.parallel_config.enable_expert_parallel:  # other workers may have those experts
+            unused = [name for name in unused if ".experts." not in name]
+        served = served_names(self.model, taken)
+        for names in self._tied:
+            several = [served[name] for name in names if name in served]
+            unused = unused + several[1:]
+        return sorted(set(unused))
 
     def _unreached(self, loaded: set[str] | None) -> list[str]:
         """Parameters of the model that no tensor reached, as far as the model tells."""

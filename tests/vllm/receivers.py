@@ -70,7 +70,8 @@ class FaultyReceiver(WeightReceiver):
 
     def set_logprobs_mode(self, mode):
         """As the server's argument ``logprobs_mode`` would have it."""
-        self.model_runner.sampler.logprobs_mode = mode
+        sampler = self.model_runner.sampler
+        sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = mode
 
     def set_fault(self, fault):
         self.weight_transfer_engine.fault = fault

@@ -58,16 +58,19 @@ class Canary:
     and continue them; the trainer scores the same tokens by a forward pass. A replica passes when
 
     - each tensor that could be read back is the trainer's, bit for bit (``weights.readback``);
-    - the scores differ by no more than the tolerance: 3 times the noise in float32, 2 times in 16
-      bits, where the noise is the median of the last 16 checks that passed;
+    - the scores differ by no more than the tolerance: 3 times the noise, which is the median of the
+      last 16 checks that passed;
     - the mean difference has not shifted since the last of these by 8 of its standard errors;
-    - the sampled tokens' logprobs are those of their temperature, within 3 times the noise. They
-      read the prefix cache, which scores do not, so the sequences are longer than its blocks and
-      always the same;
+    - the sampled tokens' logprobs are those of their temperature, within 3 times the noise (6 in 16
+      bits). They read the prefix cache, which scores do not, so the sequences are longer than its
+      blocks and always the same;
     - and it *moved*: of the change that the trainer predicts since an earlier check, more than half
       was seen. That is a projection over all tokens, so it can be conclusive where the noise of
       each is larger than the change; where its standard error is above 0.2, or the prediction is
       not well above the trainer's own rounding, nothing is concluded.
+
+    In 16 bits, where all tensors were the trainer's bit for bit, the tolerance is doubled and
+    nothing is concluded from movement: there the scores watch for gross faults alone.
 
     All ranks make a canary and call ``check``, since the forward pass of a sharded model is a
     collective; rank 0 alone has an engine, and all get its verdict. docs/proof.md says what is

@@ -138,7 +138,13 @@ def main(args: Args) -> None:
         parallel.shard(model, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
         guard = parallel.UpdateGuard(on_nonfinite=args.on_nonfinite)
-        transport = weights.transport_to(model, engine, folder=args.weights_folder, worker=rollouts)
+        transport = weights.transport_to(
+            model,
+            engine,
+            folder=args.weights_folder,
+            worker=rollouts,
+            temperature=args.temperature,
+        )
         saves = checkpoint.Checkpoints(run and run.folder, model, optimizer, every=args.save_every)
         first = enter(saves).load(saved)
         gate = weights.MismatchGate(**saved.get("gate", {}))

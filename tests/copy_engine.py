@@ -6,11 +6,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from primerl.weights.checkpoint import checkpoint_tensors
+from primerl.weights.readback import Part, as_builtins, reading_of
+
 
 class Replica:
     """One copy of the model, with a prefix cache of keys and values in blocks."""
 
-    def __init__(self, model, *, block):
+    def __init__(self, model, *, block, raw_logprobs):
+        self.raw_logprobs = raw_logprobs
         self.model = copy.deepcopy(model).eval()
         self.block = block
         self.cached = {}
@@ -29,7 +33,7 @@ class Replica:
         return np.concatenate([[0], logprobs.gather(1, row[0, 1:, None])[:, 0].numpy()])
 
     @torch.no_grad()
-    def go_on(self, sequence, count):
+    def go_on(self, sequence, count, temperature=1.0):
         """Sampled with a fixed seed; whole blocks of the prefix come from the cache."""
         whole = (len(sequence) - 1) // self.block * self.block
         prefix = tuple(sequence[:whole])
@@ -42,8 +46,10 @@ class Replica:
         for _ in range(count):
             out = self.model(input_ids=torch.tensor([left]), past_key_values=past, use_cache=True)
             past = out.past_key_values
-            row = out.logits[0, -1].float().log_softmax(-1)
+            row = (out.logits[0, -1].float() / temperature).log_softmax(-1)
             tokens.append(int(torch.multinomial(row.exp(), 1, generator=generator)))
+            if self.raw_logprobs:
+                row = out.logits[0, -1].float().log_softmax(-1)
             logprobs.append(float(row[tokens[-1]]))
             left = tokens[-1:]
         return tokens, logprobs
@@ -61,6 +67,7 @@ class CopyEngine:
         clear_cache: whether an update clears the prefix cache.
         untied: the head is a copy of tied embeddings that no update reaches.
         dtype: that it computes in.
+        raw_logprobs: those of sampled tokens leave temperature out, as vLLM's do by default.
     """
 
     def __init__(
@@ -75,8 +82,12 @@ class CopyEngine:
         untied=False,
         dtype=torch.float32,
         block=16,
+        raw_logprobs=False,
     ):
-        self.replicas = {f"replica {n}": Replica(model, block=block) for n in range(replicas)}
+        self.replicas = {
+            f"replica {n}": Replica(model, block=block, raw_logprobs=raw_logprobs)
+            for n in range(replicas)
+        }
         self.skip, self.swap = skip, swap or {}
         self.asleep, self.clear_cache = asleep, clear_cache
         self.updates = []
@@ -94,12 +105,12 @@ class CopyEngine:
                 if self.clear_cache:
                     replica.cached.clear()
 
-    def probe(self, sequences, *, max_new_tokens=8, timeout_s=60.0):
+    def probe(self, sequences, *, max_new_tokens=8, temperatures, timeout_s=60.0):
         answer = {}
         for name, replica in self.replicas.items():
             rows = []
-            for sequence in sequences:
-                tokens, logprobs = replica.go_on(sequence, max_new_tokens)
+            for sequence, temperature in zip(sequences, temperatures, strict=True):
+                tokens, logprobs = replica.go_on(sequence, max_new_tokens, temperature)
                 rows.append(
                     {
                         "scores": replica.score(sequence),
@@ -109,3 +120,17 @@ class CopyEngine:
                 )
             answer[name] = rows
         return answer
+
+
+class ReadableEngine(CopyEngine):
+    """A copy engine that says what it holds."""
+
+    def read_weights(self, names, *, turn=0, timeout_s=60.0):
+        return {
+            replica: as_builtins(
+                reading_of(tensor, Part(name=name))
+                for name, tensor in checkpoint_tensors(one.model)
+                if name in names
+            )
+            for replica, one in self.replicas.items()
+        }

@@ -273,6 +273,30 @@ def test_other_weights_at_the_first_check_are_refused():
         watch.check(0)  # nor does a second try calibrate
 
 
+def test_logprobs_that_leave_temperature_out_fail_the_first_check():
+    """Their scores are right, and so is all that is sampled at temperature 1."""
+    for temperature in (1.0, 0.5):
+        model = testing.tiny_model("llama", initializer_range=0.2)
+        engine = CopyEngine(model, raw_logprobs=True)
+        watch = weights.Canary(model, engine, temperature=temperature, **SIZES)
+        verdict = watch.check(0)
+
+        assert not verdict.passed
+        assert "logprobs that are not processed" in verdict.reason
+        assert verdict.replicas[0].difference < verdict.tolerance
+
+
+def test_the_trainers_logprobs_at_a_temperature_are_those_of_the_scaled_logits():
+    model = testing.tiny_model("llama")
+    row = [5, 6, 7, 8, 9]
+    (got,) = scoring.trainer_logprobs(model, [row], sampled=[(2, 0.5)])
+    logits = model(torch.tensor([row])).logits[0].detach()
+    warmth = [1.0, 1.0, 0.5, 0.5]
+    expected = [float((logits[i] / warmth[i]).log_softmax(-1)[row[i + 1]]) for i in range(4)]
+
+    np.testing.assert_allclose(got, [0.0, *expected], atol=1e-6)
+
+
 def test_a_bfloat16_engine_is_refused_where_float32_was_said():
     model = testing.tiny_model("llama")
     watch = weights.Canary(model, CopyEngine(model, dtype=torch.bfloat16), **SIZES)

@@ -110,7 +110,7 @@ def test_zeros_and_what_is_below_rounding_count_as_the_floor():
 def test_logprobs_that_are_no_numbers_are_a_rise(bad):
     assert after([LEVEL] * 30 + [bad] * 2).alarm
     assert after([LEVEL] * 30 + [bad]).alarm is None
-    assert after([bad] * 40).alarm is None, "there was never another level"
+    assert "the most that rounding explains" in after([bad] * 40).alarm
 
 
 def test_the_spread_is_that_of_the_logarithms():
@@ -173,3 +173,19 @@ def test_a_sustained_rise_by_half_is_flagged_within_3_steps(noise, s):
         caught += flagged
 
     assert caught >= 0.99 * 200
+
+
+def test_a_mismatch_that_was_there_from_the_start_is_an_alarm_after_three_steps():
+    gate = MismatchGate()
+    alarms = []
+    for value in (0.59, 0.61, 0.6, 0.58, 0.6):
+        gate = gate.after(value)
+        alarms.append(gate.alarm)
+
+    assert alarms[:2] == [None, None]
+    assert all("above 0.1, the most that rounding explains" in alarm for alarm in alarms[2:])
+    assert after([0.59] * 40, MismatchGate(bound=2.0)).alarm is None, "it is relative otherwise"
+
+
+def test_one_wild_step_at_the_start_is_no_alarm():
+    assert after([5.0, 0.004, 0.005, 0.004], MismatchGate()).alarm is None

@@ -108,7 +108,7 @@ def command(weight_transfer="primerl", flags=(), on_cpu=False, **engine_args):
 def test_on_a_cpu_nothing_is_compiled_unless_it_is_asked_for():
     assert "--enforce-eager" not in command()
     assert "--enforce-eager" in command(on_cpu=True)
-    assert "--enforce-eager" in command(on_cpu=True, flags=("--dtype=float32", "-q"))
+    assert "--enforce-eager" in command(on_cpu=True, flags=("--dtype=float32", "-tp=1"))
     assert "--no-enforce-eager" in command(on_cpu=True, enforce_eager=False)
     for flags in (["--no-enforce-eager"], ["--compilation-config.mode=3"], ["-O3"], ["-cc", "{}"]):
         assert "--enforce-eager" not in command(on_cpu=True, flags=tuple(flags))
@@ -146,6 +146,61 @@ def test_a_secret_never_becomes_a_flag(name):
     for flags in ([f"--{name.replace('_', '-')}", "secret"], [f"--{name}=secret"]):
         with pytest.raises(ValueError, match="command line"):
             command(flags=tuple(flags))
+
+
+CHANGES_WHAT_IS_LOGGED = [
+    {"logprobs_mode": "raw_logprobs"},
+    {"logprobs-mode": "raw_logits"},
+    {"logprobs_mo": "raw_logprobs"},  # vLLM's parser completes it
+    {"logits_processors": ["a.b.C"]},
+    {"override_generation_config": {"repetition_penalty": 1.1}},
+    {"generation_config": "/folder"},
+    {"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}},
+    {"quantization": "fp8"},
+    {"hf_overrides": {"rope_theta": 1e6}},
+    {"watermark": True},
+    {"config": "arguments.yaml"},
+]
+SAME_AS_FLAGS = [
+    ("--logprobs-mode", "raw_logprobs"),
+    ("--logprobs_mode=raw_logprobs",),
+    ("--logprobs-mo=raw_logprobs",),
+    ("--logits-processors", "a.b.C"),
+    ("--override-generation-config.temperature=0.3",),
+    ("--speculative-config.rejection_sample_method=synthetic",),
+    ("--speculative-config", '{"rejection_sample_method": "synthetic"}'),
+    ("-q", "fp8"),
+    ("--config", "arguments.yaml"),
+    ("--watermark",),
+    ("--model", "another"),
+]
+
+
+@pytest.mark.parametrize("engine_args", CHANGES_WHAT_IS_LOGGED, ids=str)
+def test_what_changes_what_is_sampled_or_logged_is_refused(engine_args):
+    with pytest.raises(ValueError, match="serve_vllm refuses"):
+        command(**engine_args)
+
+
+@pytest.mark.parametrize("flags", SAME_AS_FLAGS, ids=str)
+def test_so_it_is_as_a_flag(flags):
+    with pytest.raises(ValueError, match="serve_vllm refuses"):
+        command(flags=flags)
+
+
+@pytest.mark.parametrize(
+    "engine_args",
+    [
+        {"logprobs_mode": "processed_logprobs"},
+        {"generation_config": "vllm"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"kv_cache_dtype": "fp8", "dtype": "float32", "max_logprobs": 5, "tokenizer": "other"},
+        {"quantization": None},
+    ],
+    ids=str,
+)
+def test_what_only_rounds_otherwise_or_changes_nothing_is_not_refused(engine_args):
+    assert command(**engine_args)
 
 
 def test_what_would_move_the_server_elsewhere_is_refused():

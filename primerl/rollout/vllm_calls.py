@@ -94,12 +94,20 @@ async def read_metrics(fleet: Fleet, timeout_s: float) -> dict[str, dict[str, fl
 
 
 async def probe(
-    fleet: Fleet, sequences: Sequence[Sequence[int]], *, max_new_tokens: int, timeout_s: float
+    fleet: Fleet,
+    sequences: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperatures: Sequence[float],
+    timeout_s: float,
 ) -> dict[str, list[dict[str, np.ndarray]]]:
-    """Each replica's scores of the sequences and its greedy continuations, by url."""
-    params = SamplingParams(max_tokens=max_new_tokens, temperature=0)
+    """Each replica's scores of the sequences and its continuations of them, by url."""
 
-    async def one(replica: Replica, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
+    async def one(
+        replica: Replica, token_ids: Sequence[int], temperature: float
+    ) -> dict[str, np.ndarray]:
+        # With a seed, replicas of the same weights mostly sample the same tokens.
+        params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, seed=0)
         # Two requests: vLLM scores without reading its prefix cache, and what serves reads it. It
         # reads the oldest of equal blocks: those of older weights, or else what scoring computed.
         how: dict[str, Any] = {"salt": replica.label or "", "priority": wire.FIRST}
@@ -132,7 +140,8 @@ async def probe(
         }
 
     async def every(replica: Replica) -> list[dict[str, np.ndarray]]:
-        return list(await asyncio.gather(*(one(replica, tokens) for tokens in sequences)))
+        pairs = zip(sequences, temperatures, strict=True)
+        return list(await asyncio.gather(*(one(replica, *pair) for pair in pairs)))
 
     numbered = [replica for replica in await fleet.live() if replica.version is not None]
     deadline = time.monotonic() + timeout_s

@@ -344,6 +344,7 @@ class VLLMEngine:
         sequences: Sequence[Sequence[int]],
         *,
         max_new_tokens: int = 8,
+        temperatures: Sequence[float] | None = None,
         timeout_s: float = 600.0,
     ) -> dict[str, list[dict[str, np.ndarray]]]:
         """What each server makes of fixed sequences, to be compared with the trainer's own.
@@ -352,12 +353,15 @@ class VLLMEngine:
 
         Args:
             sequences: token ids, at least one each.
-            max_new_tokens: that each is continued by, greedily.
+            max_new_tokens: that each is continued by.
+            temperatures: at which the continuation of each is sampled, with a fixed seed; 0 is
+                greedy, which all are by default.
             timeout_s: for all of it.
 
         Returns:
             By url, for each sequence: ``scores`` float32[t] (as ``score``), and the continuation:
-            ``token_ids`` int32[n], ``logprobs`` float32[n] (at temperature 1).
+            ``token_ids`` int32[n], ``logprobs`` float32[n] (at its temperature; where that is 0, at
+            1).
 
         Raises:
             ValueError: a sequence is empty or exceeds the context.
@@ -368,9 +372,39 @@ class VLLMEngine:
             self._check(one, max_new_tokens)
         parts = self._running()
         answers: dict[str, list[dict[str, np.ndarray]]] = parts.loop.submit(
-            probe(parts.fleet, tokens, max_new_tokens=max_new_tokens, timeout_s=timeout_s)
+            probe(
+                parts.fleet,
+                tokens,
+                max_new_tokens=max_new_tokens,
+                temperatures=[0.0] * len(tokens) if temperatures is None else temperatures,
+                timeout_s=timeout_s,
+            )
         ).result()
         return answers
+
+    def read_weights(
+        self, names: Sequence[str], *, turn: int = 0, timeout_s: float = 600.0
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Digests of the tensors that each server computes with; see ``weights.readback``.
+
+        Args:
+            names: of the published tensors.
+            turn: which columns are read of layers that vLLM has packed.
+            timeout_s: for all of it.
+
+        Returns:
+            By url, the readings of all its workers.
+
+        Raises:
+            RuntimeError, ValueError: a server failed, or was not started by ``serve_vllm`` and
+                can't read its tensors back.
+        """
+        body = {"method": "read_weights", "kwargs": {"names": list(names), "turn": turn}}
+        answers = self.call("/collective_rpc", body, timeout_s=timeout_s)
+        return {
+            url: [reading for worker in answer["results"] for reading in worker]
+            for url, answer in answers.items()
+        }
 
     # ---- replicas ----
 

@@ -1,9 +1,10 @@
 """Weights on the move: from the trainer into running engines, and to and from disk."""
 
 from primerl.weights.adapters import save_adapters
-from primerl.weights.canary import Canary, ReplicaVerdict, Verdict
+from primerl.weights.canary import Canary, Verdict
 from primerl.weights.checkpoint import checkpoint_tensors
 from primerl.weights.disk import Disk
+from primerl.weights.judging import ReplicaVerdict
 from primerl.weights.mismatch_gate import MismatchGate
 from primerl.weights.nccl import NCCL
 from primerl.weights.pretrained import load_pretrained, save_pretrained

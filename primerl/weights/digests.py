@@ -1,15 +1,16 @@
 """Digests of tensors: xxh3_128, to find accidents, not attacks."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import attrs
 import numpy as np
+import torch
 import xxhash
 from torch import Tensor
-from torch import uint8 as torch_uint8
 
 _BLOCK = 1 << 20  # stays in the core's cache while it is hashed
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @attrs.frozen
@@ -23,8 +24,7 @@ class TensorDigest:
 
 def raw_bytes(tensor: Tensor) -> np.ndarray:
     """The bytes of a tensor in row-major order, ``uint8[n]``; on the CPU they are not copied."""
-    flat = tensor.detach().contiguous().cpu().reshape(-1)
-    return flat.view(torch_uint8).numpy()
+    return _flat(tensor.detach().cpu()).view(torch.uint8).numpy()
 
 
 def digest_of(tensor: Tensor) -> TensorDigest:
@@ -49,3 +49,32 @@ def digest_of_file(path: Path) -> str:
         while read := file.readinto(block):
             total.update(block[:read])
     return total.hexdigest()
+
+
+def content_of(tensor: Tensor) -> tuple[int, int]:
+    """The sum and the sum of squares of a tensor's words: the same in whatever order they lie.
+
+    A word is the bits of an element as a signed integer. Zeros, with which engines pad, add
+    nothing.
+    """
+    words = _flat(tensor.detach()).view(_WORDS[tensor.dtype.itemsize])
+    total = squares = 0
+    for block in torch.split(words, _BLOCK):
+        wide = block.to(torch.int64)
+        total += int(wide.sum())
+        squares += int((wide * wide).sum())
+    return total, squares
+
+
+def digest_of_contents(contents: Iterable[tuple[int, int]]) -> str:
+    """One digest of what ``content_of`` gave for several tensors, each sum modulo 2^64."""
+    totals, squares = zip(*contents, strict=True)
+    return f"{sum(totals) % 2**64:016x}{sum(squares) % 2**64:016x}"
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All elements in a row, side by side; not copied where they are."""
+    flat = tensor.contiguous().reshape(-1)
+    if flat.numel() == 1:  # contiguous whatever its stride, which a view as bytes minds
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat

@@ -12,6 +12,7 @@ MAD_TO_SD = 1.4826  # of a normal distribution
 RISE = 1.25  # halfway to 1.5, nearly, on a logarithmic scale
 SPREADS = 2.7
 CEILING = 1e6  # nats
+BOUND = 0.1  # nats: a log-ratio of 0.45 at each token; bfloat16 makes about 0.005
 
 
 def _floats(values: Sequence[float]) -> tuple[float, ...]:
@@ -38,6 +39,9 @@ class MismatchGate:
     takes a larger rise, and up to 3 of 1,000 where tails are heavy; more tokens a step are what
     helps. A rise slower than 1.5 in 200 steps is drift, as training makes it, and is followed.
 
+    What is wrong from the start is in the baseline too, and no rise. So the alarm is also on while
+    the median exceeds ``bound``, whatever was before, from the first 3 steps on.
+
     Raises:
         ValueError: a number is out of range.
     """
@@ -49,6 +53,8 @@ class MismatchGate:
     floor: float = 1e-10
     """What is smaller counts as this, in nats: the rounding of float32 logprobs, about 1e-5, makes
     half its square, and quotients of rounding errors mean nothing."""
+    bound: float = BOUND
+    """The most that is normal for any trainer and engine, in nats; the alarm is on above it."""
     baseline: tuple[float, ...] = attrs.field(default=(), converter=_floats)
     """Steps so far, oldest first; with ``recent`` and ``alarming``, what ``state`` gave."""
     recent: tuple[float, ...] = attrs.field(default=(), converter=_floats)
@@ -63,6 +69,8 @@ class MismatchGate:
             )
         if not 0 < self.floor < math.inf:
             raise ValueError(f"floor is {self.floor}, expected a positive number of nats")
+        if not self.floor < self.bound:
+            raise ValueError(f"bound is {self.bound}, expected more than the floor, {self.floor}")
 
     def after(self, value: float | None) -> "MismatchGate":
         """The gate after one more step with this ``mismatch_kl``.
@@ -106,6 +114,13 @@ class MismatchGate:
         """What is wrong, in a sentence, while the alarm is on."""
         if not self.alarming:
             return None
+        if self._beyond_bound():
+            return (
+                f"mismatch_kl is {median(self.recent):.3g}, above {self.bound:g}, the most that "
+                "rounding explains: trainer and engine do not compute the same logprobs; look for "
+                "another temperature or logprobs_mode, other weights, another precision (bound= "
+                "if it is known)"
+            )
         return (
             f"mismatch_kl has risen to {median(self.recent):.3g}, {self.ratio:.2f} times the "
             f"{median(self.baseline):.3g} of the steps before, and stays there: trainer and engine "
@@ -117,7 +132,12 @@ class MismatchGate:
         """All of it as builtins; ``MismatchGate(**state)`` goes on from there."""
         return attrs.asdict(self)
 
+    def _beyond_bound(self) -> bool:
+        return len(self.recent) == RECENT and median(self.recent) > self.bound
+
     def _exceeds(self) -> bool:
+        if self._beyond_bound():
+            return True
         ratio = self.ratio
         if ratio is None or ratio <= RISE:
             return False

@@ -15,29 +15,51 @@ class Prober(Protocol):
         sequences: Sequence[Sequence[int]],
         *,
         max_new_tokens: int = ...,
+        temperatures: Sequence[float] = ...,
         timeout_s: float = ...,
     ) -> Probe:
         """For each replica by name, for each sequence: ``scores[t]``, the logprob of each token
-        given those before it (the first is 0), and the ``token_ids[n]`` with which it goes on, and
-        their ``logprobs[n]``, without temperature.
+        given those before it (the first is 0), at temperature 1; and the ``token_ids[n]`` with
+        which it is continued, and their ``logprobs[n]``, sampled at the temperature of the sequence
+        as rollouts are, and of the distribution that was sampled.
         """
         ...
 
 
+@runtime_checkable
+class WeightReader(Protocol):
+    """An engine that says what it computes with; see ``weights.readback``."""
+
+    def read_weights(
+        self, names: Sequence[str], *, turn: int = ..., timeout_s: float = ...
+    ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """For each replica by name, its readings of the published tensors ``names``."""
+        ...
+
+
 def probed(
-    engine: Prober, sequences: Sequence[Sequence[int]], *, new_tokens: int, timeout_s: float
+    engine: Prober,
+    sequences: Sequence[Sequence[int]],
+    *,
+    new_tokens: int,
+    temperatures: Sequence[float] | None = None,
+    timeout_s: float,
 ) -> list[dict[str, Any]]:
     """One row for each replica and sequence, as builtins; the tokens are those of both parts.
 
     Raises:
         RuntimeError: a replica answered with something else, or none did.
     """
-    answer = engine.probe(sequences, max_new_tokens=new_tokens, timeout_s=timeout_s)
+    if temperatures is None:
+        temperatures = [1.0] * len(sequences)
+    answer = engine.probe(
+        sequences, max_new_tokens=new_tokens, temperatures=temperatures, timeout_s=timeout_s
+    )
     if not answer:
         raise RuntimeError("the engine has no replica to probe")
     rows = []
     for replica, results in answer.items():
-        for sequence, result in zip(sequences, results, strict=True):
+        for sequence, temperature, result in zip(sequences, temperatures, results, strict=True):
             more = [int(token) for token in result["token_ids"]]
             logprobs = [float(one) for one in result["logprobs"]]
             scores = [float(one) for one in result["scores"]]
@@ -52,6 +74,7 @@ def probed(
                     "token_ids": [*sequence, *more],
                     "scores": scores,
                     "logprobs": logprobs,
+                    "temperature": temperature,
                 }
             )
     return rows

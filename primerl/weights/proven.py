@@ -105,6 +105,7 @@ def transport_to(
     folder: str | os.PathLike[str] | None = None,
     encoding: str = "full",
     dtype: torch.dtype | None = None,
+    temperature: float = 1.0,
     wiring: bool = True,
 ) -> "SharedMemory | Disk | Proven":
     """The usual transport: shared memory or a folder, and a canary if the engine can be probed.
@@ -122,6 +123,7 @@ def transport_to(
         folder: on a filesystem that the servers' hosts share; None for this host's memory.
         encoding: ``"full"`` or ``"delta"``.
         dtype: of parameters on the wire; by default what the servers compute in.
+        temperature: of the rollouts, see ``Canary``.
         wiring: see ``Proven``.
 
     Raises:
@@ -138,5 +140,5 @@ def transport_to(
         transport = Disk(model, *engines, folder=folder, encoding=encoding, dtype=dtype)
     if served is None:
         return transport
-    canary = Canary(model, engine, dtype=getattr(torch, served))
+    canary = Canary(model, engine, dtype=getattr(torch, served), temperature=temperature)
     return Proven(transport, canary, worker=worker, wiring=wiring)

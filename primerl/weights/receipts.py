@@ -1,9 +1,14 @@
 """What a publication did, and whether every engine holds what the trainer sent."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
+
+_IGNORED = (
+    "the trainer has tensors that the server's model has not, such as a head of its own where the "
+    "server's is tied to the embedding; start the server from a folder with the trainer's config"
+)
 
 
 @runtime_checkable
@@ -65,15 +70,28 @@ def check_receipts(
             fault = _fault(receipt, version, digest, tensors)
             if fault:
                 faults.append(f"{fault} on {url} worker {index}")
+        # What one rank of a divided model has no use for, another has.
+        ignored = set.intersection(*(set(one.get("ignored", ())) for one in workers or [{}]))
+        if ignored:
+            faults.append(
+                f"coverage: {_some(ignored)} is not served by {url} as it was sent: {_IGNORED}"
+            )
     if faults:
         raise RuntimeError(f"version {version} did not arrive: " + "; ".join(faults))
+
+
+def _some(names: Collection[str]) -> str:
+    """A few of the names, and how many more there are."""
+    shown = sorted(names)[:3]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _fault(receipt: Mapping[str, Any], version: int, digest: str, tensors: int) -> str | None:
     if receipt.get("version") != version:
         return f"version: still serves {receipt.get('version')}"
     if unreached := receipt.get("unreached"):
-        return f"coverage: nothing reached {', '.join(unreached[:3])}"
+        return f"coverage: nothing reached {_some(unreached)}"
     if receipt.get("tensors") != tensors:
         return f"coverage: {receipt.get('tensors')} tensors of {tensors} were handed over"
     if receipt.get("digest") != digest:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -15,24 +16,54 @@ BATCH = 4  # rows in a forward pass, all of one length
 CHUNK = 256  # rows of logits that are normalized at once
 
 
+@attrs.frozen
+class _Row:
+    """Tokens, the last ``sampled`` of which are scored at ``temperature``, the others at 1."""
+
+    token_ids: tuple[int, ...]
+    sampled: int = 0
+    temperature: float = 1.0
+
+    @property
+    def temperatures(self) -> list[float]:
+        """Of the distribution *after* each token."""
+        plain = len(self.token_ids) - self.sampled - 1
+        return [1.0] * plain + [self.temperature] * (self.sampled + 1)
+
+
 def trainer_logprobs(
-    model: nn.Module, rows: Sequence[Sequence[int]], *, first_position: int = 0
+    model: nn.Module,
+    rows: Sequence[Sequence[int]],
+    *,
+    sampled: Sequence[tuple[int, float]] | None = None,
+    first_position: int = 0,
 ) -> list[Float[np.ndarray, " t"]]:
     """The logprob of each token given those before it, by a plain forward pass in eval mode.
 
     One array of float64 for each row; its first entry is 0. All ranks of a sharded model call this.
     The model's mode, gradients and weights are left as they were.
+
+    Args:
+        model: a causal language model that returns ``logits``.
+        rows: token ids.
+        sampled: for each row, how many of its last tokens were sampled, and at which temperature;
+            the others are scored at 1.
+        first_position: of each row.
     """
-    by_length: dict[int, list[tuple[int, ...]]] = {}
-    for row in dict.fromkeys(tuple(row) for row in rows):  # replicas often agree
-        by_length.setdefault(len(row), []).append(row)
-    scored: dict[tuple[int, ...], np.ndarray] = {}
+    keys = [
+        _Row(tuple(row), *tail)
+        for row, tail in zip(rows, sampled or [(0, 1.0)] * len(rows), strict=True)
+    ]
+    by_length: dict[int, list[_Row]] = {}
+    for key in dict.fromkeys(keys):  # replicas often agree
+        by_length.setdefault(len(key.token_ids), []).append(key)
+    scored: dict[_Row, np.ndarray] = {}
     with torch.no_grad(), evaluating(model):
         for same in by_length.values():
             for start in range(0, len(same), BATCH):
                 batch = same[start : start + BATCH]
                 scored |= zip(batch, _logprobs(model, batch, first_position), strict=True)
-    return [scored[tuple(row)] for row in rows]
+    return [scored[key] for key in keys]
 
 
 def rounding_noise(model: nn.Module, row: Sequence[int]) -> float:
@@ -47,10 +78,11 @@ def rounding_noise(model: nn.Module, row: Sequence[int]) -> float:
 
 
 def _logprobs(
-    model: nn.Module, rows: Sequence[Sequence[int]], first_position: int
+    model: nn.Module, rows: Sequence[_Row], first_position: int
 ) -> Float[np.ndarray, "b t"]:
     device = next(model.parameters()).device
-    token_ids = torch.tensor(rows, dtype=torch.long, device=device)
+    token_ids = torch.tensor([row.token_ids for row in rows], dtype=torch.long, device=device)
+    temperatures = torch.tensor([row.temperatures for row in rows], device=device).flatten()
     count, length = token_ids.shape
     position_ids = (torch.arange(length, device=device) + first_position).expand(count, -1)
     logits: Tensor = model(
@@ -58,9 +90,12 @@ def _logprobs(
     ).logits.flatten(0, 1)
     following = token_ids.roll(-1, 1).flatten()  # the last position's is no token of the row
     parts = [
-        part.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
-        for part, chosen in zip(
-            torch.split(logits, CHUNK), torch.split(following, CHUNK), strict=True
+        (part.float() / warmth[:, None]).log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+        for part, warmth, chosen in zip(
+            torch.split(logits, CHUNK),
+            torch.split(temperatures, CHUNK),
+            torch.split(following, CHUNK),
+            strict=True,
         )
     ]
     own = torch.cat(parts).reshape(count, length)[:, :-1].double().cpu().numpy()

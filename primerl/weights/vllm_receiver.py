@@ -32,7 +32,10 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from primerl.weights.broadcast_group import Communicator, Later, Place, connect_nccl, draw_place
 from primerl.weights.digests import TensorDigest, digest_of, digest_of_all
 from primerl.weights.folder_reader import FolderReader
+from primerl.weights.handed_over import HandedOver
 from primerl.weights.preparation import GRACE_S, Preparation
+from primerl.weights.readback import as_builtins
+from primerl.weights.vllm_readback import Readback, served_names, tied_parameters
 
 _JOIN_S = 300.0
 
@@ -72,6 +75,7 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         super().__init__(*args)
         # Taken before any reload, which parts tied tensors: a shared one counts once.
         self._needed = {name for name, _ in self.model.named_parameters()}
+        self._tied = tied_parameters(self.model)
         self._half_loaded = False
         self._prepare_s = 0.0
         self.preparation = Preparation()
@@ -101,7 +105,8 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
                 yield name, tensor
 
         model: Any = self.model
-        loaded = model.load_weights(noted())
+        handed = HandedOver(noted())
+        loaded = model.load_weights(handed)
         expected = taken if expected is None else expected
         receipt = {
             "digest": digest_of_all(taken),
@@ -114,7 +119,18 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         faults = {k: v for k, v in receipt.items() if isinstance(v, list) and v}
         if faults:
             raise RuntimeError(f"the weights did not arrive as they were published: {faults}")
-        return receipt
+        # No fault yet: another rank may have what this one has no use for.
+        return {**receipt, "ignored": self._ignored(handed.ignored, taken)}
+
+    def _ignored(self, unused: list[str], taken: Iterable[str]) -> list[str]:
+        """Tensors that this worker did nothing with, or that another has taken the place of."""
+        if self.parallel_config.enable_expert_parallel:  # other workers may have those experts
+            unused = [name for name in unused if ".experts." not in name]
+        served = served_names(self.model, taken)
+        for names in self._tied:
+            several = [served[name] for name in names if name in served]
+            unused = unused + several[1:]
+        return sorted(set(unused))
 
     def _unreached(self, loaded: set[str] | None) -> list[str]:
         """Parameters of the model that no tensor reached, as far as the model tells."""
@@ -313,6 +329,10 @@ class WeightReceiver:
         """The number of token ids of the model."""
         runner: Any = self.model_runner
         return int(runner.model_config.get_vocab_size())
+
+    def read_weights(self, names: list[str], turn: int = 0) -> list[dict[str, Any]]:
+        """Digests of what this worker computes with, for the published tensors ``names``."""
+        return as_builtins(Readback(self.model_runner.model, names, turn=turn).readings())
 
     def weight_receipt(self) -> dict[str, Any]:
         """What the last update handed to this worker's model: version, digest, seconds."""

@@ -68,6 +68,11 @@ class FaultyReceiver(WeightReceiver):
         """From a folder to a store, and back: what the command line would choose at the start."""
         self.weight_transfer_engine = self.weight_transfer_engine.other
 
+    def set_logprobs_mode(self, mode):
+        """As the server's argument ``logprobs_mode`` would have it."""
+        sampler = self.model_runner.sampler
+        sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = mode
+
     def set_fault(self, fault):
         self.weight_transfer_engine.fault = fault
 

@@ -4,7 +4,11 @@ Issue 5, Shows 2 and 3.
 """
 
 import contextlib
+import copy
 import secrets
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,3 +135,86 @@ def test_the_wiring_of_a_tied_mixture_of_experts(faulty_server, tied_experts):
                 weights.wiring_test(*arguments, version=0)
         trainer.transport.publish(0)
         assert trainer.canary.check(0).passed
+
+
+FAULTS = {
+    "every norm x 1.001": ("norm", lambda one: one * 1.001),
+    "embedding x 1.001": ("embed_tokens", lambda one: one * 1.001),
+    "one k_proj: one row": ("layers.0.self_attn.k_proj", lambda one: one.index_fill(0, ONE, 0)),
+    "one q_proj transposed in part": ("layers.1.self_attn.q_proj", lambda one: one.flip(0)),
+    "router: noise of 0.1%": ("mlp.gate.weight", lambda one: one + 1e-3 * one.roll(1)),
+    "one expert": ("layers.1.mlp.experts.down_proj", lambda one: one.index_fill(0, ONE, 0.1)),
+    "cut off to bfloat16": (
+        "o_proj",
+        lambda one: (one.view(torch.int32) & ~0xFFFF).view(one.dtype),
+    ),
+}
+ONE = torch.tensor([1])
+
+
+def test_faults_of_each_kind_are_read_back(faulty_server, tied_experts):
+    """The bytes tell, whatever the scores do; tools/canary_table.py has the sizes that matter."""
+    with Trainer(tied_experts, faulty_server, **TINY) as trainer:
+        faulty = copy.deepcopy(trainer.model)
+        wrong = weights.SharedMemory(faulty, trainer.engine)
+        for version, (name, (pattern, change)) in enumerate(FAULTS.items(), start=1):
+            with torch.no_grad():
+                for (key, own), held in zip(
+                    trainer.model.named_parameters(), faulty.parameters(), strict=True
+                ):
+                    held.copy_(change(own.clone()) if pattern in key else own)
+            wrong.publish(version)
+            verdict = trainer.canary.check(version)
+            print(name, verdict.reason)
+            assert not verdict.passed, name
+            assert verdict.replicas[0].wrong_tensors, name
+        trainer.transport.publish(len(FAULTS) + 1)
+        verdict = trainer.canary.check(len(FAULTS) + 1)
+        assert verdict.passed, verdict.reason
+        (one,) = verdict.replicas
+        assert one.read_back == one.tensors
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
+def test_logprobs_of_another_mode_fail_the_first_check(faulty_server, tied_experts, mode):
+    trainer = Trainer(tied_experts, faulty_server, **TINY)
+    with contextlib.closing(trainer.engine):
+        trainer.transport.publish(0)
+        body = {"method": "set_logprobs_mode", "args": [mode]}
+        trainer.engine.call("/collective_rpc", body)
+        try:
+            verdict = trainer.canary.check(0)
+        finally:
+            body["args"] = ["processed_logprobs"]
+            trainer.engine.call("/collective_rpc", body)
+        print(verdict.reason)
+        assert not verdict.passed
+        assert "logprobs that are not processed" in verdict.reason
+        assert trainer.canary.check(0).passed
+
+
+def test_an_untied_trainer_is_not_published_to_a_tied_server(faulty_server, tied_experts):
+    tied, _ = weights.load_pretrained(tied_experts)
+    config = tied.config.to_dict() | {"tie_word_embeddings": False}
+    untied = type(tied)(type(tied.config)(**config))
+    untied.load_state_dict(tied.state_dict())  # equal, but of its own from the first step on
+    with rollout.VLLMEngine(faulty_server) as engine:
+        with pytest.raises(RuntimeError, match=r"lm_head.weight is not served by .*tied"):
+            weights.SharedMemory(untied, engine).publish(0)
+
+
+@pytest.mark.slow
+def test_the_table_of_faults():
+    tool = Path(__file__).parents[2] / "tools" / "canary_table.py"
+    done = subprocess.run(
+        [sys.executable, str(tool), "--dtype", "float32", "--honest", "2"],
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=True,
+    )
+    print(done.stdout)
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 30
+    assert all("yes" in row for row in rows)
+    assert "0 false alarms" in done.stdout

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from primerl.attention import CONTEXT_ATTENTION, find_documents
+from primerl.attention import CONTEXT_ATTENTION, documents_of_batch, find_documents
 from primerl.spans import Document, Span
 
 SPARSE_ATTENTION = "primerl_sparse"
@@ -151,8 +151,10 @@ def _documents_at(position_ids: Tensor, batch: int, others: Others | None) -> tu
 
 
 def _find(position_ids: Tensor, batch: int, others: Others | None) -> tuple[Document, ...]:
-    positions = position_ids.expand(batch, -1).flatten()
-    return find_documents(positions if others is None else others(positions)[0])
+    positions = position_ids.expand(batch, -1)
+    if others is None:
+        return documents_of_batch(positions)
+    return find_documents(others(positions.flatten())[0])
 
 
 def parts_of(documents: tuple[Document, ...], first: int, rows: int) -> list[Span]:

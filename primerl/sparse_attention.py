@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from primerl._optional import require
-from primerl.attention import MASKED_ATTENTION, packed_attention
+from primerl.attention import MASKED_ATTENTION, layout_by_positions, packed_attention
 from primerl.document_indexer import (
     CONTEXT_SPARSE_ATTENTION,
     SPARSE_ATTENTION,
@@ -26,7 +26,7 @@ from primerl.document_indexer import (
     parts_of,
     rows_at_once,
 )
-from primerl.spans import Document, Span
+from primerl.spans import Layout, Span
 
 
 def attend_sparsely(model: nn.Module, *, others: Others | None = None) -> None:
@@ -82,7 +82,7 @@ def _sparse_attention(
     indices: Int[Tensor, "b t k"] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    documents: tuple[Document, ...] | None = None,
+    documents: Layout | None = None,
     **other: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Attention to the chosen keys of each document: an entry of ``AttentionInterface``."""
@@ -106,10 +106,9 @@ def _sparse_attention(
         )
     batch, _, length, _ = query.shape
     if documents is None:
-        begins = range(0, batch * length, length)
-        documents = tuple(Document(begin, begin + length) for begin in begins)
+        documents = layout_by_positions(module, other.get("position_ids"), query)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    parts = parts_of(documents, 0, batch * length)
+    parts = parts_of(documents.spans, 0, batch * length)
     attended = attend_to_chosen(
         q, k, v, parts, indices.flatten(0, 1), scaling=scaling, dropout=dropout
     )

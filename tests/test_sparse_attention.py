@@ -14,6 +14,7 @@ from tensor_sizes import Sizes
 from primerl import document_indexer, loss, parallel, testing, weights
 from primerl.attention import find_documents
 from primerl.document_indexer import DocumentIndexer
+from primerl.spans import lay_out
 
 TOP_K = 4
 LENGTHS = [5, 1, 9, 5, 12, 3, 40]  # some longer, some shorter than that
@@ -187,7 +188,7 @@ def test_positions_that_were_written_over_are_read_again():
     loss.model_logprobs(model, token_ids, position_ids, labels)
     model(input_ids=token_ids[None], position_ids=positions, use_cache=False)
     positions[0, 6:] = torch.arange(6)
-    documents = find_documents(positions[0])
+    documents = lay_out(find_documents(positions[0]))
 
     ours = model(
         input_ids=token_ids[None], position_ids=positions, use_cache=False, documents=documents

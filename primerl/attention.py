@@ -81,7 +81,7 @@ def _first_rows(ranges: tuple[tuple[int, int], ...], count: int) -> tuple[tuple[
 
 
 def documents_of_batch(position_ids: Int[Tensor, "b t"]) -> tuple[Document, ...]:
-    """As ``find_documents``, but rows that nothing begins in are whole, whatever they begin with."""
+    """As ``find_documents``, but rows that count on from any position may be whole documents."""
     batch, length = position_ids.shape
     if length and bool((position_ids.diff() == 1).all()):
         return tuple(Document(begin, begin + length) for begin in range(0, batch * length, length))
@@ -269,7 +269,7 @@ def _mask_of_batch(*_: Any, allow_is_causal_skip: bool = True, **others: Any) ->
     return mask
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _is_exceeded(window: int) -> bool:
     return _LONGEST.get() > window
 
@@ -306,7 +306,7 @@ def packed_attention(
     return attended.reshape(batch, length, *attended.shape[1:]), None
 
 
-@torch.compiler.disable  # what it finds is no data to a graph
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def layout_by_positions(
     module: nn.Module,
     position_ids: Int[Tensor, "_ t"] | None,
@@ -327,17 +327,19 @@ def layout_by_positions(
     told = position_ids is not None and position_ids.shape in ((1, length), (batch, length))
     if not told and (noted or _PACKED.get()):
         raise ValueError(not_passed_on(module))
-    if not told or position_ids is None:
-        return lay_out(documents_of_batch(torch.arange(length).expand(batch, -1)), query.device)
-    if position_ids.is_inference():  # has no version to tell a write by
-        return lay_out(documents_of_batch(position_ids.expand(batch, -1)), query.device)
-    known = _LAYOUTS.get(position_ids)  # type: ignore[no-untyped-call]
+    if position_ids is None or not told:
+        position_ids = torch.arange(length)
+    known = None
+    if not position_ids.is_inference():  # which has no version to tell a write by
+        known = _LAYOUTS.get(position_ids)  # type: ignore[no-untyped-call]
     if known is None or known[0] != (position_ids._version, batch):
         layout = lay_out(documents_of_batch(position_ids.expand(batch, -1)), query.device)
+        if position_ids.is_inference():
+            return layout
         known = (position_ids._version, batch), layout
         _LAYOUTS[position_ids] = known
-    layout = known[1]
-    return layout
+    found: Layout = known[1]
+    return found
 
 
 def not_passed_on(module: nn.Module) -> str:
@@ -348,9 +350,7 @@ def not_passed_on(module: nn.Module) -> str:
     )
 
 
-def refuse_other_attention(
-    module: nn.Module, longest: int, asked: dict[str, Any]
-) -> None:
+def refuse_other_attention(module: nn.Module, longest: int, asked: dict[str, Any]) -> None:
     """Refuse what a model asks of its attention beyond causal attention within each document.
 
     Raises:

@@ -73,7 +73,8 @@ Spans = tuple[Document, ...] | tuple[Span, ...]
 class Layout:
     """Where spans lie, as attention needs it: made once per batch by ``lay_out``."""
 
-    spans: Spans
+    spans: tuple[Any, ...]
+    """Documents, or parts of documents."""
     longest: int
     """The most keys that a query sees."""
     plan: Tensor
@@ -113,18 +114,20 @@ def lay_out(spans: Spans, device: torch.device | str = "cpu") -> Layout:
     return Layout(
         spans=spans,
         longest=int(seen.max(initial=0)),
-        plan=_of_any_length(torch.from_numpy(np.concatenate(plan))),
-        query_ends=_of_any_length(torch.from_numpy(ends[0]).to(device, torch.int32)),
-        key_ends=_of_any_length(torch.from_numpy(ends[1]).to(device, torch.int32)),
-        gathered=None if in_place else _of_any_length(torch.from_numpy(keys).to(device)),
+        plan=_of_any_length(np.concatenate(plan)),
+        query_ends=_of_any_length(ends[0].astype(np.int32), device),
+        key_ends=_of_any_length(ends[1].astype(np.int32), device),
+        gathered=None if in_place else _of_any_length(keys, device),
         longest_queries=int(lengths.max(initial=0)),
     )
 
 
-def _of_any_length(x: Tensor) -> Tensor:
-    """Marked so that what is compiled for one length serves all."""
-    torch._dynamo.maybe_mark_dynamic(x, 0)
-    return x
+def _of_any_length(x: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
+    """A tensor, marked so that what is compiled for one length of it serves all."""
+    with torch.inference_mode(False):  # or a later call, in training, could not save it
+        tensor = torch.from_numpy(x).to(device)
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
 
 
 def _concatenated(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -169,8 +172,10 @@ def attend(
         return _attend_end_to_end(query, key, value, layout, scaling)
     if query.device.type == "cpu" and not dropout:
         q, k, v = _equally_wide(query, key, value)
-        return _attend_on_cpu(q, k, v, layout.plan, scaling)[0][..., : widths[1]]
-    return _attend_by_length(query, key, value, layout, scaling, dropout)
+        attended: Tensor = _attend_on_cpu(q, k, v, layout.plan, scaling)[0]
+    else:
+        attended = _attend_by_length(query, key, value, layout, scaling, dropout)
+    return attended[..., : widths[1]]
 
 
 def _equally_wide(*tensors: Tensor) -> list[Tensor]:
@@ -182,7 +187,8 @@ def _equally_wide(*tensors: Tensor) -> list[Tensor]:
 class _Run(NamedTuple):
     """Spans alike, which attend in one call."""
 
-    count: int
+    size: int
+    """How many."""
     length: int
     """Queries of each."""
     seen: int
@@ -218,8 +224,8 @@ def _widen(x: Tensor) -> Tensor:
 
 def _kernel_inputs(run: _Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], Any]:
     """What the kernel computes for a run, and its mask: None for plain causal attention."""
-    inputs = [_stacked(q, run.queries, run.count)]
-    inputs += [_stacked(x, run.keys, run.count) for x in (k, v)]
+    inputs = [_stacked(q, run.queries, run.size)]
+    inputs += [_stacked(x, run.keys, run.size) for x in (k, v)]
     if run.seen <= WIDENED_LENGTH:
         inputs = [_widen(x) for x in inputs]
     if run.length == run.seen:
@@ -269,9 +275,9 @@ def _gradients_on_cpu(
     to_k, to_v = (torch.zeros_like(_widen(x)) for x in (k, v))
     for run in _runs(plan):
         inputs, mask = _kernel_inputs(run, q, k, v)
-        of_run = [_stacked(x, run.queries, run.count) for x in (gradient, out)]
+        of_run = [_stacked(x, run.queries, run.size) for x in (gradient, out)]
         above, attended = (x.to(inputs[0].dtype) for x in of_run)
-        sums = logsumexp.index_select(0, run.queries).view(run.count, run.length, -1)
+        sums = logsumexp.index_select(0, run.queries).view(run.size, run.length, -1)
         to_inputs = _KERNEL_GRADIENT(
             *(above, *inputs, attended, sums.transpose(1, 2), 0.0, mask is None),
             attn_mask=mask,
@@ -307,14 +313,14 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...
 _attend_on_cpu.register_autograd(_backward, setup_context=_keep)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_by_length(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float, dropout: float
 ) -> Tensor:
     runs, outputs = _runs(layout.plan.to(query.device)), []
     for run in runs:
-        q = _stacked(query, run.queries, run.count)
-        k, v = (_stacked(x, run.keys, run.count) for x in (key, value))
+        q = _stacked(query, run.queries, run.size)
+        k, v = (_stacked(x, run.keys, run.size) for x in (key, value))
         mask = causal_lower_right(run.length, run.seen) if run.length < run.seen else None
         of_run = F.scaled_dot_product_attention(
             *(q, k, v),

@@ -187,6 +187,7 @@ def lognormal_packs(count, tokens, vocabulary):
         yield batch_of(lengths, vocabulary)
 
 
+@pytest.mark.filterwarnings("default")  # while it traces, torch warns itself
 @pytest.mark.benchmark(group="compiled against eager", warmup=False)
 def test_compiled_layers_over_varied_lengths(benchmark):
     shape, tokens = ("Qwen3-0.6B", 16_384) if GPU else ("toy", 512)

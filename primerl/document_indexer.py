@@ -26,6 +26,10 @@ SWITCH_BACK = (
 )
 
 
+# Which documents an indexer's answer is about, for attention that was not told.
+DOCUMENTS_OF_CHOICE = WeakTensorKeyDictionary()
+
+
 def rows_at_once(scores: int) -> int:
     """How many rows may be computed together that have so many scores each."""
     return max(1, SCORES // scores)
@@ -72,7 +76,9 @@ class DocumentIndexer(nn.Module):
         batch, length = hidden.shape[:2]
         documents = _documents_at(position_ids, batch, self.others)
         if max(one.length for one in documents) <= indexer.index_topk:
-            return hidden.new_zeros(batch, length, 0, dtype=torch.int32)
+            nothing = hidden.new_zeros(batch, length, 0, dtype=torch.int32)
+            DOCUMENTS_OF_CHOICE[nothing] = documents
+            return nothing
         inputs = [hidden, q_latent, *rotation, position_ids]
         rows = [x.expand(batch, *x.shape[1:]).flatten(0, 1) for x in inputs]
         keys, rank = _keys(indexer, rows), 0
@@ -83,7 +89,9 @@ class DocumentIndexer(nn.Module):
             if part.seen > indexer.index_topk:
                 own = [x[part.begin : part.end] for x in rows]
                 chosen[part.begin : part.end] = _choose(indexer, own, keys_of(keys, part))
-        return chosen.view(batch, length, -1)
+        chosen = chosen.view(batch, length, -1)
+        DOCUMENTS_OF_CHOICE[chosen] = documents
+        return chosen
 
 
 class _Recorder:

@@ -16,6 +16,9 @@ in bfloat16, with random weights.
 The peak is 989 TFLOP/s on an H100 or H200 (bfloat16, dense, NVIDIA's data sheet); elsewhere, that
 of a matrix product in the same run. STEP_RECOMPUTE: none, full or selective. STEP_COMPILE=0: layers
 are not compiled. Compiled ones are warmed up before the clock starts.
+
+The second benchmark trains two equal models, one with compiled layers, on the same STEP_PACKS (50)
+packs of documents of lognormal lengths (sigma 1), in turn, and counts compilations.
 """
 
 import os
@@ -25,6 +28,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 import transformers
 
 from primerl import flops, loss, packing, parallel
@@ -66,7 +70,10 @@ REAL = [
 PEAKS = {"H100": 989e12, "H200": 989e12}
 
 
-def build(shape, tokens):
+PACKS = int(os.environ.get("STEP_PACKS", 50))
+
+
+def build(shape, tokens, *, compiled=COMPILE):
     config = transformers.Qwen3Config(
         **SHAPES[shape], max_position_embeddings=tokens, tie_word_embeddings=True
     )
@@ -75,7 +82,7 @@ def build(shape, tokens):
     how = RECOMPUTE or ("full" if tokens > 32_768 else "none")
     if how != "none":
         parallel.recompute(model, selective=how == "selective")
-    if COMPILE:
+    if compiled:
         for layer in model.model.layers:
             layer.compile()
     return model, how
@@ -165,3 +172,53 @@ def test_model_flop_utilisation(benchmark, shape, lengths):
     assert 0 < row["mfu"] < 1
     if shape != "toy" and source == "stated":
         assert row["mfu"] >= (0.5 if tokens > 32_768 else 0.4)
+
+
+def lognormal_packs(count, tokens, vocabulary):
+    """Packs of documents of lognormal lengths: as many as fit into ``tokens``, at least one."""
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        lengths = []
+        while True:
+            length = min(tokens, max(2, round(rng.lognormal(np.log(tokens / 8), 1.0))))
+            if sum(lengths) + length > tokens:
+                break
+            lengths.append(length)
+        yield batch_of(lengths, vocabulary)
+
+
+@pytest.mark.filterwarnings("default")  # while it traces, torch warns itself
+@pytest.mark.benchmark(group="compiled against eager", warmup=False)
+def test_compiled_layers_over_varied_lengths(benchmark):
+    shape, tokens = ("Qwen3-0.6B", 16_384) if GPU else ("toy", 512)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    sides = {}
+    for name in ("eager", "compiled"):
+        torch.manual_seed(0)
+        model, how = build(shape, tokens, compiled=name == "compiled")
+        sides[name] = model, torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    seconds = {name: [] for name in sides}
+    packs = lognormal_packs(PACKS, tokens, SHAPES[shape]["vocab_size"])
+
+    def both(b):
+        norms = []
+        for name, side in sides.items():
+            begin = time.perf_counter()
+            norms.append(step(*side, b))
+            seconds[name].append(time.perf_counter() - begin)
+        torch.testing.assert_close(*norms, rtol=2e-2 if GPU else 1e-3, atol=0)
+
+    benchmark.pedantic(both, setup=lambda: ((next(packs),), {}), rounds=PACKS, iterations=1)
+    compilations = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    ratios = [e / c for e, c in zip(seconds["eager"], seconds["compiled"], strict=True)]
+    row = {
+        "compilations": compilations,
+        "median_ratio": statistics.median(ratios),
+        "median_s": {name: statistics.median(taken) for name, taken in seconds.items()},
+        "wall_s": {name: sum(taken) for name, taken in seconds.items()},
+        "recompute": how,
+    }
+    benchmark.extra_info.update(row)
+    print(f"\n{shape}, {PACKS} packs of up to {tokens} tokens, eager over compiled: {row}")
+    assert compilations <= 2

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from primerl._optional import require
 from primerl.admission import HARMLESS_LAYERS, layer_kinds, leaks, looks_ahead, not_computed
-from primerl.spans import Document, attend
+from primerl.spans import Document, Layout, attend, lay_out
 
 PACKED_ATTENTION = "primerl_packed"
 # An attention of this name knows where documents lie, on this rank and on others.
@@ -32,25 +33,30 @@ _LONGEST: ContextVar[int] = ContextVar("_LONGEST", default=0)
 """Tokens of the longest document of the model that runs now, as far as this rank sees."""
 _PACKED: ContextVar[bool] = ContextVar("_PACKED", default=False)
 """Whether a model runs on several documents."""
+# The dtype of a mask that only says that rows are packed.
+_NOTE_OF_PACKED_ROWS = torch.int8
+# Found once for all layers. A key is a tensor, not its values, so no write may have followed.
+_LAYOUTS = WeakTensorKeyDictionary()
 
 
-def find_documents(position_ids: Tensor) -> tuple[Document, ...]:
+def find_documents(position_ids: Int[Tensor, "*b t"]) -> tuple[Document, ...]:
     """The documents of a pack: one begins wherever a position does not follow the one before.
 
     One that begins at position n > 0 continues the first n tokens of the document before it, which
     may itself continue an earlier one. So documents that begin alike are the branches of a tree,
-    laid out depth first.
+    laid out depth first. Of a batch, each row is a pack; their rows lie end to end.
 
     Raises:
         ValueError: the first position is not 0, or a document continues more tokens than there are.
     """
-    jumps = position_ids[1:] != position_ids[:-1] + 1
-    begins = [0, *((jumps.nonzero().flatten() + 1).tolist())]
-    ends = [*begins[1:], position_ids.numel()]
-    if position_ids.numel() == 0 or position_ids[0] != 0:
+    if position_ids.numel() == 0 or position_ids[..., 0].any():
         raise ValueError(
             "position_ids must begin with 0: documents are packed whole, one after the other"
         )
+    position_ids = position_ids.flatten()  # no row continues the one before, as each begins with 0
+    jumps = position_ids[1:] != position_ids[:-1] + 1
+    begins = [0, *((jumps.nonzero().flatten() + 1).tolist())]
+    ends = [*begins[1:], position_ids.numel()]
     documents: list[Document] = []
     for begin, end, shared in zip(begins, ends, position_ids[begins].tolist(), strict=True):
         room = documents[-1].length if documents else 0
@@ -74,9 +80,15 @@ def _first_rows(ranges: tuple[tuple[int, int], ...], count: int) -> tuple[tuple[
     return tuple(first)
 
 
-def attend_by_document(
-    model: nn.Module, position_ids: Int[Tensor, " t"]
-) -> tuple[Document, ...] | None:
+def documents_of_batch(position_ids: Int[Tensor, "b t"]) -> tuple[Document, ...]:
+    """As ``find_documents``, but rows that count on from any position may be whole documents."""
+    batch, length = position_ids.shape
+    if length and bool((position_ids.diff() == 1).all()):
+        return tuple(Document(begin, begin + length) for begin in range(0, batch * length, length))
+    return find_documents(position_ids)
+
+
+def attend_by_document(model: nn.Module, position_ids: Int[Tensor, " t"]) -> Layout | None:
     """Switch a model that attends by ``sdpa`` or ``eager`` to attend document by document.
 
     One whose keys an indexer chooses also has them chosen document by document. Returns what its
@@ -91,15 +103,16 @@ def attend_by_document(
     if config._attn_implementation.startswith(CONTEXT_ATTENTION):
         return None
     documents = find_documents(position_ids)
+    layout = lay_out(documents, position_ids.device)
     if is_sparse(model):
         from primerl.sparse_attention import attend_sparsely  # which builds on this module
 
         attend_sparsely(model)
-        return documents
+        return layout
     if config._attn_implementation in MASKED_ATTENTION:
         transformers = require("transformers", extra="transformers")
         transformers.AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-        transformers.AttentionMaskInterface.register(PACKED_ATTENTION, no_mask)
+        transformers.AttentionMaskInterface.register(PACKED_ATTENTION, _mask_of_batch)
         switch: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
         switch(PACKED_ATTENTION)  # a model that can't only warns
         if config._attn_implementation != PACKED_ATTENTION and len(documents) > 1:
@@ -109,22 +122,22 @@ def attend_by_document(
             )
     if len(documents) > 1:
         refuse_leaking_layers(model)
-        _require_fixed_rotation(model, documents)
+        _require_fixed_rotation(model, layout.longest)
     if config._attn_implementation != PACKED_ATTENTION and any(d.shared for d in documents):
         raise ValueError(
             f"documents share tokens, which {config._attn_implementation} does not compute; load "
             "the model with attn_implementation='sdpa', or pack without share_prefixes"
         )
-    return documents
+    return layout
 
 
 @contextmanager
-def passing_on(documents: tuple[Document, ...] | None, position_ids: Tensor) -> Iterator[None]:
+def passing_on(documents: Layout | None, position_ids: Tensor) -> Iterator[None]:
     """Within it, a model that does not tell its attention of ``documents`` raises.
 
     Several would otherwise see each other: to attention, their rows are those of one.
     """
-    packed = documents is not None and len(documents) > 1
+    packed = documents is not None and len(documents.spans) > 1
     before = _PACKED.set(packed), _LONGEST.set(int(position_ids.max()) + 1)
     try:
         yield
@@ -162,8 +175,7 @@ def lengths_that_rotate_otherwise(config: Any) -> float:
     return min(known, default=float("inf"))
 
 
-def _require_fixed_rotation(model: nn.Module, documents: tuple[Document, ...]) -> None:
-    longest: int = max(one.length for one in documents)
+def _require_fixed_rotation(model: nn.Module, longest: int) -> None:
     config: Any = model.config
     limit = lengths_that_rotate_otherwise(config)
     if longest > limit:
@@ -239,9 +251,27 @@ def no_mask(
     That is a caller's padding, and a window shorter than a document, which some models have in
     their mask only. (Others have such a mask made and do not use it.)
     """
-    if local_size is not None and _LONGEST.get() > local_size:
+    if local_size is not None and _is_exceeded(local_size):
         return torch.zeros(1, 1, 1, 1, dtype=torch.bool)
     return None if attention_mask is None or attention_mask.all() else attention_mask
+
+
+def _mask_of_batch(*_: Any, allow_is_causal_skip: bool = True, **others: Any) -> Tensor | None:
+    """As ``no_mask``, and a note where ``transformers`` takes a batch for packed.
+
+    A layer whose attention is told neither documents nor positions can't know otherwise.
+    """
+    mask = no_mask(**others)
+    # Traced, it takes every batch for packed.
+    packed = not (allow_is_causal_skip or torch.compiler.is_compiling() or _PACKED.get())
+    if mask is None and packed:
+        return torch.zeros(1, 1, 1, 1, dtype=_NOTE_OF_PACKED_ROWS)
+    return mask
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _is_exceeded(window: int) -> bool:
+    return _LONGEST.get() > window
 
 
 def packed_attention(
@@ -253,23 +283,18 @@ def packed_attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    documents: tuple[Document, ...] | None = None,
+    documents: Layout | None = None,
     **asked: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Causal attention within each document: an entry of transformers' ``AttentionInterface``."""
     batch, _, length, _ = query.shape
-    positions, cached = asked.get("position_ids"), length != key.shape[2]
-    if documents is None and not cached and positions is not None and positions.numel() == length:
-        # Some layers pass on positions only; also when they compute again, in the backward pass.
-        documents = find_documents(positions.reshape(-1)) if batch == 1 else None
-    if documents is None and _PACKED.get():
-        raise ValueError(not_passed_on(module))
-    if documents is None:
-        # Plain use of the same model, by a caller who knows nothing of packing.
-        begins = range(0, batch * length, length)
-        documents = tuple(Document(begin, begin + length) for begin in begins)
-    refuse_other_attention(module, documents, asked)
-    if cached or attention_mask is not None:
+    noted = attention_mask is not None and attention_mask.dtype == _NOTE_OF_PACKED_ROWS
+    computed = length == key.shape[2] and (attention_mask is None or noted)
+    if documents is None and computed:
+        documents = layout_by_positions(module, asked.get("position_ids"), query, noted=noted)
+    if documents is not None:
+        refuse_other_attention(module, documents.longest, asked)
+    if documents is None or not computed:
         raise ValueError(
             f"{type(module).__name__} attends by a mask, such as a window shorter than a document, "
             "or by a cache; packed attention computes full causal attention. "
@@ -281,6 +306,42 @@ def packed_attention(
     return attended.reshape(batch, length, *attended.shape[1:]), None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def layout_by_positions(
+    module: nn.Module,
+    position_ids: Int[Tensor, "_ t"] | None,
+    query: Float[Tensor, "b heads t d"],
+    *,
+    noted: bool = False,
+) -> Layout:
+    """Where documents lie in a batch, for attention that was not told.
+
+    Some layers pass on positions only, also when they compute again in the backward pass. And a
+    caller who knows nothing of packing may use a switched model: each row is a document then, or
+    several, where its positions begin again.
+
+    Raises:
+        ValueError: there are several documents, but ``position_ids`` don't tell where.
+    """
+    batch, _, length, _ = query.shape
+    told = position_ids is not None and position_ids.shape in ((1, length), (batch, length))
+    if not told and (noted or _PACKED.get()):
+        raise ValueError(not_passed_on(module))
+    if position_ids is None or not told:
+        position_ids = torch.arange(length)
+    known = None
+    if not position_ids.is_inference():  # which has no version to tell a write by
+        known = _LAYOUTS.get(position_ids)  # type: ignore[no-untyped-call]
+    if known is None or known[0] != (position_ids._version, batch):
+        layout = lay_out(documents_of_batch(position_ids.expand(batch, -1)), query.device)
+        if position_ids.is_inference():
+            return layout
+        known = (position_ids._version, batch), layout
+        _LAYOUTS[position_ids] = known
+    found: Layout = known[1]
+    return found
+
+
 def not_passed_on(module: nn.Module) -> str:
     """What to say of a module that was not given the documents."""
     return (
@@ -289,16 +350,14 @@ def not_passed_on(module: nn.Module) -> str:
     )
 
 
-def refuse_other_attention(
-    module: nn.Module, documents: tuple[Document, ...], asked: dict[str, Any]
-) -> None:
+def refuse_other_attention(module: nn.Module, longest: int, asked: dict[str, Any]) -> None:
     """Refuse what a model asks of its attention beyond causal attention within each document.
 
     Raises:
         ValueError: a window shorter than a document, sinks, sparse indices, capped scores, or
             attention to later tokens.
     """
-    longest, window = max(d.length for d in documents), asked.get("sliding_window")
+    window = asked.get("sliding_window")
     if window is not None and longest > window:
         raise ValueError(
             f"a document of {longest} tokens exceeds the attention window of {window}; packed "

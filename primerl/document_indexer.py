@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from primerl.attention import CONTEXT_ATTENTION, find_documents
+from primerl.attention import CONTEXT_ATTENTION, documents_of_batch, find_documents
 from primerl.spans import Document, Span
 
 SPARSE_ATTENTION = "primerl_sparse"
@@ -24,6 +24,10 @@ SWITCH_BACK = (
     "this model was switched to packed attention by primerl.loss.model_logprobs; to generate or "
     "to pad, call model.set_attn_implementation('sdpa') first"
 )
+
+
+# Which documents an indexer's answer is about, for attention that was not told.
+DOCUMENTS_OF_CHOICE = WeakTensorKeyDictionary()
 
 
 def rows_at_once(scores: int) -> int:
@@ -72,7 +76,9 @@ class DocumentIndexer(nn.Module):
         batch, length = hidden.shape[:2]
         documents = _documents_at(position_ids, batch, self.others)
         if max(one.length for one in documents) <= indexer.index_topk:
-            return hidden.new_zeros(batch, length, 0, dtype=torch.int32)
+            nothing = hidden.new_zeros(batch, length, 0, dtype=torch.int32)
+            DOCUMENTS_OF_CHOICE[nothing] = documents
+            return nothing
         inputs = [hidden, q_latent, *rotation, position_ids]
         rows = [x.expand(batch, *x.shape[1:]).flatten(0, 1) for x in inputs]
         keys, rank = _keys(indexer, rows), 0
@@ -83,7 +89,9 @@ class DocumentIndexer(nn.Module):
             if part.seen > indexer.index_topk:
                 own = [x[part.begin : part.end] for x in rows]
                 chosen[part.begin : part.end] = _choose(indexer, own, keys_of(keys, part))
-        return chosen.view(batch, length, -1)
+        chosen = chosen.view(batch, length, -1)
+        DOCUMENTS_OF_CHOICE[chosen] = documents
+        return chosen
 
 
 class _Recorder:
@@ -151,8 +159,10 @@ def _documents_at(position_ids: Tensor, batch: int, others: Others | None) -> tu
 
 
 def _find(position_ids: Tensor, batch: int, others: Others | None) -> tuple[Document, ...]:
-    positions = position_ids.expand(batch, -1).flatten()
-    return find_documents(positions if others is None else others(positions)[0])
+    positions = position_ids.expand(batch, -1)
+    if others is None:
+        return documents_of_batch(positions)
+    return find_documents(others(positions.flatten())[0])
 
 
 def parts_of(documents: tuple[Document, ...], first: int, rows: int) -> list[Span]:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from primerl._optional import require
-from primerl.attention import MASKED_ATTENTION, packed_attention
+from primerl.attention import MASKED_ATTENTION, not_passed_on, packed_attention
 from primerl.document_indexer import (
     CONTEXT_SPARSE_ATTENTION,
+    DOCUMENTS_OF_CHOICE,
     SPARSE_ATTENTION,
     SWITCH_BACK,
     DocumentIndexer,
@@ -26,7 +27,7 @@ from primerl.document_indexer import (
     parts_of,
     rows_at_once,
 )
-from primerl.spans import Document, Span
+from primerl.spans import Layout, Span, lay_out
 
 
 def attend_sparsely(model: nn.Module, *, others: Others | None = None) -> None:
@@ -82,7 +83,7 @@ def _sparse_attention(
     indices: Int[Tensor, "b t k"] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    documents: tuple[Document, ...] | None = None,
+    documents: Layout | None = None,
     **other: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Attention to the chosen keys of each document: an entry of ``AttentionInterface``."""
@@ -92,6 +93,11 @@ def _sparse_attention(
             f"{type(module).__name__} chooses keys for the whole pack; score it by "
             "primerl.loss.model_logprobs first"
         )
+    if documents is None:
+        chosen_among = DOCUMENTS_OF_CHOICE.get(indices)  # type: ignore[no-untyped-call]
+        if chosen_among is None:
+            raise ValueError(not_passed_on(module))
+        documents = lay_out(chosen_among, query.device)
     if indices.shape[-1] == 0:
         return packed_attention(
             module,
@@ -105,11 +111,8 @@ def _sparse_attention(
             **other,
         )
     batch, _, length, _ = query.shape
-    if documents is None:
-        begins = range(0, batch * length, length)
-        documents = tuple(Document(begin, begin + length) for begin in begins)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    parts = parts_of(documents, 0, batch * length)
+    parts = parts_of(documents.spans, 0, batch * length)
     attended = attend_to_chosen(
         q, k, v, parts, indices.flatten(0, 1), scaling=scaling, dropout=dropout
     )

@@ -377,6 +377,67 @@ def test_a_switched_model_computes_a_plain_batch_as_before(family):
     torch.testing.assert_close(plain, expected, atol=2e-6, rtol=0)
 
 
+PACKED_ROWS = [
+    [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]],
+    [[0, 0, 1, 0, 1, 2], [0, 1, 0, 1, 0, 1]],
+    [[0, 1, 2, 3, 0, 1]],  # of both rows
+    [[3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4, 5]],
+    None,
+]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("positions", PACKED_ROWS)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_switched_model_keeps_the_documents_of_a_plain_batch_apart(family, positions, recomputed):
+    model = testing.tiny_model(family).train()
+    _, token_ids, position_ids, labels = packed([6, 6])
+    if recomputed:
+        model.gradient_checkpointing_enable()
+    batch = {"input_ids": token_ids.view(2, 6), "use_cache": False}
+    if positions is not None:
+        batch["position_ids"] = torch.tensor(positions)
+
+    def outputs():
+        logits = model(**batch).logits
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        weight = torch.linspace(-1, 1, logits.numel()).view_as(logits)
+        return logits, *torch.autograd.grad((logits * weight).sum(), parameters, allow_unused=True)
+
+    expected = outputs()
+    loss.model_logprobs(model, token_ids, position_ids, labels)  # switches its attention
+
+    for mine, other in zip(outputs(), expected, strict=True):
+        torch.testing.assert_close(mine, other, atol=5e-6, rtol=1e-5)
+
+
+def test_rows_that_begin_within_a_document_continue_no_other_row():
+    model = testing.tiny_model("llama")
+    _, token_ids, position_ids, labels = packed([6, 6])
+    loss.model_logprobs(model, token_ids, position_ids, labels)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5], [2, 3, 4, 0, 1, 2]])
+
+    with pytest.raises(ValueError, match="must begin with 0"):
+        model(input_ids=token_ids.view(2, 6), position_ids=positions)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_layers_that_know_no_positions_refuse_packed_rows(rows):
+    """moshi's layers tell their attention neither positions nor documents."""
+    model = testing.tiny_model("moshi", audio_vocab_size=8)
+    ids = torch.arange(4)
+    loss.model_logprobs(model, ids, ids, ids)
+    batch = ids.expand(rows, -1)
+
+    with pytest.raises(ValueError, match="is not given the documents"):
+        model(
+            input_ids=batch,
+            position_ids=torch.tensor([[0, 1, 0, 1]]).expand(rows, -1),
+            use_cache=False,
+        )
+    assert model(input_ids=batch).logits.shape[:2] == (rows, 4)
+
+
 def test_inference_mode_scores_and_leaves_training_as_it_was():
     model = testing.tiny_model("llama")
     _, token_ids, position_ids, labels = packed([7, 3])

@@ -1,5 +1,6 @@
 """The kernels behind packed and context-parallel attention, against a masked softmax."""
 
+import inspect
 import itertools
 from unittest import mock
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from primerl import loss, spans, testing
 from primerl.attention import find_documents
-from primerl.spans import Document, Span, attend
+from primerl.spans import Document, Span, attend, lay_out
 
 
 def tensors(rows, keys, *, heads=4, kv_heads=2, width=8, value_width=8, dtype=torch.float64):
@@ -77,7 +78,7 @@ def test_spans_attend_as_under_a_mask(case, scaling):
     some, keys = case
     q, k, v = tensors(some[-1].end, keys, value_width=4)
 
-    ours = attend(q, k, v, some, scaling=scaling)
+    ours = attend(q, k, v, lay_out(some), scaling=scaling)
     expected = by_mask(q, k, v, some, scaling=scaling)
 
     torch.testing.assert_close(ours, expected)
@@ -88,6 +89,25 @@ def test_spans_attend_as_under_a_mask(case, scaling):
         strict=True,
     ):
         torch.testing.assert_close(mine, other)
+
+
+def test_a_rank_may_attend_for_no_row():
+    q, k, v = tensors(0, 5)
+
+    ours = attend(q, k, v, lay_out(()))
+
+    assert ours.shape == (0, 4, 8)
+    assert torch.autograd.grad(ours.sum(), k)[0].eq(0).all()
+
+
+@given(parts_of_documents())
+def test_where_dropout_is_computed_too_spans_attend_as_under_a_mask(case):
+    some, keys = case
+    q, k, v = tensors(some[-1].end, keys, value_width=4)
+
+    ours = spans._attend_by_length(q, k, v, lay_out(some), 8**-0.5, 0.0)
+
+    torch.testing.assert_close(ours, by_mask(q, k, v, some))
 
 
 CALLS = []
@@ -128,31 +148,22 @@ def test_the_kernel_of_gpus_gets_what_it_needs(kernel, case, value_width):
     q, k, v = tensors(some[-1].end, keys, value_width=value_width)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spans, "varlen_attn", kernel)
-        ours = spans._attend_end_to_end(q, k, v, some, None)
+        patch.setattr(spans, "_KNOWN_TO_KERNEL", inspect.signature(kernel).parameters)
+        ours = spans._attend_end_to_end(q, k, v, lay_out(some), 8**-0.5)
 
     torch.testing.assert_close(ours, by_mask(q, k, v, some))
 
 
 def test_documents_end_to_end_are_one_call_without_a_copy(monkeypatch):
     monkeypatch.setattr(spans, "varlen_attn", kernel_of_torch_2_13)
+    monkeypatch.setattr(spans, "_KNOWN_TO_KERNEL", {"window_size", "enable_gqa"})
     some = (Document(0, 5), Document(5, 6), Document(6, 9))
     q, k, v = tensors(9, 9)
     CALLS.clear()
 
-    spans._attend_end_to_end(q, k, v, some, None)
+    spans._attend_end_to_end(q, k, v, lay_out(some), 8**-0.5)
 
     assert CALLS == [k.data_ptr()]
-
-
-def test_a_part_whose_keys_another_has_seen_is_a_call_of_its_own():
-    some = (Span(0, 2, ((0, 4),)), Span(2, 4, ((0, 9),)), Span(4, 6, ((9, 12),)))
-
-    runs = spans._end_to_end(some, torch.device("cpu"))
-
-    assert [(run.begin, run.end, run.keys) for run in runs] == [
-        (0, 2, slice(0, 4)),
-        (2, 6, slice(0, 12)),
-    ]
 
 
 @pytest.mark.gpu
@@ -167,7 +178,7 @@ def test_a_gpu_computes_what_a_cpu_does(dtype, width, value_width, shared, monke
     exact = tensors(420, 420, width=width, value_width=value_width)
     rounded = [x.detach().to("cuda", dtype).requires_grad_() for x in exact]
 
-    expected, ours = attend(*exact, some), attend(*rounded, some)
+    expected, ours = attend(*exact, lay_out(some)), attend(*rounded, lay_out(some, "cuda"))
     expected.sum().backward()
     ours.sum().backward()
 

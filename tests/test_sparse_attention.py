@@ -14,6 +14,7 @@ from tensor_sizes import Sizes
 from primerl import document_indexer, loss, parallel, testing, weights
 from primerl.attention import find_documents
 from primerl.document_indexer import DocumentIndexer
+from primerl.spans import lay_out
 
 TOP_K = 4
 LENGTHS = [5, 1, 9, 5, 12, 3, 40]  # some longer, some shorter than that
@@ -180,6 +181,25 @@ def test_a_batch_of_documents_of_one_length_is_each_as_alone():
     torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=0)
 
 
+@pytest.mark.parametrize("at_most", [4, 12])
+def test_packed_rows_of_a_plain_batch_are_each_as_alone(at_most):
+    """Where the indexer chooses, and where documents are so short that it need not."""
+    model = sparse_model(index_topk=at_most)
+    token_ids = torch.randint(2, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    lengths = [[12], [7, 5]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    theirs = [
+        model(input_ids=one[None], use_cache=False).logits[0]
+        for row, of_row in zip(token_ids, lengths, strict=True)
+        for one in row.split(of_row)
+    ]
+    loss.model_logprobs(model, token_ids[0], torch.arange(12), token_ids[0])
+
+    ours = model(input_ids=token_ids, position_ids=positions, use_cache=False).logits
+
+    torch.testing.assert_close(ours.flatten(0, 1), torch.cat(theirs), atol=5e-6, rtol=0)
+
+
 def test_positions_that_were_written_over_are_read_again():
     model = sparse_model()
     _, token_ids, position_ids, labels = packed([12])
@@ -187,7 +207,7 @@ def test_positions_that_were_written_over_are_read_again():
     loss.model_logprobs(model, token_ids, position_ids, labels)
     model(input_ids=token_ids[None], position_ids=positions, use_cache=False)
     positions[0, 6:] = torch.arange(6)
-    documents = find_documents(positions[0])
+    documents = lay_out(find_documents(positions[0]))
 
     ours = model(
         input_ids=token_ids[None], position_ids=positions, use_cache=False, documents=documents

@@ -177,7 +177,9 @@ class _InPlaceOfHead(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.linear and self._is_of_head(*args, **(kwargs or {})):
+        # A graph has the plain product: it would depend on this call's numbers of rows and labels.
+        traced = torch.compiler.is_compiling()
+        if func is F.linear and not traced and self._is_of_head(*args, **(kwargs or {})):
             both = self.score(args[0].squeeze(0), args[1])
             self.outputs.append(torch.stack([x.unsqueeze(0) for x in both], dim=-1))  # no view
             return self.outputs[-1]
@@ -186,9 +188,7 @@ class _InPlaceOfHead(TorchFunctionMode):
     def _is_of_head(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         if bias is not None or x.shape[:-1] != (1, self.tokens) or isinstance(weight, DTensor):
             return False
-        # A compiled graph would keep this call's labels, so what is traced has the plain product.
-        plain = isinstance(self.head, nn.Linear) and not torch.compiler.is_compiling()
-        return plain and weight is self.head.weight
+        return isinstance(self.head, nn.Linear) and weight is self.head.weight
 
     def is_all_of(self, logits: Tensor) -> bool:
         # The first of them: a model that used the head before has computed with a stand-in.

@@ -29,7 +29,7 @@ from primerl.parallel.collectives import all_gather
 from primerl.parallel.context_attention import ATTENTION, SharedRows, Work
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.sparse_context import share_sparse_context
-from primerl.spans import Document, Span
+from primerl.spans import Document, Span, lay_out
 
 
 def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:
@@ -125,11 +125,13 @@ def _find_rows(
     """A forward pre-hook: finds the documents of all ranks and passes them to the attention."""
     positions = _gather_positions(model, kwargs, group)
     documents = find_documents(positions)
+    longest = max(document.length for document in documents)
+    device = kwargs["position_ids"].device
     if not balanced:
-        return args, {**kwargs, "documents": SharedRows(documents, group)}
+        shared = SharedRows(documents, longest, group, lay_out(documents, device))
+        return args, {**kwargs, "documents": shared}
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     workers = divide_attention(positions.numpy(), ranks)
-    device = kwargs["position_ids"].device
     spans = spans_of(np.flatnonzero(workers == rank), documents)
     rows = len(workers) // ranks
     work = None
@@ -139,7 +141,8 @@ def _find_rows(
         sent = torch.bincount(mine, minlength=ranks).tolist()
         received = (workers.reshape(ranks, rows) == rank).sum(1).tolist()
         work = Work(order.to(device), order.argsort().to(device), sent, received)
-    return args, {**kwargs, "documents": SharedRows(documents, group, spans, work)}
+    shared = SharedRows(documents, longest, group, lay_out(spans, device), work)
+    return args, {**kwargs, "documents": shared}
 
 
 def _gather_positions(model: nn.Module, kwargs: dict[str, Any], group: dist.ProcessGroup) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from primerl.attention import not_passed_on, refuse_other_attention
 from primerl.parallel.collectives import all_gather, reduce_scatter
 from primerl.parallel.dispatch import exchange
-from primerl.spans import Document, Span, attend
+from primerl.spans import Document, Layout, attend
 
 
 @attrs.frozen(eq=False)
@@ -35,9 +35,11 @@ class SharedRows:
 
     documents: tuple[Document, ...]
     """Of all ranks."""
+    longest: int
+    """Tokens of the longest of them."""
     group: dist.ProcessGroup
-    spans: tuple[Span, ...] = ()
-    """What this rank attends for, if keys and values are gathered."""
+    layout: Layout
+    """What this rank attends for."""
     work: Work | None = None
     """None: each rank attends for its own rows."""
 
@@ -69,7 +71,7 @@ def _ulysses(
     of_ranks = [_by_rank(x, ranks) for x in (query, key, value)]
     fused = torch.cat([x.flatten(2) for x in of_ranks], dim=-1).flatten(0, 1)
     q, k, v = _apart(exchange(fused, even, even, rows.group), [x.shape[2:] for x in of_ranks])
-    attended = attend(q, k, v, rows.documents, scaling=scaling)
+    attended = attend(q, k, v, rows.layout, scaling=scaling)
     returned = exchange(attended.flatten(1), even, even, rows.group)
     heads = returned.reshape(ranks, length, *attended.shape[1:])
     return heads.transpose(0, 1).flatten(1, 2).unsqueeze(0), None
@@ -103,9 +105,9 @@ def _gathered(
     q, work = query[0].transpose(0, 1), rows.work
     k, v = gather_rows(key, value, rows.group)
     if work is None:
-        return attend(q, k, v, rows.spans, scaling=scaling).unsqueeze(0), None
+        return attend(q, k, v, rows.layout, scaling=scaling).unsqueeze(0), None
     q = exchange(q.index_select(0, work.order), work.sent, work.received, rows.group)
-    attended = attend(q, k, v, rows.spans, scaling=scaling)
+    attended = attend(q, k, v, rows.layout, scaling=scaling)
     returned = exchange(attended, work.received, work.sent, rows.group)
     return returned.index_select(0, work.back).unsqueeze(0), None
 
@@ -142,7 +144,7 @@ def checked_rows(
             f"{type(module).__name__} drops attention weights (dropout={asked['dropout']}), which "
             "is not computed over several ranks; set the model's attention_dropout to 0"
         )
-    refuse_other_attention(module, rows.documents, asked)
+    refuse_other_attention(module, rows.longest, asked)
     return rows
 
 

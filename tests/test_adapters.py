@@ -8,6 +8,7 @@ import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
 from primerl import loss, parallel, testing, weights
+from primerl.weights.checkpoint import checkpoint_layout
 
 IDS = torch.arange(2, 14)
 ROWS = (IDS, torch.arange(12), IDS.roll(-1))
@@ -115,7 +116,7 @@ def test_adapters_that_add_tokens_are_refused_by_name(kind):
         lambda: parallel.shard(model),
         lambda: parallel.recompute(model),
         lambda: dict(weights.checkpoint_tensors(model)),
-        lambda: weights.checkpoint_layout(model),
+        lambda: checkpoint_layout(model),
     ):
         with pytest.raises(
             ValueError, match=f"adapter 'default' is of peft's type {kind} .*tokens"

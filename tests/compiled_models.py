@@ -35,7 +35,7 @@ def random_packs(count, *, longest=12):
     """Token ids and positions of packs: some documents continue the one before."""
     rng = np.random.default_rng(0)
     for _ in range(count):
-        positions = np.arange(rng.integers(1, longest))
+        positions = np.arange(rng.integers(2, longest))  # a tensor of one row is traced apart
         for _ in range(rng.integers(0, 6)):
             begin = int(rng.integers(0, positions[-1] + 2)) if rng.random() < 0.4 else 0
             begin = min(begin, longest - 1)

@@ -1,6 +1,7 @@
 """One packed RL step: its model FLOP utilisation (MFU), by a formula that is stated.
 
-    python -m pytest bench/test_train_step.py -m "" --benchmark-only -s
+    python -m pytest bench/test_train_step.py -m "" --benchmark-only -s \
+        -o addopts=--import-mode=importlib
 
 A step is ``model_logprobs``, ``dppo``, backward, clipping and AdamW, on one micro-batch whose every
 token but the first of each document is trained. On a CPU, a toy; on a GPU, the shape of Qwen3-0.6B

@@ -42,8 +42,8 @@ def current_attempt() -> Attempt | None:
 def recomputing() -> bool:
     """Whether a layer's forward code runs a second time, for the backward pass.
 
-    That is asked of autograd, as ``torch.utils.checkpoint`` does, so it holds whoever arranged it: a
-    backward pass computes forward only what was not kept. It is also true in the backward of a
+    That is asked of autograd, as ``torch.utils.checkpoint`` does, so it holds whoever arranged it:
+    a backward pass computes forward only what was not kept. It is also true in the backward of a
     custom function, which is no forward code.
     """
     return torch._C._current_graph_task_id() != -1

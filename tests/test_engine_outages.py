@@ -150,9 +150,9 @@ def test_what_the_environment_fails_beside_an_outage_counts_as_ever():
 def test_an_engine_that_stays_away_is_an_error_that_names_it(isolation):
     engine = Outages((0.0, 3600.0))
     with make_worker(engine, timeout_s=4.0, isolation=isolation) as rollouts:
-        with pytest.raises(RuntimeError, match=r"engine \(Outages\) .*ConnectionError: nobody is"):
+        with pytest.raises(RuntimeError, match=r"engine \(Outages\).*ConnectionError: nobody is"):
             rollouts.take(version=0)
-        with pytest.raises(RuntimeError, match=r"engine \(Outages\) .*ConnectionError: nobody is"):
+        with pytest.raises(RuntimeError, match=r"engine \(Outages\).*ConnectionError: nobody is"):
             rollouts.evaluate(TASKS, PARAMS)
         stats = rollouts.stats()
 

@@ -417,24 +417,24 @@ def test_a_folder_that_no_version_of_transformers_knows_is_refused(tmp_path):
         tiny_family(tmp_path)
 
 
-PASSED = Finding(family="a", mesh="fsdp", check="loss", figure=0.0)
-WRONG = Finding(family="a", mesh="ep 2", check="loss", figure=0.5)
-NOT_TAKEN = Finding(family="a", mesh="cp 2", check="refused", note="because")
-WITHOUT = Finding(family="a", mesh="ep 2", check="not applicable", note="no experts to divide")
+PASSED = Finding(family="qwen3", mesh="fsdp", check="loss", figure=0.0)
+WRONG = Finding(family="qwen3", mesh="ep 2", check="loss", figure=0.5)
+NOT_TAKEN = Finding(family="qwen3", mesh="cp 2", check="refused", note="because")
+WITHOUT = Finding(family="qwen3", mesh="ep 2", check="not applicable", note="no experts to divide")
 
 
 @pytest.mark.parametrize(
     ("findings", "status", "last"),
     [
-        ([PASSED], 0, "admitted: a"),
-        ([PASSED, WITHOUT], 0, "admitted: a"),
-        ([PASSED, NOT_TAKEN], 3, "refused: a, cp 2: because"),
-        ([NOT_TAKEN, WRONG], 1, "failed: a, ep 2: loss 0.5"),
+        ([PASSED], 0, "admitted: qwen3"),
+        ([PASSED, WITHOUT], 0, "admitted: qwen3"),
+        ([PASSED, NOT_TAKEN], 3, "refused: qwen3, cp 2: because"),
+        ([NOT_TAKEN, WRONG], 1, "failed: qwen3, ep 2: loss 0.5"),
     ],
 )
 def test_exit_status_and_last_line(monkeypatch, capsys, tmp_path, findings, status, last):
     monkeypatch.setattr(parity, "compare", lambda *_, **__: findings)
-    assert parity.main(("a",), table=tmp_path / "t.md") == status
+    assert parity.main(("qwen3",), table=tmp_path / "t.md") == status
     assert capsys.readouterr().out.splitlines()[-1] == last
 
 

@@ -37,6 +37,8 @@ def together(act: Callable[[], Any], group: dist.ProcessGroup | None) -> list[An
     try:
         result = act()
     except (OSError, ValueError, RuntimeError) as error:
+        if group is None and isinstance(error, RuntimeError):
+            raise
         cause, failure = error, [isinstance(error, ValueError), f"{error}"]
     told = exchange([result, failure], group)
     for rank, (_, why) in enumerate(told):

@@ -40,8 +40,6 @@ MATRIX = re.compile(
     r"|\.mlp\.(shared_experts\.)?(gate|up|down)_proj\.weight$"
     r"|\.mlp\.experts\.(gate_up|down)_proj$"
 )
-TWO_IN_ONE = "experts.gate_up_proj"
-"""Above the middle row of each matrix is the gate projection, below it the up projection."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -191,7 +189,7 @@ def train(model: Any, sequences: Sequence[Document], *, optimizer: str = "adamw"
         adamw.step()
         for name, momentum in momenta.items():
             if muon[name].grad is not None:
-                _muon_step(name, muon[name], momentum)
+                _muon_step(name, muon[name], momentum, model.config)
         model.zero_grad()
     updates = {name: named[name].detach() - old for name, old in before.items()}
     return Training(
@@ -208,7 +206,7 @@ def train(model: Any, sequences: Sequence[Document], *, optimizer: str = "adamw"
 
 
 @torch.no_grad()
-def _muon_step(name: str, parameter: nn.Parameter, momentum: Tensor) -> None:
+def _muon_step(name: str, parameter: nn.Parameter, momentum: Tensor, config: Any) -> None:
     """``B <- m B + (1 - m) G``, ``W <- W - lr (decay W + 0.2 sqrt(max(r, c)) orth(next B))``."""
     assert parameter.grad is not None
     momentum.mul_(MOMENTUM).add_(parameter.grad, alpha=1 - MOMENTUM)
@@ -216,10 +214,23 @@ def _muon_step(name: str, parameter: nn.Parameter, momentum: Tensor) -> None:
     parameter.mul_(1 - LR * WEIGHT_DECAY)
     stacks = [(parameter, ahead)] if parameter.ndim == 2 else zip(parameter, ahead, strict=True)
     for whole, of_whole in stacks:
-        parts = 2 if name.endswith(TWO_IN_ONE) else 1
-        for matrix, update in zip(whole.chunk(parts), of_whole.chunk(parts), strict=True):
-            size = 0.2 * max(matrix.shape) ** 0.5
-            matrix.sub_(LR * size * orthogonal(update))
+        for rows in _rows_of_matrices(name, len(whole), config):
+            update = of_whole[rows]
+            size = 0.2 * max(update.shape) ** 0.5
+            whole.index_add_(0, rows, orthogonal(update), alpha=-LR * size)
+
+
+def _rows_of_matrices(name: str, count: int, config: Any) -> list[Tensor]:
+    """The rows of each matrix that a parameter holds."""
+    rows = torch.arange(count)
+    if name.endswith("experts.gate_up_proj"):
+        return list(rows.chunk(2))
+    if name.endswith("kv_a_proj_with_mqa.weight"):
+        return [rows[: config.kv_lora_rank], rows[config.kv_lora_rank :]]
+    if name.endswith("kv_b_proj.weight"):
+        of_key = rows % (config.qk_nope_head_dim + config.v_head_dim) < config.qk_nope_head_dim
+        return [rows[of_key], rows[~of_key]]
+    return [rows]
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -131,12 +131,14 @@ def test_the_command_sets_what_training_needs():
 
 
 def test_users_settings_come_after_ours_and_our_middleware_is_the_outermost():
-    words = command(weight_transfer=None, middleware="mine.Own", flags=("--logprobs-mode", "raw"))
+    words = command(
+        weight_transfer=None, middleware="mine.Own", flags=("--scheduling-policy", "fcfs")
+    )
 
-    assert words.index("--logprobs-mode") > words.index("--logprobs-mode=processed_logprobs")
+    assert words.index("--scheduling-policy") > words.index("--scheduling-policy=priority")
     assert words[-2:] == ["--middleware=mine.Own", f"--middleware={vllm_arguments.MIDDLEWARE}"]
     assert not [word for word in words if "transfer" in word or "extension" in word]
-    assert "--logprobs-mode=raw_logprobs" in command(logprobs_mode="raw_logprobs")
+    assert "--scheduling-policy=fcfs" in command(scheduling_policy="fcfs")
 
 
 @pytest.mark.parametrize("name", ["api_key", "hf_token"])
@@ -398,10 +400,10 @@ open(os.path.join(tempfile.gettempdir(), "a-socket"), "w").close()
 
 
 @pytest.mark.parametrize("how", ["close", "kill -9", "fails"])
-def test_a_server_leaves_nothing_in_the_folder_for_temporary_files(
-    stand_in, tmp_path, monkeypatch, how
-):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_server_leaves_nothing_in_the_folder_for_temporary_files(stand_in, monkeypatch, how):
+    short = tempfile.TemporaryDirectory(dir="/tmp")  # that of pytest leaves no room for sockets
+    monkeypatch.setattr(tempfile, "tempdir", short.name)
+    folder = Path(short.name)
     ends = "raise ValueError('no such dtype')" if how == "fails" else SERVER.format(open=False)
     server = stand_in(TEMPORARY + ends)
     if how == "fails":
@@ -410,16 +412,17 @@ def test_a_server_leaves_nothing_in_the_folder_for_temporary_files(
         server.close()
     else:
         with server:
-            (_,) = tmp_path.glob("**/a-socket")
+            (_,) = folder.glob("**/a-socket")
             if how == "kill -9":
                 for one in family(server):
                     one.kill()
 
-    left = [path for path in tmp_path.glob("**/*") if path.is_file()]
+    left = [path for path in folder.glob("**/*") if path.is_file()]
     failed = how != "close"
     assert [path for path in left if path.name != supervisor.MARKER] == (
         [server.log_path] if failed else []
     )
+    short.cleanup()
 
 
 def test_a_long_name_of_the_folder_for_temporary_files_leaves_room_for_sockets(

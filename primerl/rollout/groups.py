@@ -262,11 +262,12 @@ async def gather_or_cancel(rollouts: Iterable[Awaitable[Rollout]]) -> list[Rollo
 
 async def cancel_all(tasks: Iterable["asyncio.Future[Rollout]"]) -> None:
     """Cancel tasks and wait until they have cleaned up; one that refuses to end is left behind."""
+    tasks = list(tasks)
     waiting = [task for task in tasks if not task.done()]
     for task in waiting:
         task.cancel()
     if waiting:
-        done, _ = await asyncio.wait(waiting, timeout=CANCEL_S)
-        for task in done:
-            if not task.cancelled():
-                task.exception()  # seen, so that it is not reported as forgotten
+        await asyncio.wait(waiting, timeout=CANCEL_S)
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()  # seen, so that it is not reported as forgotten

@@ -75,6 +75,5 @@ def digest_of_contents(contents: Iterable[tuple[int, int]]) -> str:
 def _flat(tensor: Tensor) -> Tensor:
     """All elements in a row, side by side; not copied where they are."""
     flat = tensor.contiguous().reshape(-1)
-    if flat.numel() == 1:  # contiguous whatever its stride, which a view as bytes minds
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat
+    # One element is contiguous whatever its stride, which a view as bytes minds.
+    return flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat

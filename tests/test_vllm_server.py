@@ -399,11 +399,19 @@ open(os.path.join(tempfile.gettempdir(), "a-socket"), "w").close()
 """
 
 
+@pytest.fixture
+def short_folder():
+    """That of pytest leaves no room for the names of sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("how", ["close", "kill -9", "fails"])
-def test_a_server_leaves_nothing_in_the_folder_for_temporary_files(stand_in, monkeypatch, how):
-    short = tempfile.TemporaryDirectory(dir="/tmp")  # that of pytest leaves no room for sockets
-    monkeypatch.setattr(tempfile, "tempdir", short.name)
-    folder = Path(short.name)
+def test_a_server_leaves_nothing_in_the_folder_for_temporary_files(
+    stand_in, monkeypatch, short_folder, how
+):
+    folder = short_folder
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     ends = "raise ValueError('no such dtype')" if how == "fails" else SERVER.format(open=False)
     server = stand_in(TEMPORARY + ends)
     if how == "fails":
@@ -422,7 +430,6 @@ def test_a_server_leaves_nothing_in_the_folder_for_temporary_files(stand_in, mon
     assert [path for path in left if path.name != supervisor.MARKER] == (
         [server.log_path] if failed else []
     )
-    short.cleanup()
 
 
 def test_a_long_name_of_the_folder_for_temporary_files_leaves_room_for_sockets(

@@ -189,7 +189,7 @@ class ScriptedVLLM:
             results = {
                 "weight_receipt": self.receipt,
                 "served_dtype": self.dtype,
-                "served_vocab_size": self.vocabulary,
+                "served_vocab_size": {"vocab_size": self.vocabulary},
             }
             if body["method"] == "prepare_weights" and self.unprepared:
                 self.unprepared -= 1

@@ -204,8 +204,9 @@ class Requests:
             except (RuntimeError, ValueError, TimeoutError) as error:
                 found = [summary(error)]
             self._asked_vocab_size = True
-            if found and all(type(one) is int and one > 0 for one in found):
-                self.vocab_size = min(found)
+            sizes = [one.get("vocab_size") if isinstance(one, dict) else None for one in found]
+            if sizes and all(type(size) is int and size > 0 for size in sizes):
+                self.vocab_size = min(sizes)
             else:
                 log.warning(
                     "%s does not say the size of its vocabulary (%.200s), so ids beyond it can't "

@@ -125,7 +125,7 @@ class HostileServer:
         results = {
             "prepare_weights": {"prepared": True},
             "served_dtype": "float32",
-            "served_vocab_size": self._vocab_size,
+            "served_vocab_size": {"vocab_size": self._vocab_size},
         }
         answers: Json = {
             "/weight_info": {"weight_version": self.label},

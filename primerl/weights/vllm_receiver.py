@@ -325,10 +325,10 @@ class WeightReceiver:
         runner: Any = self.model_runner
         return str(runner.model_config.dtype).removeprefix("torch.")
 
-    def served_vocab_size(self) -> int:
-        """The number of token ids of the model."""
+    def served_vocab_size(self) -> dict[str, int]:
+        """The number of token ids of the model, in a mapping: vLLM would send a number as text."""
         runner: Any = self.model_runner
-        return int(runner.model_config.get_vocab_size())
+        return {"vocab_size": int(runner.model_config.get_vocab_size())}
 
     def read_weights(self, names: list[str], turn: int = 0) -> list[dict[str, Any]]:
         """Digests of what this worker computes with, for the published tensors ``names``."""

@@ -69,6 +69,7 @@ def test_logprobs_are_those_of_a_forward_pass(engine, model, prompts_of, tempera
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
     check_rounding(np.abs(np.concatenate(differences)))
+    assert engine.vocab_size == model.config.vocab_size
 
 
 def test_scores_are_those_of_a_forward_pass(engine, model, prompts_of):

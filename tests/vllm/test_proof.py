@@ -175,21 +175,31 @@ def test_faults_of_each_kind_are_read_back(faulty_server, tied_experts):
         assert one.read_back == one.tensors
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
-def test_logprobs_of_another_mode_fail_the_first_check(faulty_server, tied_experts, mode):
+@contextlib.contextmanager
+def logprobs_mode(engine, mode):
+    """The server logs logprobs of another kind meanwhile."""
+    body = {"method": "set_logprobs_mode", "args": [mode]}
+    engine.call("/collective_rpc", body)
+    try:
+        yield
+    finally:
+        body["args"] = ["processed_logprobs"]
+        engine.call("/collective_rpc", body)
+
+
+def test_logprobs_of_another_mode_fail_the_first_check(faulty_server, tied_experts):
     trainer = Trainer(tied_experts, faulty_server, **TINY)
     with contextlib.closing(trainer.engine):
         trainer.transport.publish(0)
-        body = {"method": "set_logprobs_mode", "args": [mode]}
-        trainer.engine.call("/collective_rpc", body)
-        try:
+        with logprobs_mode(trainer.engine, "raw_logprobs"):
             verdict = trainer.canary.check(0)
-        finally:
-            body["args"] = ["processed_logprobs"]
-            trainer.engine.call("/collective_rpc", body)
         print(verdict.reason)
         assert not verdict.passed
         assert "logprobs that are not processed" in verdict.reason
+
+        with logprobs_mode(trainer.engine, "raw_logits"):
+            with pytest.raises(RuntimeError, match="expected finite logprobs of at most 0"):
+                trainer.canary.check(0)
         assert trainer.canary.check(0).passed
 
 

@@ -204,9 +204,10 @@ class Requests:
             except (RuntimeError, ValueError, TimeoutError) as error:
                 found = [summary(error)]
             self._asked_vocab_size = True
-            sizes = [one.get("vocab_size") if isinstance(one, dict) else None for one in found]
-            if sizes and all(type(size) is int and size > 0 for size in sizes):
-                self.vocab_size = min(sizes)
+            sizes = [one.get("vocab_size") for one in found if isinstance(one, dict)]
+            known = [size for size in sizes if type(size) is int and size > 0]
+            if known and len(known) == len(found):
+                self.vocab_size = min(known)
             else:
                 log.warning(
                     "%s does not say the size of its vocabulary (%.200s), so ids beyond it can't "

@@ -685,6 +685,18 @@ def test_a_checkpoint_that_was_adopted_is_adopted_again(server, make):
     assert run(engine.generate([3], P(max_tokens=1))).versions.tolist() == [2]
 
 
+def test_weights_of_another_run_are_not_adopted_again(server, make):
+    """They may be any: only the checkpoint that a server starts with is known to be the same."""
+    first = make(server)
+    of_first = server.label
+    second = make(server)
+    until(lambda: not first.replicas()[0]["serving"])
+    time.sleep(0.5)  # in which it would name them its own
+    assert server.label != of_first
+    assert not first.replicas()[0]["serving"]
+    assert run(second.generate([3], P(max_tokens=1))).versions.tolist() == [0]
+
+
 def test_seeding_is_tried_again(servers, make, monkeypatch):
     monkeypatch.setattr("primerl.rollout.vllm_updates.SEED_AGAIN_S", 0.1)
     engine = make(*servers)

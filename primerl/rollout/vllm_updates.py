@@ -236,6 +236,8 @@ class Updates:
         busy = self._busy.locked() or replica in self._tasks
         if self._latest is None or busy or replica.failed or replica.label == FAILED:
             return
+        if self._latest.update is None and replica.label != UNSEEDED:
+            return  # weights of another run, which are no checkpoint to adopt
         task = self._tasks[replica] = asyncio.create_task(self._seed(replica))
         task.add_done_callback(lambda _: self._tasks.pop(replica, None))
 

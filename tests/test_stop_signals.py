@@ -42,7 +42,7 @@ def test_before_a_loop_asks_a_signal_is_an_error_and_what_is_closed_then_is_not_
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # the process is ending
 
 
-def test_sigterm_waits_once_a_loop_asks_but_a_second_one_does_not(handlers):
+def test_sigterm_waits_once_a_loop_asks_but_a_second_one_does_not():
     signals = StopSignals(10.0)
     signals.install()
     signals.watch(lambda: False)
@@ -52,6 +52,22 @@ def test_sigterm_waits_once_a_loop_asks_but_a_second_one_does_not(handlers):
     assert signals.came
     with pytest.raises(StoppedError):
         send(signal.SIGTERM)
+
+
+def test_a_second_sigterm_takes_back_the_one_that_would_come_after_the_grace():
+    """It would meet whatever handles signals then: here it had killed the tests."""
+    signals = StopSignals(0.2)
+    signals.install()
+    signals.watch(lambda: False)
+    signals.defer()
+    with pytest.raises(StoppedError):  # noqa: PT012
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+    came = []
+    signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+    time.sleep(0.4)
+
+    assert not came
 
 
 def test_handlers_are_restored_if_no_signal_came(handlers):

@@ -51,13 +51,13 @@ class StopSignals:
     def agree(self) -> None:
         """All ranks stop now: further signals change nothing."""
         self.agreed = True
-        if self._timer is not None:
-            self._timer.cancel()
         self.ignore()
 
     def ignore(self) -> None:
         """Let no signal cut off what this process does at its end."""
         self._ending = True
+        if self._timer is not None:
+            self._timer.cancel()
         if self._is_main():
             for which in self._before:
                 signal.signal(which, signal.SIG_IGN)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from primerl import loss, packing, testing, weights
+from primerl import loss, models, packing, testing
 from primerl.types import NOT_SAMPLED, TrainingSample
 
 PROMPTS, GROUP, PROMPT_TOKENS, TOKENS, ROUNDS = 8, 8, 46, 64, 3
@@ -51,7 +51,7 @@ def step(model, drawn, *, share_prefixes):
 def test_a_step_with_and_without(benchmark, tmp_path):
     torch.set_num_threads(os.cpu_count())
     folder = os.environ.get("PRIMERL_SMOLLM2") or str(testing.smollm2(tmp_path / "smollm2"))
-    model, _ = weights.load_pretrained(folder, dtype=torch.bfloat16)
+    model, _ = models.load_pretrained(folder, dtype=torch.bfloat16)
     drawn = list(samples())
     pairs = []
 

@@ -69,10 +69,10 @@ def path(folder):
     """A function that samples once, and one that says CPU seconds by component so far."""
     import psutil
 
-    from primerl import rollout, weights
+    from primerl import models, rollout, weights
     from primerl.types import SamplingParams
 
-    model, _ = weights.load_pretrained(folder)
+    model, _ = models.load_pretrained(folder)
     tasks = [{"id": str(n), "token_ids": prompt} for n, prompt in enumerate(prompts())]
     params = SamplingParams(max_tokens=TOKENS)
     plan = {"params": params, "group_size": 1, "groups_per_step": 1, "max_staleness": 0}

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from primerl import parallel, testing, weights
+from primerl import models, parallel, testing
 
 RANKS = 4
 CONFIG = {
@@ -82,8 +82,8 @@ def rank(folder, how):
         mesh = parallel.mesh(ep=2)
         with Peak() as peak:
             if how == "shards":
-                model = parallel.shard(weights.empty_model(folder), mesh)
-                weights.load_shards(model, folder)
+                model = parallel.shard(models.empty_model(folder), mesh)
+                models.load_shards(model, folder)
             else:
                 import transformers
 

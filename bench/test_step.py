@@ -93,7 +93,7 @@ def ours(folder):
     """Yields seconds by phase, a step at a time."""
     import torch
 
-    from primerl import rollout, weights
+    from primerl import models, rollout, weights
 
     cores = os.cpu_count()
     torch.set_num_threads(cores)
@@ -108,7 +108,7 @@ def ours(folder):
         rollout.serve_vllm(folder, env={"OMP_NUM_THREADS": str(cores)}, **settings) as server,
         contextlib.closing(rollout.VLLMEngine(server)) as engine,
     ):
-        model, tokenizer = weights.load_pretrained(folder, dtype=getattr(torch, DTYPE))
+        model, tokenizer = models.load_pretrained(folder, dtype=getattr(torch, DTYPE))
         for layer in model.model.layers:
             layer.compile(dynamic=True)
         optimizer = MasterWeights(model.parameters())

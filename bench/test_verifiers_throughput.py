@@ -58,7 +58,7 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def packages(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "recipes" / "environments" / "reverse-words"))
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "verifiers_environments"))
+    monkeypatch.syspath_prepend(str(ROOT / "tests/helpers/verifiers_environments"))
 
 
 shapes = pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 Each package is imported on first use, so ``import primerl`` is instant and loads no torch:
 
-    from primerl import advantage, checkpoint, filters, loss, optim, packing, parallel
-    from primerl import rollout, track, types, weights
+    from primerl import advantage, checkpoint, filters, loss, models, optim, packing
+    from primerl import parallel, rollout, track, types, weights
 
 Data flows from ``rollout`` through ``filters``, ``advantage``, ``packing``, ``loss``, an optimizer
 and ``weights`` back to ``rollout``. No package imports another: the short scripts in ``recipes/``
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
         advantage as advantage,
     )
     from primerl import (
+        attention as attention,
+    )
+    from primerl import (
         checkpoint as checkpoint,
     )
     from primerl import (
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
         loss as loss,
     )
     from primerl import (
+        models as models,
+    )
+    from primerl import (
         optim as optim,
     )
     from primerl import (
@@ -37,6 +43,9 @@ if TYPE_CHECKING:
     )
     from primerl import (
         parallel as parallel,
+    )
+    from primerl import (
+        parity as parity,
     )
     from primerl import (
         rollout as rollout,
@@ -57,13 +66,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "advantage",
+    "attention",
     "checkpoint",
     "filters",
     "flops",
     "loss",
+    "models",
     "optim",
     "packing",
     "parallel",
+    "parity",
     "rollout",
     "testing",
     "track",

@@ -20,7 +20,18 @@ import numpy as np
 import torch
 import tyro
 
-from primerl import advantage, filters, loss, packing, parallel, rollout, testing, track, weights
+from primerl import (
+    advantage,
+    filters,
+    loss,
+    models,
+    packing,
+    parallel,
+    rollout,
+    testing,
+    track,
+    weights,
+)
 from primerl.track import number
 from primerl.types import SamplingParams
 
@@ -145,7 +156,7 @@ def main(args: Args) -> None:
                 figures = {"mismatch": totals["kl_by_staleness"][0], "samples": samples}
                 figures |= {"totals": rollouts.stats() if engines else {}}
                 run.log(step, groups=taken[-1], metrics=loss.summarize(totals), **figures)
-        weights.save_pretrained(model, run and run.folder / "final", tokenizer=tokenizer)
+        models.save_pretrained(model, run and run.folder / "final", tokenizer=tokenizer)
         if world.is_first:
             run.finish(eval_before=before, eval_after=exact_match() if engines else None)
             if args.record:

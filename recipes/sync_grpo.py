@@ -20,7 +20,18 @@ import attrs
 import torch
 import tyro
 
-from primerl import advantage, checkpoint, filters, loss, packing, parallel, rollout, track, weights
+from primerl import (
+    advantage,
+    checkpoint,
+    filters,
+    loss,
+    models,
+    packing,
+    parallel,
+    rollout,
+    track,
+    weights,
+)
 from primerl.track import number
 from primerl.types import SamplingParams
 
@@ -84,7 +95,7 @@ def main(args: Args) -> None:
     torch.set_num_threads(args.threads or torch.get_num_threads())
     remote = args.engine == "vllm" or bool(args.engine_urls)
     world = parallel.process_group(seed=args.seed)
-    model, tokenizer = weights.load_pretrained(args.model)
+    model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
     if args.env is None:
         environment = rollout.single_turn(tokenizer, reward=reward)
@@ -179,7 +190,7 @@ def main(args: Args) -> None:
                 figures = {"mismatch": totals["kl_by_staleness"][0], "totals": rollouts.stats()}
                 run.log(step, groups=groups, samples=samples, metrics=metrics, **figures)
             saves.after(step + 1, stop=world.should_stop(), worker=rollouts, run=run, gate=gate)
-        weights.save_pretrained(model, run and run.folder / "final", tokenizer=tokenizer)
+        models.save_pretrained(model, run and run.folder / "final", tokenizer=tokenizer)
         if world.is_first:
             run.finish(eval_after=fmean(r.reward for r in rollouts.evaluate(*exam)))
             print(run.report())

@@ -24,6 +24,8 @@ from jaxtyping import jaxtyped
 from primerl import types
 from primerl.types import NOT_SAMPLED, Completion, Group, Rollout, Sample
 
+HELPERS = Path(__file__).parent / "helpers"
+
 # The import hook of jaxtyping (--jaxtyping-packages in pyproject.toml) checks the arguments of
 # functions and the fields of dataclasses, but not those of attrs classes, so wrap their __init__.
 checker = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float
@@ -56,7 +58,7 @@ def torchrun(*command, ranks, cwd, check=True, timeout_s=300):
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         + [str(word) for word in command],
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HELPERS)},
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -132,9 +134,9 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session")
 def optimized(root, tmp_path_factory):
-    """What tests/ranks_that_optimize.py found on each of four ranks, in one launch."""
+    """What tests/ranks/ranks_that_optimize.py found on each of four ranks, in one launch."""
     folder = tmp_path_factory.mktemp("optimized")
-    script = root / "tests" / "ranks_that_optimize.py"
+    script = root / "tests/ranks/ranks_that_optimize.py"
     done = torchrun(script, folder, ranks=4, cwd=folder, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "Warning" not in done.stderr, done.stderr[-5000:]

@@ -27,7 +27,7 @@ LOOP = "The weather was cold and wet. I was going to the store, and I was going 
 
 def recorded(name):
     """What SmolLM2-135M said after one prompt: greedily, and at temperatures 0.8 and 2.5."""
-    said = json.loads((Path(__file__).parent / "smollm2_tokens.json").read_text())[name]
+    said = json.loads((Path(__file__).parent / "helpers/smollm2_tokens.json").read_text())[name]
     mask = np.arange(len(said["prompt"]) + len(said["tokens"])) >= len(said["prompt"])
     return Sample(
         token_ids=said["prompt"] + said["tokens"],

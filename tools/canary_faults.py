@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from primerl.weights.vllm_receiver import WeightReceiver
+from primerl.weights.vllm.receiver import WeightReceiver
 
 
 class FaultyWorker(WeightReceiver):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from primerl import rollout, testing, weights
+from primerl import models, rollout, testing, weights
 
 State = dict[str, Tensor]
 Fault = Callable[[State, State], None]
@@ -191,7 +191,7 @@ class Table:
 
     def __init__(self, engine: rollout.VLLMEngine, folder: str, dtype: torch.dtype) -> None:
         self.engine = engine
-        self.model, _ = weights.load_pretrained(folder)
+        self.model, _ = models.load_pretrained(folder)
         self.faulty = copy.deepcopy(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.0)
         self.right = weights.SharedMemory(self.model, engine, dtype=dtype)

@@ -80,7 +80,7 @@ def prepare(forks: Forks, files: list[Path], tests: list[str]) -> Result:
 
 def run(forks: Forks, faults: list[Mutant], surveyed: Result, results: dict[str, Result]) -> None:
     """Try each mutant that has no verdict yet, or that other tests let live; log it at once."""
-    tried = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(Path("tests").glob("*.py"))))
+    tried = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(Path("tests").rglob("*.py"))))
     tests_now = tried.hexdigest()[:16]
 
     def note(mutant: Mutant, result: Result) -> None:
@@ -147,7 +147,7 @@ def main() -> None:
     if args.fresh:
         (RESULTS / "verdicts.jsonl").unlink(missing_ok=True)
     results = known_verdicts(RESULTS / "verdicts.jsonl")
-    tests = sorted({str(f) for name in TESTS for f in Path("tests").glob(f"test_{name}*.py")})
+    tests = sorted({str(f) for name in TESTS for f in Path("tests").rglob(f"test_{name}*.py")})
     started = time.monotonic()
     forks = Forks(args.workers)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; the same command goes on"))

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from primerl.admission import refuse_virtual_tokens
-from primerl.attention import attend_by_document, passing_on
-from primerl.forward_passes import attempt
+from primerl._forward_passes import attempt
+from primerl.attention.admission import refuse_virtual_tokens
+from primerl.attention.packed import attend_by_document, passing_on
 from primerl.loss.arguments import checked
 from primerl.loss.linear_head import FLOOR, check_rows, check_values, head_logprobs
 from primerl.loss.ratio import upcast

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from primerl.admission import refuse_virtual_tokens
+from primerl.attention.admission import refuse_virtual_tokens
 
 M = TypeVar("M", bound=nn.Module)
 

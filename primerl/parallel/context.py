@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from primerl._optional import require
-from primerl.attention import (
+from primerl.attention.documents import Document, Span, lay_out
+from primerl.attention.packed import (
     CONTEXT_ATTENTION,
     find_documents,
     is_sparse,
@@ -29,7 +30,6 @@ from primerl.parallel.collectives import all_gather
 from primerl.parallel.context_attention import ATTENTION, SharedRows, Work
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.sparse_context import share_sparse_context
-from primerl.spans import Document, Span, lay_out
 
 
 def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from primerl.attention import not_passed_on, refuse_other_attention
+from primerl.attention.documents import Document, Layout, attend
+from primerl.attention.packed import not_passed_on, refuse_other_attention
 from primerl.parallel.collectives import all_gather, reduce_scatter
 from primerl.parallel.dispatch import exchange
-from primerl.spans import Document, Layout, attend
 
 
 @attrs.frozen(eq=False)

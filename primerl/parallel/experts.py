@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 
+from primerl._forward_passes import Attempt, current_attempt, recomputing
 from primerl._optional import require
-from primerl.forward_passes import Attempt, current_attempt, recomputing
 from primerl.parallel.dispatch import AllToAll, Dispatch
 
 IMPLEMENTATION = "primerl_experts"

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from primerl.admission import refuse_virtual_tokens
-from primerl.attention import refuse_unpackable
+from primerl.attention.admission import refuse_virtual_tokens
+from primerl.attention.packed import refuse_unpackable
 from primerl.parallel.context import share_context
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.device_mesh import mesh as make_mesh
@@ -42,7 +42,7 @@ def shard(
 
     Args:
         model: on this rank's device, the same architecture on every rank. On the ``meta`` device:
-            its parameters stay without values, for ``weights.load_shards``.
+            its parameters stay without values, for ``models.load_shards``.
         mesh: made by ``parallel.mesh``; all ranks as one replica by default.
         dtype: that layers compute in, such as ``torch.bfloat16``, while parameters keep theirs and
             gradients are added in float32; None computes in the parameters' dtype.

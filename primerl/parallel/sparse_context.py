@@ -13,10 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from primerl._optional import require
-from primerl.document_indexer import CONTEXT_SPARSE_ATTENTION, parts_of
+from primerl.attention.indexer import CONTEXT_SPARSE_ATTENTION, parts_of
+from primerl.attention.sparse import attend_sparsely, attend_to_chosen
 from primerl.parallel.collectives import all_gather
 from primerl.parallel.context_attention import SharedRows, checked_rows, gather_rows
-from primerl.sparse_attention import attend_sparsely, attend_to_chosen
 
 
 def share_sparse_context(model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -7,31 +7,31 @@ on first use, so a process that only collects rollouts never imports torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from primerl.rollout.buffer import Buffer
-from primerl.rollout.contract import BadCompletion, BadSample
-from primerl.rollout.conversation import Conversation
-from primerl.rollout.difficulty_pools import DifficultyPools
-from primerl.rollout.engine import Engine
-from primerl.rollout.environment import Environment, RewardError, single_turn
-from primerl.rollout.environment_workers import isolated
-from primerl.rollout.groups import run_group
-from primerl.rollout.mixtures import Mixture, route
-from primerl.rollout.recording import load_groups, save_groups
-from primerl.rollout.staleness import (
+from primerl.rollout.collection.buffer import Buffer
+from primerl.rollout.collection.groups import run_group
+from primerl.rollout.collection.recording import load_groups, save_groups
+from primerl.rollout.collection.staleness import (
     check_schedule,
     may_start,
     oldest_version,
     token_staleness,
 )
-from primerl.rollout.task_streams import InOrder, Shuffled, TaskStream
+from primerl.rollout.engines.contract import BadCompletion, BadSample
+from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.environments.conversation import Conversation
+from primerl.rollout.environments.environment import Environment, RewardError, single_turn
+from primerl.rollout.environments.isolation import isolated
+from primerl.rollout.tasks.difficulty_pools import DifficultyPools
+from primerl.rollout.tasks.mixtures import Mixture, route
+from primerl.rollout.tasks.streams import InOrder, Shuffled, TaskStream
 from primerl.rollout.workers import Evaluation, Worker, worker
 
 if TYPE_CHECKING:
-    from primerl.rollout.transformers_engine import TransformersEngine
-    from primerl.rollout.verifiers_adapter import verifiers
-    from primerl.rollout.vllm_child import VLLMServer
-    from primerl.rollout.vllm_engine import VLLMEngine
-    from primerl.rollout.vllm_server import serve_vllm
+    from primerl.rollout.engines.transformers.engine import TransformersEngine
+    from primerl.rollout.engines.vllm.child import VLLMServer
+    from primerl.rollout.engines.vllm.engine import VLLMEngine
+    from primerl.rollout.engines.vllm.server import serve_vllm
+    from primerl.rollout.environments.verifiers_adapter import verifiers
 
 __all__ = [
     "BadCompletion",
@@ -68,11 +68,11 @@ __all__ = [
 
 
 _LAZY = {
-    "TransformersEngine": "transformers_engine",
-    "VLLMEngine": "vllm_engine",
-    "VLLMServer": "vllm_child",
-    "serve_vllm": "vllm_server",
-    "verifiers": "verifiers_adapter",
+    "TransformersEngine": "engines.transformers.engine",
+    "VLLMEngine": "engines.vllm.engine",
+    "VLLMServer": "engines.vllm.child",
+    "serve_vllm": "engines.vllm.server",
+    "verifiers": "environments.verifiers_adapter",
 }
 
 

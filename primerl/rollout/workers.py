@@ -10,15 +10,15 @@ from concurrent.futures import CancelledError, Future, wait
 from types import TracebackType
 from typing import Any
 
-from primerl.rollout.buffer import ON_STALE
-from primerl.rollout.collector import Plan
-from primerl.rollout.crossing import pickle_arguments
-from primerl.rollout.engine import Engine
-from primerl.rollout.environment import Environment, Task
-from primerl.rollout.remote_engine import portable
-from primerl.rollout.staleness import check_schedule
-from primerl.rollout.task_streams import InOrder, TaskStream
-from primerl.rollout.worker_hosts import BLOCKED_S, InProcess, InThread
+from primerl.rollout.collection.buffer import ON_STALE
+from primerl.rollout.collection.collector import Plan
+from primerl.rollout.collection.staleness import check_schedule
+from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.engines.remote import portable
+from primerl.rollout.environments.environment import Environment, Task
+from primerl.rollout.processes.crossing import pickle_arguments
+from primerl.rollout.processes.hosts import BLOCKED_S, InProcess, InThread
+from primerl.rollout.tasks.streams import InOrder, TaskStream
 from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
 JOIN_S = 45.0

@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from primerl.rollout.contract import BadCompletion, Limits, check_completion
-from primerl.rollout.engine import Engine
+from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
+from primerl.rollout.engines.protocol import Engine
 from primerl.types import LOGPROB_ROUNDING, Completion, SamplingParams
 
 BEGIN_S = 0.05  # in which requests are let get going

@@ -11,9 +11,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from primerl.rollout.contract import Limits
-from primerl.rollout.engine import Engine
-from primerl.rollout.environment import Environment, Task
+from primerl.rollout.engines.contract import Limits
+from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.environments.environment import Environment, Task
 from primerl.types import (
     LOGPROB_ROUNDING,
     Completion,

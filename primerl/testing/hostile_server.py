@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from primerl.rollout.contract import Limits
+from primerl.rollout.engines.contract import Limits
 from primerl.testing.hostile import COMPLETION_FAULTS, Request
 from primerl.types import Completion, SamplingParams
 

@@ -7,13 +7,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from primerl.weights.canary import Canary
-from primerl.weights.disk import Disk
-from primerl.weights.gathering import is_first_rank
-from primerl.weights.outcomes import on_first_rank
-from primerl.weights.receipts import Receipt
-from primerl.weights.shared_memory import SharedMemory
-from primerl.weights.wiring import Transport, wiring_test
+from primerl._gathering import is_first_rank
+from primerl._outcomes import on_first_rank
+from primerl.weights.transports.disk import Disk
+from primerl.weights.transports.receipts import Receipt
+from primerl.weights.transports.shared_memory import SharedMemory
+from primerl.weights.verification.canary import Canary
+from primerl.weights.verification.wiring import Transport, wiring_test
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from primerl import rollout, testing
-from primerl.rollout.vllm_arguments import flags
+from primerl.rollout.engines.vllm.arguments import flags
 
 HERE = Path(__file__).parent
 KEY = "of the pair"
@@ -97,7 +97,7 @@ class ServerByHand:
         self._log_path = log_path
         with log_path.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "primerl.rollout.vllm_server", model, *flags],
+                [sys.executable, "-m", "primerl.rollout.engines.vllm.server", model, *flags],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -143,7 +143,10 @@ def servers(request, tmp_path_factory):
             weight_transfer="primerl_faulty",
             worker_extension_cls="receivers.FaultyReceiver",
             api_key=KEY,
-            env={**SERVER_ENV, "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent)))},
+            env={
+                **SERVER_ENV,
+                "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent / "helpers"))),
+            },
             **SERVER_ARGS,
         )
         log_path = tmp_path_factory.mktemp("by_hand") / "log"

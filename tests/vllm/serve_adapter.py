@@ -9,7 +9,7 @@ import sys
 import peft
 import torch
 
-from primerl import loss, weights
+from primerl import loss, models
 
 IDS = torch.tensor([504, 3575, 282, 4649, 314, 7042, 30, 198])
 
@@ -20,14 +20,14 @@ def scored(model):
 
 
 def train(folder, adapter):
-    model, _ = weights.load_pretrained(folder)
+    model, _ = models.load_pretrained(folder)
     plain = scored(model)
     torch.manual_seed(0)
     config = peft.LoraConfig(
         r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False
     )
     peft.inject_adapter_in_model(config, model)
-    weights.save_adapters(model, adapter)
+    models.save_adapters(model, adapter)
     return scored(model), plain
 
 

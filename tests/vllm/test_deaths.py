@@ -14,7 +14,7 @@ import pytest
 import torch
 from publishing import logprobs_of
 
-from primerl import rollout, weights
+from primerl import models, rollout, weights
 from primerl.types import SamplingParams
 
 TOLERANCE = 5e-5  # of logprobs in float32
@@ -56,7 +56,7 @@ async def under_fire(engine, victim):
 
 def test_kill_one_restart_it_and_kill_both(pair, tied_experts, tmp_path):
     first, second = pair
-    model, _ = weights.load_pretrained(tied_experts)
+    model, _ = models.load_pretrained(tied_experts)
     with rollout.VLLMEngine(pair, down_timeout_s=DOWN_S) as engine:
         transport = weights.Disk(model, engine, folder=tmp_path / "publications")
         with torch.no_grad():

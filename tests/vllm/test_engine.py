@@ -8,8 +8,8 @@ import pytest
 from publishing import ROUNDING, check_rounding, logprobs_of
 from transformers import AutoTokenizer
 
-from primerl import rollout, testing, weights
-from primerl.rollout.replicas import Replicas
+from primerl import models, rollout, testing, weights
+from primerl.rollout.engines.replicas import Replicas
 from primerl.types import SamplingParams
 
 P = SamplingParams
@@ -22,7 +22,7 @@ def run(coroutine, timeout_s=120):
 @pytest.fixture(scope="module")
 def model(smollm2, server):
     """The checkpoint, which the server holds too, whatever was published before."""
-    model, _ = weights.load_pretrained(smollm2)
+    model, _ = models.load_pretrained(smollm2)
     with rollout.VLLMEngine(server) as engine:
         weights.SharedMemory(model, engine).publish(0)
     return model.eval()

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from primerl import rollout, weights
-from primerl.rollout import vllm_wire
+from primerl import models, rollout, weights
+from primerl.rollout.engines.vllm import wire as vllm_wire
 
 LR = 1e-6
 TINY = {"count": 3, "length": 64, "new_tokens": 6}
@@ -36,7 +36,7 @@ class Trainer:
     """A model, its optimizer, and a canary that has been calibrated on the server's weights."""
 
     def __init__(self, folder, servers, *, lr=LR, on_update="recompute", **canary):
-        self.model, _ = weights.load_pretrained(folder)
+        self.model, _ = models.load_pretrained(folder)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.0)
         self.run = secrets.token_hex(4)
         self.engine = rollout.VLLMEngine(servers, on_update=on_update, run=self.run)
@@ -204,7 +204,7 @@ def test_logprobs_of_another_mode_fail_the_first_check(faulty_server, tied_exper
 
 
 def test_an_untied_trainer_is_not_published_to_a_tied_server(faulty_server, tied_experts):
-    tied, _ = weights.load_pretrained(tied_experts)
+    tied, _ = models.load_pretrained(tied_experts)
     config = tied.config.to_dict() | {"tie_word_embeddings": False}
     untied = type(tied)(type(tied.config)(**config))
     untied.load_state_dict(tied.state_dict())  # equal, but of its own from the first step on

@@ -11,8 +11,8 @@ import pytest
 import torch
 from publishing import ROUNDING, check_rounding, logprobs_of
 
-from primerl import rollout, weights
-from primerl.rollout.vllm_updates import ON_UPDATE
+from primerl import models, rollout, weights
+from primerl.rollout.engines.vllm.updates import ON_UPDATE
 from primerl.types import SamplingParams
 
 UPDATES = 3
@@ -30,7 +30,7 @@ DAYS = ["Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "Mon
 @pytest.fixture(scope="module")
 def policy(smollm2):
     """SmolLM2, its tokenizer, and its weights after 0 to 3 AdamW steps at lr 1e-4."""
-    model, tokenizer = weights.load_pretrained(smollm2)
+    model, tokenizer = models.load_pretrained(smollm2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
     texts = ["The sea was calm, and we ate well.", "A storm took the mast on that very day."]
     versions = [{name: tensor.clone() for name, tensor in model.state_dict().items()}]

@@ -13,8 +13,8 @@ import pytest
 import torch
 from publishing import StoreMeeting, logprobs_of, train
 
-from primerl import rollout, weights
-from primerl.weights.host_folder import shared_memory
+from primerl import models, rollout, weights
+from primerl.weights.transports.host_folder import shared_memory
 
 CLOSE = 5e-5  # of logprobs in float32
 VISIBLY_WRONG = 0.05
@@ -26,7 +26,7 @@ class Trainer:
     versions = itertools.count(1)
 
     def __init__(self, folder, server):
-        self.model, _ = weights.load_pretrained(folder)
+        self.model, _ = models.load_pretrained(folder)
         self.engine = rollout.VLLMEngine(server)
         self.tokens = torch.randint(
             3, 500, (40,), generator=torch.Generator().manual_seed(0)

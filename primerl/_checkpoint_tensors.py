@@ -1,0 +1,125 @@
+"""A model's tensors as its Hugging Face checkpoint names and shapes them."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from primerl._adapters import (
+    is_of_adapted_layer,
+    merged,
+    refuse_other_adapters,
+    unadapted,
+)
+from primerl._gathering import whole
+from primerl._optional import require
+
+_LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
+
+
+@attrs.frozen
+class TensorLayout:
+    """Element type and shape of one tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def checkpoint_tensors(
+    model: nn.Module, *, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor that ``save_pretrained`` would write, whole, under the name it would have.
+
+    Tensors come layer by layer, so a rank holds one layer beyond its shard. Gathering a sharded
+    tensor is a collective: every rank iterates to the end. Experts that ``transformers`` fuses
+    are taken apart again; a tensor shared under two names comes once; saved buffers come too.
+    Low-rank adapters are added to the weights that they adapt.
+
+    Args:
+        model: the trainer's, sharded or not.
+        dtype: that floating-point parameters are cast to; None keeps theirs. Buffers keep
+            theirs always, because a routing bias in 16 bits would send tokens elsewhere.
+
+    Raises:
+        ValueError: an adapter is no low-rank one, or can't be added to its weight.
+    """
+    refuse_other_adapters(model)
+    dtypes = _wire_dtypes(model, dtype)
+    tensors = distinct_tensors(model)  # references, no copies
+    for names in layers_of(tensors):
+        layer = {name: _whole(name, tensors[name], dtypes[name]) for name in names}
+        layer = {name: tensor.to(dtypes[name]) for name, tensor in merged(model, layer).items()}
+        yield from converted(model, layer).items()
+
+
+def checkpoint_layout(
+    model: nn.Module, *, dtype: torch.dtype | None = None
+) -> dict[str, TensorLayout]:
+    """Names, element types and shapes of ``checkpoint_tensors``, without moving a tensor.
+
+    They come in the same order.
+
+    Raises:
+        ValueError: the names of a layer depend on other layers, so that it cannot be streamed, or
+            an adapter is none that ``checkpoint_tensors`` adds.
+    """
+    refuse_other_adapters(model)
+    dtypes = _wire_dtypes(model, dtype)
+    empty = {
+        name: torch.empty(tensor.shape, dtype=dtypes[name], device="meta")
+        for name, tensor in distinct_tensors(model).items()
+    }
+    empty = {name: tensor.to(dtypes[name]) for name, tensor in merged(model, empty).items()}
+    by_layer: dict[str, Tensor] = {}
+    for names in layers_of(empty):
+        by_layer |= converted(model, {name: empty[name] for name in names})
+    together = converted(model, empty)
+    if by_layer.keys() != together.keys():
+        odd = sorted(by_layer.keys() ^ together.keys())
+        raise ValueError(f"{type(model).__name__} cannot be sent layer by layer: {odd[:3]}")
+    return {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in by_layer.items()}
+
+
+def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Saved tensors by name, a shared one once."""
+    distinct = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    state = model.state_dict()
+    return {name: t for name, t in state.items() if name in distinct and name not in ignored}
+
+
+def layers_of(names: Iterable[str]) -> list[list[str]]:
+    """Names that are gathered together: those of a layer, or of one module outside the layers."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer = _LAYER.match(name)
+        groups.setdefault(layer[0] if layer else name.rpartition(".")[0], []).append(name)
+    return list(groups.values())
+
+
+def _wire_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    parameters = {name for name, _ in model.named_parameters()}
+    own = {
+        name: dtype if dtype and name in parameters and t.is_floating_point() else t.dtype
+        for name, t in distinct_tensors(model).items()
+    }
+    return own | {unadapted(name): kind for name, kind in own.items()}
+
+
+def _whole(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if is_of_adapted_layer(name):
+        return whole(tensor.detach())  # to be merged as the trainer computes
+    return whole(tensor.detach().to(dtype))  # before the gather: fewer bytes travel
+
+
+def converted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that these of a model make, by ``transformers``' conversion."""
+    if not hasattr(model, "save_pretrained"):
+        return tensors  # a plain module has no other names
+    loading = require("transformers.core_model_loading", extra="transformers")
+    revert: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]
+    revert = loading.revert_weight_conversion
+    return revert(model, tensors)

@@ -1,0 +1,15 @@
+"""Hugging Face models: loaded whole or in shards, and saved with or without adapters."""
+
+from primerl._checkpoint_tensors import checkpoint_tensors
+from primerl.models.adapters import save_adapters
+from primerl.models.pretrained import load_pretrained, save_pretrained
+from primerl.models.sharded_loading import empty_model, load_shards
+
+__all__ = [
+    "checkpoint_tensors",
+    "empty_model",
+    "load_pretrained",
+    "load_shards",
+    "save_adapters",
+    "save_pretrained",
+]

@@ -1,0 +1,135 @@
+"""Where each tensor of a Hugging Face checkpoint lies within a model's parameters."""
+
+from collections.abc import Iterable
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from primerl._checkpoint_tensors import converted, distinct_tensors, layers_of
+
+Region = tuple[slice, ...]
+
+# What transformers' conversion does to a parameter is found out on one with dimensions this small.
+SMALL = 4
+
+
+@attrs.frozen
+class Piece:
+    """A tensor of the checkpoint, and the part of a parameter that it is."""
+
+    source: str
+    """Its name in the checkpoint."""
+    axes: tuple[int | None, ...]
+    """For each axis of the parameter, the source's axis along it; None: a single index."""
+    begins: tuple[float, ...]
+    """Where the part begins: an index, or a share of an axis that the source follows."""
+    ends: tuple[float, ...]
+
+    def region(self, shape: torch.Size, source_shape: Iterable[int]) -> Region:
+        """The part of a parameter of this shape.
+
+        Raises:
+            ValueError: the source's shape is not that of the part.
+        """
+        expected = [1] * sum(axis is not None for axis in self.axes)
+        found = []
+        for axis, begin, end, whole in zip(self.axes, self.begins, self.ends, shape, strict=True):
+            scale = 1 if axis is None else whole
+            found.append(slice(round(begin * scale), round(end * scale)))
+            if axis is not None:
+                expected[axis] = found[-1].stop - found[-1].start
+        if list(source_shape) != expected:
+            raise ValueError(
+                f"{self.source} of the checkpoint has shape {list(source_shape)}, but the model's "
+                f"configuration asks for {expected}"
+            )
+        return tuple(found)
+
+
+def pieces(model: nn.Module) -> dict[str, list[Piece]]:
+    """For each parameter and saved buffer, the tensors of the checkpoint that it is made of.
+
+    ``transformers`` fuses experts when it loads and takes them apart when it saves. Its own
+    conversion is applied to small numbered stand-ins; where the numbers come out tells the rest.
+
+    Raises:
+        ValueError: a tensor of the checkpoint is more than a block of one parameter.
+    """
+    tensors = distinct_tensors(model)
+    found: dict[str, list[Piece]] = {name: [] for name in tensors}
+    for names in layers_of(tensors):
+        numbered, first = {}, 0
+        for name in names:
+            shape = _small(name, tensors[name].shape)
+            count = max(shape.numel(), 1)
+            numbered[name] = torch.arange(first, first + count).view(shape)
+            first += count
+        owners = dict(numbered)  # the conversion empties what it is given
+        for source, numbers in converted(model, numbered).items():
+            owner = _owner(owners, numbers)
+            if owner is None:
+                raise ValueError(f"{source} of the checkpoint is made of several parameters")
+            found[owner].append(_piece(source, numbers, owners[owner], tensors[owner].shape))
+    return found
+
+
+def local_region(tensor: Tensor) -> Region:
+    """The part of a tensor that this rank holds: all of it, if it isn't sharded."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    rows = [torch.arange(size) for size in tensor.shape]
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    # The innermost dimension of the mesh, such as that of experts, was divided first.
+    for dimension in reversed(range(tensor.device_mesh.ndim)):
+        axis = getattr(tensor.placements[dimension], "dim", None)
+        if axis is not None:
+            parts = rows[axis].chunk(tensor.device_mesh.size(dimension))
+            index = coordinate[dimension]
+            rows[axis] = parts[index] if index < len(parts) else rows[axis][:0]
+    found = tuple(slice(int(r[0]), int(r[-1]) + 1) if len(r) else slice(0, 0) for r in rows)
+    local = tensor.to_local().shape
+    if any(part.stop - part.start != size for part, size in zip(found, local, strict=True)):
+        raise ValueError(f"a shard of shape {tuple(local)} was expected to be {found}")
+    return found
+
+
+def _small(name: str, shape: torch.Size) -> torch.Size:
+    """As many experts, but all else small."""
+    stacked = len(shape) == 3 or "experts" in name
+    kept = shape[:1] if stacked else shape[:0]
+    return torch.Size([*kept, *(min(size, SMALL) for size in shape[len(kept) :])])
+
+
+def _owner(numbered: dict[str, Tensor], numbers: Tensor) -> str | None:
+    low, high = int(numbers.min()), int(numbers.max())
+    for name, own in numbered.items():
+        first = int(own.reshape(-1)[0])
+        if first <= low and high < first + own.numel():
+            return name
+    return None
+
+
+def _piece(source: str, numbers: Tensor, whole: Tensor, shape: torch.Size) -> Piece:
+    where = torch.unravel_index(numbers - whole.reshape(-1)[:1], whole.shape) if whole.ndim else ()
+    axes: list[int | None] = []
+    spans: list[tuple[float, float]] = []
+    for axis, along in enumerate(where):
+        moves = {k: along.diff(dim=k) for k in range(numbers.ndim) if numbers.shape[k] > 1}
+        follows = [k for k, steps in moves.items() if (steps != 0).any()]
+        if not follows and numbers.ndim == whole.ndim:  # an axis of one entry, in both
+            follows = [k for k in range(numbers.ndim) if k not in moves and k not in axes][:1]
+        elif len(follows) == 1 and (moves[follows[0]] != 1).any():
+            follows = []  # not in one piece
+        first, last = int(along.min()), int(along.max()) + 1
+        if follows:
+            axes.append(follows[0])
+            spans.append((first / whole.shape[axis], last / whole.shape[axis]))
+        elif last == first + 1 and whole.shape[axis] == shape[axis]:
+            axes.append(None)
+            spans.append((first, last))
+        else:
+            raise ValueError(f"{source} of the checkpoint is no block of a parameter")
+    return Piece(source, tuple(axes), tuple(b for b, _ in spans), tuple(e for _, e in spans))

@@ -1,0 +1,116 @@
+"""Hugging Face model folders."""
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from primerl._checkpoint_tensors import TensorLayout, checkpoint_layout, checkpoint_tensors
+from primerl._gathering import is_first_rank
+from primerl._optional import require
+from primerl._tensor_files import write_tensors
+from primerl.models.saved_folder import saved_folder
+
+SHARD_BYTES = 5 * 10**9
+
+
+def load_pretrained(
+    model: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer: ``(model, tokenizer)``.
+
+    Args:
+        model: a folder, or a hub id such as ``"Qwen/Qwen3-0.6B"``.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: there is no such folder or hub model, or it is not a causal language model.
+    """
+    transformers = require("transformers", extra="transformers")
+    name = os.fspath(model)
+    folder = Path(name)
+    if folder.exists():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{name} is no model folder: it has no config.json")
+    elif folder.is_absolute() or name.startswith(".") or name.count("/") != 1:
+        raise ValueError(f"there is no model folder {name}; pass a folder or a hub id (org/name)")
+    try:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        return loaded, transformers.AutoTokenizer.from_pretrained(name)
+    except OSError as error:
+        raise ValueError(f"cannot load the model {name}: {error}") from error
+
+
+def save_pretrained(
+    model: nn.Module, folder: str | os.PathLike[str] | None, *, tokenizer: Any
+) -> None:
+    """Write the model and its tokenizer as a Hugging Face folder (safetensors), all or nothing.
+
+    The folder appears under its name when it is whole, in place of an earlier one; an earlier one
+    to which other files were added is renamed to ``NAME.earlier``. All ranks call this, because a
+    sharded model is gathered, layer by layer; rank 0 writes files of up to 5 GB, and holds one
+    layer beyond its shard.
+
+    Args:
+        model: a ``transformers`` model, sharded or not.
+        folder: may be None on ranks other than 0.
+        tokenizer: saved beside it.
+
+    Raises:
+        ValueError: rank 0 has no folder, the folder holds what is no saved model, or the model's
+            tensors cannot be named layer by layer.
+    """
+    layout = checkpoint_layout(model)
+    if not is_first_rank():
+        for _ in checkpoint_tensors(model):
+            pass  # this rank only helps to gather
+        return
+    if folder is None:
+        raise ValueError("folder is None; rank 0 writes the model, so pass it a path")
+    with saved_folder(folder, marker="config.json") as partial:
+        writer: Any = model
+        writer.save_pretrained(partial, state_dict={})  # all that is not a tensor
+        for path in partial.glob("*.safetensors"):
+            path.unlink()
+        _write_shards(partial, layout, checkpoint_tensors(model))
+        tokenizer.save_pretrained(partial)
+
+
+def _write_shards(
+    folder: Path, layout: Mapping[str, TensorLayout], tensors: Iterator[tuple[str, Tensor]]
+) -> None:
+    """Write tensors, which come in the order of ``layout``, to the files of a model folder."""
+    parts: list[dict[str, TensorLayout]] = [{}]
+    room = SHARD_BYTES
+    for name, entry in layout.items():
+        size = _bytes(entry)
+        if size > room and parts[-1]:
+            parts.append({})
+            room = SHARD_BYTES
+        parts[-1][name] = entry
+        room -= size
+    names = ["model.safetensors"]
+    if len(parts) > 1:
+        names = [
+            f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+            for number in range(1, len(parts) + 1)
+        ]
+    for file, part in zip(names, parts, strict=True):
+        some = itertools.islice(tensors, len(part))
+        write_tensors(folder / file, part, some, metadata={"format": "pt"})
+    if len(parts) > 1:
+        index = {
+            "metadata": {"total_size": sum(_bytes(entry) for entry in layout.values())},
+            "weight_map": {n: file for file, part in zip(names, parts, strict=True) for n in part},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _bytes(entry: TensorLayout) -> int:
+    return math.prod(entry.shape) * entry.dtype.itemsize

@@ -1,0 +1,181 @@
+"""Loading a checkpoint straight into the shards of a model, of which no rank ever holds all."""
+
+import inspect
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from primerl._adapters import has_adapters
+from primerl._checkpoint_tensors import distinct_tensors
+from primerl._files import member
+from primerl._optional import require
+from primerl.models.placement import Piece, Region, local_region, pieces
+
+logger = logging.getLogger(__name__)
+REPORT_S = 30.0
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def empty_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> Any:
+    """A causal language model without values, on the ``meta`` device, from its ``config.json``.
+
+        model = models.empty_model(folder)
+        parallel.shard(model, mesh)
+        models.load_shards(model, folder, device=world.device)
+
+    Args:
+        model: a model folder, or a hub id.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: there is no such model, or it is no causal language model.
+    """
+    transformers = require("transformers", extra="transformers")
+    try:
+        config = transformers.AutoConfig.from_pretrained(os.fspath(model))
+    except OSError as error:
+        raise ValueError(f"cannot read the configuration of {model}: {error}") from error
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def load_shards(
+    model: nn.Module, folder: str | os.PathLike[str], *, device: torch.device | str = "cpu"
+) -> None:
+    """Fill a model with the values of a checkpoint, in place; each rank reads what it holds.
+
+    Experts that ``transformers`` fuses are put together from the checkpoint's, as it does; values
+    are converted to the parameters' dtypes. Nothing is communicated.
+
+    Args:
+        model: from ``empty_model``, sharded or not; or any other, whose values are replaced.
+        folder: with safetensors files, as ``save_pretrained`` writes them.
+        device: where a model on the ``meta`` device comes to lie.
+
+    Raises:
+        ValueError: the folder has no safetensors, they lack a tensor or have one of another shape,
+            or are quantized.
+    """
+    if has_adapters(model):
+        raise ValueError("load the values before peft adds adapters, which no checkpoint has")
+    if any(tensor.is_meta for tensor in distinct_tensors(model).values()):
+        _materialize(model, torch.device(device))
+    with _Checkpoint(Path(folder)) as checkpoint:
+        plan, tensors = pieces(model), distinct_tensors(model)
+        missing = sorted({p.source for of in plan.values() for p in of} - checkpoint.files.keys())
+        if missing:
+            raise ValueError(
+                f"{folder} lacks {len(missing)} tensors of the model, such as {missing[:3]}; was "
+                "it written for another architecture?"
+            )
+        reported = time.monotonic()
+        for done, (name, of_name) in enumerate(plan.items()):
+            for piece in of_name:
+                _fill(name, tensors[name], piece, checkpoint)
+            if time.monotonic() - reported > REPORT_S:
+                reported = time.monotonic()
+                logger.info("%s: %d of %d parameters are loaded", folder, done + 1, len(plan))
+
+
+@torch.no_grad()
+def _fill(name: str, tensor: Tensor, piece: Piece, checkpoint: "_Checkpoint") -> None:
+    """Copy what a rank holds of one piece."""
+    source = checkpoint.slices(piece.source)
+    mine = local_region(tensor)
+    try:
+        theirs = piece.region(tensor.shape, source.get_shape())
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    overlap = [
+        (max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(mine, theirs, strict=True)
+    ]
+    if any(first >= last for first, last in overlap):
+        return
+    wanted: dict[int, slice] = {}
+    for axis, begin, (first, last) in zip(piece.axes, theirs, overlap, strict=True):
+        if axis is not None:
+            wanted[axis] = slice(first - begin.start, last - begin.start)
+    values: Tensor = source[tuple(wanted[axis] for axis in sorted(wanted))] if wanted else source[:]
+    if values.is_floating_point() and values.dtype.itemsize < 2:
+        raise ValueError(
+            f"{piece.source} is quantized ({values.dtype}); convert the checkpoint to 16 bits first"
+        )
+    followed = [axis for axis in piece.axes if axis is not None]
+    values = values.permute(followed).reshape([last - first for first, last in overlap])
+    target: Region = tuple(
+        slice(first - held.start, last - held.start)
+        for held, (first, last) in zip(mine, overlap, strict=True)
+    )
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local[target].copy_(values)
+
+
+class _Checkpoint:
+    """The safetensors files of a folder, opened as they are needed."""
+
+    def __init__(self, folder: Path) -> None:
+        safetensors = require("safetensors", extra="transformers")
+        self._open = safetensors.safe_open
+        self._opened: dict[Path, Any] = {}
+        self._stack = ExitStack()
+        if (folder / INDEX).is_file():
+            of_file = json.loads((folder / INDEX).read_text())["weight_map"]
+            self.files = {
+                name: member(folder, file, may_be_link=True) for name, file in of_file.items()
+            }
+        elif (folder / SINGLE).is_file():
+            self.files = dict.fromkeys(self._file(folder / SINGLE).keys(), folder / SINGLE)
+        else:
+            raise ValueError(f"{folder} has no {SINGLE} and no {INDEX}; pass a model folder")
+
+    def __enter__(self) -> "_Checkpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def slices(self, name: str) -> Any:
+        """A tensor of which parts can be read."""
+        return self._file(self.files[name]).get_slice(name)
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._opened:
+            opened = self._open(path, framework="pt")
+            self._opened[path] = self._stack.enter_context(opened)
+        return self._opened[path]
+
+
+def _materialize(model: nn.Module, device: torch.device) -> None:
+    """Give a model on the ``meta`` device memory; buffers that no checkpoint has, their values."""
+    model.to_empty(device=device)
+    tie: Any = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()
+    for name, module, buffers in _computed_buffers(model):
+        config = getattr(module, "config", None)
+        if config is None or "config" not in inspect.signature(type(module)).parameters:
+            raise ValueError(
+                f"{name}.{buffers[0]} is in no checkpoint, and {type(module).__name__} can't be "
+                "made anew from a config; load the model with models.load_pretrained"
+            )
+        anew = type(module)(config=config)
+        for buffer in buffers:
+            getattr(module, buffer).copy_(getattr(anew, buffer))
+
+
+def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    saved = set(model.state_dict())
+    for name, module in model.named_modules():
+        own = [of for of, _ in module.named_buffers(recurse=False)]
+        unsaved = [of for of in own if f"{name}.{of}".removeprefix(".") not in saved]
+        if unsaved:
+            yield name, module, unsaved

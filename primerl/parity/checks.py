@@ -1,0 +1,256 @@
+"""What ``parity`` compares: training by this library over a mesh, and ``parity_reference``."""
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from primerl import models, parallel
+from primerl._optional import require
+from primerl.packing import PackedBatch
+from primerl.parity.reference import Document, Training
+from primerl.parity.training import batches_of, optimizer_for, resumed, train, whole
+from primerl.testing.characters import character_tokenizer
+from primerl.testing.families import tiny_family
+
+# Later steps amplify rounding: a unit whose input is 0 but for that may be on here and off there.
+TOLERANCES = {
+    "logprobs": 2e-6,
+    "entropies": 2e-6,
+    "gradients": 1e-5,
+    "clipped gradients": 1e-5,
+    "loss": 1e-5,
+    "gradient norm": 1e-4,
+    "expert choices": 0.0,
+    "updates": 2e-3,
+    "generators": 0.0,
+    "saved and loaded": 0.0,
+    "streamed": 0.0,
+}
+
+
+CONTEXT_METHODS = ("ulysses", "gathered")
+
+
+@attrs.frozen(kw_only=True)
+class MeshPlan:
+    """A mesh on which families are compared, and how training runs on it."""
+
+    replicate: int = 1
+    ep: int = 1
+    cp: int = 1
+    context: str | None = None
+    """As for ``parallel.shard``."""
+    recompute: bool = False
+    """Whether layers recompute their activations (``parallel.recompute``)."""
+    share_prefixes: bool = False
+    """As for ``packing.pack``."""
+    optimizer: str = "adamw"
+    """Or ``"muon"``."""
+    resume: bool = False
+    """Whether the last step is made by another model, loaded from a checkpoint."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What ``parallel.mesh`` takes."""
+        return {"replicate": self.replicate, "ep": self.ep, "cp": self.cp}
+
+    @property
+    def name(self) -> str:
+        """Such as ``ep 2, cp 2``."""
+        parts = [f"hsdp {self.replicate}" if self.replicate > 1 else ""]
+        parts += [f"ep {self.ep}" if self.ep > 1 else "", f"cp {self.cp}" if self.cp > 1 else ""]
+        names = [part for part in parts if part] or ["fsdp"]
+        names += [self.context] if self.context else []
+        names += ["prefixes"] if self.share_prefixes else []
+        names += ["muon"] if self.optimizer == "muon" else []
+        names += ["resume"] if self.resume else []
+        return ", ".join([*names, *(["recompute"] if self.recompute else [])])
+
+
+@attrs.frozen(kw_only=True)
+class Finding:
+    """One line of the table."""
+
+    family: str
+    mesh: str
+    check: str
+    figure: float | None = None
+    """What was measured; None: refused, or it raised."""
+    note: str = ""
+
+    @property
+    def allowed(self) -> float | None:
+        """The largest figure that passes."""
+        return TOLERANCES.get(self.check)
+
+    @property
+    def result(self) -> str:
+        """``pass``, ``FAIL``, ``refused`` or ``not applicable``."""
+        if self.figure is None:
+            return self.check if self.check in ("refused", "not applicable") else "FAIL"
+        assert self.allowed is not None
+        return "pass" if self.figure <= self.allowed else "FAIL"  # a NaN fails
+
+
+def differences(ours: Training, reference: Training) -> Iterator[tuple[str, float]]:
+    """Each check's figure: relative to the largest value or to the norm, but for choices."""
+    for check in ("logprobs", "entropies"):
+        mine, theirs = getattr(ours, check), getattr(reference, check)
+        trained = ~theirs.isnan()
+        largest = theirs[trained].abs().max().clamp(min=1.0)
+        as_planned = torch.equal(trained, ~mine.isnan())  # neither fewer nor more tokens
+        apart = (mine - theirs)[trained].abs().max() / largest
+        yield check, _sup(apart.item()) if as_planned else math.inf
+    for check, one, other in (
+        ("gradients", ours.gradients, reference.gradients),
+        ("clipped gradients", ours.clipped, reference.clipped),
+    ):
+        yield check, _furthest(one, other) / _norm(other)
+    yield "loss", _relative(ours.losses, reference.losses)
+    yield "gradient norm", _relative(ours.norms, reference.norms, least=0.0)
+    if reference.choices:
+        yield "expert choices", _differing(ours.choices, reference.choices)
+    apart = {name: ours.updates[name] - update for name, update in reference.updates.items()}
+    yield "updates", _sup(_norm(apart) / _norm(reference.updates))
+
+
+def round_trip(model: Any, kind: Any, folder: Path | None) -> Iterator[tuple[str, float]]:
+    """How many tensors a sharded model's checkpoint changes: saved and loaded, and streamed."""
+    models.save_pretrained(model, folder, tokenizer=character_tokenizer("abc"))
+    streamed = {name: tensor.clone() for name, tensor in models.checkpoint_tensors(model)}
+    state = {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}
+    if folder is None:
+        return
+    load_file = require("safetensors.torch", extra="transformers").load_file
+    loaded = kind.from_pretrained(folder, dtype=torch.float32)
+    yield "saved and loaded", float(_unequal(loaded.state_dict(), state))
+    written: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        written |= load_file(file)
+    yield "streamed", float(_unequal(written, streamed))
+
+
+def on_mesh(
+    family: str,
+    settings: dict[str, Any],
+    sequences: list[Document],
+    reference: Training,
+    *,
+    plan: MeshPlan,
+    folder: Path | None,
+) -> list[tuple[str, float]]:
+    """A family's figures on a mesh, the worst of all ranks.
+
+    Args:
+        family: as for ``tiny_family``, which takes the settings too.
+        settings: of its configuration.
+        sequences: what is trained on.
+        reference: of one process, by the same optimizer.
+        plan: the mesh, and how training runs on it.
+        folder: an empty one, of rank 0; None on the others.
+
+    Raises:
+        ValueError: the family, or this mesh, is refused.
+    """
+    mesh, rank = _mesh(tuple(plan.sizes.items())), torch.distributed.get_rank()
+    generators = []
+
+    def made(seed: int) -> tuple[Any, nn.Module]:
+        model = tiny_family(family, seed=seed, **settings)
+        kind = type(model)  # sharding makes another class of it
+        if plan.recompute:
+            parallel.recompute(model)
+        return kind, parallel.shard(model, mesh, context=plan.context)
+
+    def restart(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        _, other = made(seed=rank + 100)
+        fresh = other, optimizer_for(other, plan.optimizer)
+        generators.append(resumed((model, optimizer), fresh, folder and folder / "run"))
+        return fresh
+
+    kind, model = made(seed=rank)  # only rank 0's parameters count
+    share = None
+    if rank == 0:
+        share = batches_of(sequences, ranks=mesh.batches, share_prefixes=plan.share_prefixes)
+    mine = parallel.scatter(share, PackedBatch, mesh)
+    ours = train(
+        model,
+        mine,
+        reference,
+        optimizer=plan.optimizer,
+        restart=restart if plan.resume else None,
+    )
+    ours = attrs.evolve(
+        ours,
+        logprobs=_of_all_ranks(ours.logprobs),
+        entropies=_of_all_ranks(ours.entropies),
+        choices={name: _largest(chosen) for name, chosen in ours.choices.items()},
+    )
+    found = list(differences(ours, reference))
+    found += [("generators", float(number)) for number in generators]
+    worst = _largest(torch.tensor([figure for _, figure in found], dtype=torch.float64))
+    figures = [(check, value) for (check, _), value in zip(found, worst.tolist(), strict=True)]
+    return [*figures, *round_trip(model, kind, folder and folder / "model")]
+
+
+def _of_all_ranks(mine: Tensor) -> Tensor:
+    """What was seen of each token, by the one rank that trained it; infinite where several did."""
+    seen, total = (~mine.isnan()).long(), mine.nan_to_num(0.0, posinf=math.inf)
+    for tensor in (seen, total):
+        torch.distributed.all_reduce(tensor)
+    return total.where(seen == 1, torch.where(seen == 0, torch.nan, torch.inf))
+
+
+def _largest(mine: Tensor) -> Tensor:
+    torch.distributed.all_reduce(mine, torch.distributed.ReduceOp.MAX)
+    return mine
+
+
+@cache  # its connections stay open
+def _mesh(sizes: tuple[tuple[str, int], ...]) -> parallel.Mesh:
+    return parallel.mesh(**dict(sizes))
+
+
+def _sup(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _norm(tensors: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors.values()))
+
+
+def _furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest difference of two tensors of one name; a gradient that is not there is 0."""
+    apart = []
+    for name in ours.keys() | theirs.keys():
+        here, there = ours.get(name), theirs.get(name)
+        apart.append(here if there is None else there if here is None else here - there)
+    largest = (x.abs().max().item() for x in apart if x is not None and x.numel())
+    return max(map(_sup, largest), default=0.0)
+
+
+def _relative(ours: list[float], theirs: list[float], *, least: float = 1.0) -> float:
+    pairs = zip(ours, theirs, strict=True)
+    return max(_sup(abs(a - b) / max(abs(b), least, 1e-30)) for a, b in pairs)
+
+
+def _differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Trained tokens that went to other experts, over all layers and steps."""
+    if ours.keys() != theirs.keys():
+        return math.inf
+    return float(sum(int((ours[name] != theirs[name]).any(-1).sum()) for name in ours))
+
+
+def _unequal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> int:
+    names = ours.keys() | theirs.keys()
+    return sum(
+        name not in ours or name not in theirs or not torch.equal(ours[name], theirs[name])
+        for name in names
+    )

@@ -1,0 +1,290 @@
+"""Is a family of models trained on several ranks as one process of plain code would train it?
+
+``python -m primerl.parity qwen3_moe --ep 2 --cp 2`` builds the family's tiny version,
+trains it on packed documents on several ranks of this computer (gloo, CPU), and compares with plain
+Hugging Face code that computes each document alone, in one process. A family that passes is
+admitted.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from primerl._optional import require
+from primerl.attention.packed import is_sparse
+from primerl.parallel.experts import expert_modules
+from primerl.parity.checks import CONTEXT_METHODS, Finding, MeshPlan
+from primerl.parity.reference import MUON_FAMILIES
+from primerl.parity.table import page, terminal_table, versions
+from primerl.testing.families import tiny_family
+
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2", "glm_moe_dsa")
+ADMITTED, FAILED, REFUSED = 0, 1, 3
+
+
+@attrs.frozen(kw_only=True)
+class Task:
+    """A family and the meshes that it is compared on."""
+
+    family: str
+    """A ``model_type``, or a model folder."""
+    meshes: Sequence[MeshPlan]
+    settings: dict[str, Any] = attrs.field(factory=dict)
+    """Of the tiny configuration, in place of its own."""
+    name: str = attrs.field(
+        default=attrs.Factory(lambda self: Path(self.family).name, takes_self=True)
+    )
+    """In the table; each task has another."""
+
+
+def parts(*, replicate: int = 1, ep: int = 1, cp: int = 1) -> list[MeshPlan]:
+    """A mesh's parts, each alone, and the mesh itself, with what recipes may switch on over it."""
+    whole: dict[str, Any] = {"replicate": replicate, "ep": ep, "cp": cp}
+    plans = [
+        MeshPlan(share_prefixes=True, resume=True),
+        MeshPlan(optimizer="muon"),
+        MeshPlan(replicate=replicate),
+        MeshPlan(ep=ep, share_prefixes=True),
+    ]
+    if cp > 1:
+        plans += [
+            MeshPlan(cp=cp, context="ulysses", share_prefixes=True),
+            MeshPlan(cp=cp, context="gathered"),
+            MeshPlan(**whole, context="gathered", recompute=True, share_prefixes=True),
+        ]
+    plans += [MeshPlan(**whole), MeshPlan(**whole, recompute=True, optimizer="muon", resume=True)]
+    return list(dict.fromkeys(plans))
+
+
+def all_kinds(world: int) -> list[MeshPlan]:
+    """All kinds of meshes of a world, with and without recomputation, and what goes with them."""
+    sizes: list[dict[str, Any]] = [
+        {},
+        {"replicate": 2},
+        {"ep": 2},
+        {"ep": 4},
+        {"cp": 2},
+        {"ep": 2, "cp": 2},
+    ]
+    fits = [s for s in sizes if world % (s.get("replicate", 1) * s.get("cp", 1)) == 0]
+    fits = [s for s in fits if s.get("ep", 1) <= world // s.get("replicate", 1)]
+    plans = []
+    for size in fits:
+        methods = CONTEXT_METHODS if size.get("cp", 1) > 1 else (None,)
+        for method in methods:
+            plans.append(MeshPlan(**size, context=method, share_prefixes=True))
+            plans.append(MeshPlan(**size, context=method, recompute=True, resume=True))
+        plans.append(MeshPlan(**size, optimizer="muon", resume=True))
+    return plans
+
+
+SURVEY = [MeshPlan(recompute=True), MeshPlan(ep=2, recompute=True), MeshPlan(cp=2, recompute=True)]
+"""The meshes, of two ranks, of the table of all families."""
+
+
+def applicable(
+    family: str, plans: Sequence[MeshPlan]
+) -> tuple[list[MeshPlan], list[tuple[MeshPlan, str]]]:
+    """The plans without what a family does not have, and which lost something, with the reason."""
+    try:
+        model = tiny_family(family)
+    except ValueError:  # its refusal comes with the others
+        return list(plans), []
+    missing = {}
+    if not expert_modules(model):
+        missing["ep"] = "no experts to divide"
+    if not model.supports_gradient_checkpointing:
+        missing["recompute"] = "transformers recomputes none"
+    if model.config.model_type not in MUON_FAMILIES:
+        missing["optimizer"] = "no list of its matrices"
+    if is_sparse(model):
+        missing["context"] = "keys are always gathered"
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
+    plain = MeshPlan()
+    kept, lost = [], []
+    for plan in plans:
+        lacking = dict(missing)
+        if plan.context == "ulysses" and heads % plan.cp:
+            lacking.setdefault("context", f"{heads} heads, which {plan.cp} ranks cannot share")
+        changes = {n: getattr(plain, n) for n in lacking if getattr(plan, n) != getattr(plain, n)}
+        kept.append(attrs.evolve(plan, **changes))
+        if changes:
+            lost.append((plan, "; ".join(lacking[name] for name in changes)))
+    return list(dict.fromkeys(kept)), lost
+
+
+def all_families() -> list[str]:
+    """Every ``model_type`` of which transformers has a causal language model."""
+    auto = require("transformers.models.auto.modeling_auto", extra="transformers")
+    return sorted(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def compare(
+    tasks: Sequence[Task],
+    *,
+    world: int = 4,
+    timeout_s: float = 60.0,
+    findings: Path | None = None,
+) -> list[Finding]:
+    """Compare families on meshes, in one launch of ``world`` ranks (and one more where it dies).
+
+    Args:
+        tasks: the families, in their order; a mesh without use for one (experts are divided, and
+            it has none) is better left out.
+        world: ranks, on the CPU of this computer.
+        timeout_s: how long ranks wait for each other, in seconds.
+        findings: a file (JSON Lines) that keeps them; what it has is not done again.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        plan, results = Path(name, "plan.json"), findings or Path(name, "findings.jsonl")
+        results.touch()
+        # Cases: the reference, and then the meshes.
+        done = [_cases_done(_read(results), task) for task in tasks]
+        while any(count <= len(task.meshes) for count, task in zip(done, tasks, strict=True)):
+            left = [i for i, task in enumerate(tasks) if done[i] <= len(task.meshes)]
+            plan.write_text(_plan([(tasks[i], done[i]) for i in left], timeout_s))
+            allowed = 30 + timeout_s * sum(1 + len(tasks[i].meshes) for i in left)
+            said = _launch(world, plan, results, timeout_s=allowed)
+            found = _read(results)
+            for index in left:
+                done[index] = _cases_done(found, tasks[index])
+            stopped = next((i for i in left if done[i] <= len(tasks[i].meshes)), None)
+            if stopped is not None:
+                task, case = tasks[stopped], done[stopped]
+                where = "1 process" if case == 0 else task.meshes[case - 1].name
+                died = Finding(family=task.name, mesh=where, check="raised", note=said)
+                with results.open("a") as file:
+                    file.write(json.dumps(attrs.asdict(died)) + "\n")
+                done[stopped] = _cases_done(_read(results), task)
+        return _read(results)
+
+
+def _plan(tasks: Sequence[tuple[Task, int]], timeout_s: float) -> str:
+    written = [
+        {
+            "name": task.name,
+            "family": task.family,
+            "settings": task.settings,
+            "meshes": [attrs.asdict(mesh) for mesh in task.meshes],
+            "done": max(done - 1, 0),
+        }
+        for task, done in tasks
+    ]
+    return json.dumps({"tasks": written, "timeout_s": timeout_s})
+
+
+def _launch(world: int, plan: Path, results: Path, *, timeout_s: float) -> str:
+    """Run the ranks; what the first that failed said, if one did."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={world}", "-m", "primerl.parity.ranks"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        ended = subprocess.run(
+            [*command, str(plan), str(results)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"the ranks did not end within {timeout_s:.0f} s"
+    if ended.returncode == 0:
+        return "the ranks left it out"
+    lines = ended.stderr.splitlines()
+    failed = [line for line in lines if "Error: rank" in line and "failed: " in line]
+    errors = [line for line in lines if "Error: " in line]
+    return (failed or errors or lines or [f"exit status {ended.returncode}"])[0].strip()
+
+
+def _read(results: Path) -> list[Finding]:
+    return [Finding(**json.loads(line)) for line in results.read_text().splitlines()]
+
+
+def _cases_done(findings: Sequence[Finding], task: Task) -> int:
+    """How many cases of a task are done: the reference, and then meshes in their order."""
+    mine = [finding for finding in findings if finding.family == task.name]
+    names = {finding.mesh for finding in mine}
+    if any(f.mesh == "1 process" and f.figure is None for f in mine):
+        return 1 + len(task.meshes)
+    return ("1 process" in names) + sum(mesh.name in names for mesh in task.meshes)
+
+
+def main(
+    families: tuple[str, ...] = (),
+    /,
+    *,
+    world: int = 4,
+    replicate: int = 1,
+    ep: int = 1,
+    cp: int = 1,
+    matrix: bool = False,
+    table: Path | None = None,
+    timeout_s: float = 60.0,
+    findings: Path | None = None,
+) -> int:
+    """Is a family trained on several ranks as one process of plain code would train it?
+
+    Prints what came out. The exit status is 0 if all is equal (admitted), 1 if it is not, and 3 if
+    the family or the mesh is refused; the last line says why. What a family does not have, such as
+    experts, is left out of the comparison, and named as not applicable.
+
+    Args:
+        families: each a model_type, such as qwen3_moe, or a model folder, whose config.json is
+            shrunk.
+        world: ranks, on the CPU of this computer.
+        replicate: copies of the model (HSDP).
+        ep: ranks among which experts are divided.
+        cp: ranks among which the rows of each micro-batch are divided.
+        matrix: all kinds of meshes; of seven families, if none are named.
+        table: write a Markdown table of these families, or of all that transformers has.
+        timeout_s: how long ranks wait for each other.
+        findings: a file that keeps what came out; what it has is not done again.
+    """
+    console = require("rich.console", extra="recipes").Console(width=120)
+    started = time.monotonic()
+    plans = parts(replicate=replicate, ep=ep, cp=cp)
+    if table is not None:
+        world, plans, families = 2, SURVEY, families or tuple(all_families())
+    elif matrix:
+        plans, families = all_kinds(world), families or FAMILIES
+    if not families:
+        print("name a family: a model_type, such as qwen3_moe, or a model folder")  # noqa: T201
+        return 2
+    planned = {family: applicable(family, plans) for family in families}
+    tasks = [Task(family=family, meshes=kept) for family, (kept, _) in planned.items()]
+    found = compare(tasks, world=world, timeout_s=timeout_s, findings=findings)
+    if table is not None:
+        table.write_text(page(found))
+    for task in tasks:
+        for plan, reason in planned[task.family][1]:
+            without = Finding(family=task.name, mesh=plan.name, check="not applicable", note=reason)
+            found.append(without)
+    found.sort(key=lambda one: [task.name for task in tasks].index(one.family))
+    console.print(terminal_table(found))
+    console.print(f"{versions()}; {time.monotonic() - started:.0f} s")
+    return _concluded(found)
+
+
+def _concluded(findings: Sequence[Finding]) -> int:
+    """Print the last line, and return the exit status."""
+    bad = [f for f in findings if f.result == "FAIL"]
+    refused = [f for f in findings if f.result == "refused"]
+    if bad:
+        one = bad[0]
+        print(f"failed: {one.family}, {one.mesh}: {one.check} {one.note or one.figure}")  # noqa: T201
+        return FAILED
+    if refused:
+        one = refused[0]
+        print(f"refused: {one.family}, {one.mesh}: {one.note}")  # noqa: T201
+        return REFUSED
+    print("admitted: " + ", ".join(dict.fromkeys(f.family for f in findings)))  # noqa: T201
+    return ADMITTED

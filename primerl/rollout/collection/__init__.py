@@ -1,0 +1,1 @@
+"""From rollouts to the batches that are trained: groups, staleness, the buffer."""

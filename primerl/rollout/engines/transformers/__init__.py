@@ -1,0 +1,1 @@
+"""Sampling with a ``transformers`` model in this process: the only part with torch."""

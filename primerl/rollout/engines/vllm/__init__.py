@@ -1,0 +1,1 @@
+"""vLLM: its server process, and the client that samples from a fleet of them."""

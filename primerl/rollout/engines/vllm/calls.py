@@ -1,0 +1,208 @@
+"""Calls to several vLLM servers at once: whatever is not a request of a completion."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+
+from primerl.rollout.engines.contract import Limits, check_completion
+from primerl.rollout.engines.replicas import Replica
+from primerl.rollout.engines.vllm import wire
+from primerl.rollout.engines.vllm.fleet import Fleet
+from primerl.rollout.engines.vllm.http import Unreachable
+from primerl.types import SamplingParams
+
+METRICS_BYTES = 1 << 24
+
+
+async def call_all(
+    fleet: Fleet,
+    replicas: Sequence[Replica],
+    call: Callable[[Replica], Awaitable[Any]],
+    deadline: float,
+    what: str,
+) -> dict[Replica, Any]:
+    """Call for all replicas at once; those that die are left out while others remain.
+
+    Args:
+        fleet: that the replicas are of.
+        replicas: to call for.
+        call: what to do for each.
+        deadline: until when, by the monotonic clock.
+        what: failed, for the error.
+
+    Raises:
+        RuntimeError: a call failed otherwise, or all replicas are gone.
+    """
+
+    async def bounded(replica: Replica) -> Any:
+        async with asyncio.timeout(deadline - time.monotonic()):
+            return await call(replica)
+
+    results = await asyncio.gather(*map(bounded, replicas), return_exceptions=True)
+    answers: dict[Replica, Any] = {}
+    failures = []
+    for replica, result in zip(replicas, results, strict=True):
+        if isinstance(result, Unreachable):
+            fleet.lost(replica, str(result))
+        elif isinstance(result, TimeoutError):
+            failures.append(f"{replica.url} did not answer in time")
+        elif isinstance(result, Exception):
+            failures.append(str(result) or type(result).__name__)
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            answers[replica] = result
+    if failures:
+        raise RuntimeError(f"{what}: {'; '.join(failures)}")
+    if not answers:
+        raise RuntimeError(f"{what}: {fleet.replicas.describe()}")
+    return answers
+
+
+async def call_route(
+    fleet: Fleet, path: str, body: bytes, timeout_s: float, *, max_bytes: int
+) -> dict[str, Any]:
+    """The answers of all live replicas to a POST, decoded, by url."""
+    answers = await call_all(
+        fleet,
+        await fleet.live(),
+        lambda replica: fleet.http.post(replica.url, path, body, max_bytes=max_bytes),
+        time.monotonic() + timeout_s,
+        f"{path} failed",
+    )
+    return {replica.url: decode(answer, replica.url) for replica, answer in answers.items()}
+
+
+async def read_metrics(fleet: Fleet, timeout_s: float) -> dict[str, dict[str, float]]:
+    """The metrics of all live replicas, by url and name."""
+    pages = await call_all(
+        fleet,
+        await fleet.live(),
+        lambda replica: fleet.http.get(replica.url, "/metrics", max_bytes=METRICS_BYTES),
+        time.monotonic() + timeout_s,
+        "there are no metrics",
+    )
+    return {
+        replica.url: wire.read_metrics(page.decode(errors="replace"))
+        for replica, page in pages.items()
+    }
+
+
+async def probe(
+    fleet: Fleet,
+    sequences: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperatures: Sequence[float],
+    timeout_s: float,
+) -> dict[str, list[dict[str, np.ndarray]]]:
+    """Each replica's scores of the sequences and its continuations of them, by url."""
+
+    async def one(
+        replica: Replica, token_ids: Sequence[int], temperature: float
+    ) -> dict[str, np.ndarray]:
+        # With a seed, replicas of the same weights mostly sample the same tokens.
+        params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, seed=0)
+        # Two requests: vLLM scores without reading its prefix cache, and what serves reads it. It
+        # reads the oldest of equal blocks: those of older weights, or else what scoring computed.
+        how: dict[str, Any] = {"salt": replica.label or "", "priority": wire.FIRST}
+
+        async def ask(body: bytes, request_id: str, scored: int) -> wire.Answer:
+            most = wire.most_bytes(max_new_tokens, scored=scored)
+            content = await fleet.ask(replica, body, max_bytes=most)
+            return wire.read_answer(
+                content, replica.url, request_id=request_id, prompt_length=len(token_ids)
+            )
+
+        name = uuid4().hex
+        scored = await ask(wire.score_body(token_ids, request_id=name, **how), name, len(token_ids))
+        name = uuid4().hex
+        body = wire.generate_body(token_ids, params, request_id=name, **how)
+        choice = (await ask(body, name, 0)).choices[0]
+        versions = [one or 0 for one in wire.span_versions(choice, fleet.number)]
+        completion = wire.make_completion(choice, versions)
+        limits = Limits(
+            context_length=len(token_ids) + max_new_tokens,
+            vocab_size=None,
+            oldest=0,
+            newest=max(versions, default=0),  # what is served is what is being found out
+        )
+        check_completion(completion, len(token_ids), params, limits)
+        return {
+            "scores": wire.prompt_scores(scored, token_ids),
+            "token_ids": completion.token_ids,
+            "logprobs": completion.logprobs,
+        }
+
+    async def every(replica: Replica) -> list[dict[str, np.ndarray]]:
+        pairs = zip(sequences, temperatures, strict=True)
+        return list(await asyncio.gather(*(one(replica, *pair) for pair in pairs)))
+
+    numbered = [replica for replica in await fleet.live() if replica.version is not None]
+    deadline = time.monotonic() + timeout_s
+    answers = await call_all(fleet, numbered, every, deadline, "the probe failed")
+    return {replica.url: answer for replica, answer in answers.items()}
+
+
+async def post(fleet: Fleet, replica: Replica, path: str, body: bytes = b"") -> bytes:
+    """The content of one replica's answer."""
+    return await fleet.http.post(replica.url, path, body)
+
+
+async def rpc(
+    fleet: Fleet, replica: Replica, method: str, arguments: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The results of a method of the worker extension, one for each worker of a replica."""
+    results = await rpc_results(fleet, replica, method, arguments)
+    if not all(isinstance(one, dict) for one in results):
+        raise RuntimeError(f"{replica.url} answered {method} with {results!r:.200}")
+    return results
+
+
+async def rpc_results(
+    fleet: Fleet, replica: Replica, method: str, arguments: Mapping[str, Any]
+) -> list[Any]:
+    """As ``rpc``, where the results may be anything."""
+    body = encode({"method": method, "kwargs": arguments})
+    answer = decode(await post(fleet, replica, "/collective_rpc", body), replica.url)
+    results = answer.get("results") if isinstance(answer, dict) else None
+    return results if isinstance(results, list) else []
+
+
+async def agreed(fleet: Fleet, method: str, timeout_s: float) -> Any:
+    """What all workers of all live replicas answer to a method of the worker extension.
+
+    Raises:
+        RuntimeError: they differ, or one does not answer.
+    """
+    answers = await call_all(
+        fleet,
+        await fleet.live(),
+        lambda replica: rpc_results(fleet, replica, method, {}),
+        time.monotonic() + timeout_s,
+        f"{method} was not answered",
+    )
+    results = [one for results in answers.values() for one in results]
+    if not results or any(one != results[0] for one in results):
+        named = {replica.url: results for replica, results in answers.items()}
+        raise RuntimeError(f"the servers differ in {method}: {named!r:.300}")
+    return results[0]
+
+
+def encode(value: Mapping[str, Any]) -> bytes:
+    """A body of JSON."""
+    return msgspec.json.encode(value)
+
+
+def decode(content: bytes, where: str) -> Any:
+    """What a body of JSON holds; None where it is empty.
+
+    Raises:
+        RuntimeError: it is no JSON, or nested too deeply.
+    """
+    return wire.decode(wire.anything, content, where) if content else None

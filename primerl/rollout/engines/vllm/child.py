@@ -1,0 +1,233 @@
+"""A vLLM server in a child process, and its life: start, restart, close."""
+
+import contextlib
+import functools
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from primerl.rollout.engines.vllm.arguments import (
+    argument_names,
+    check_vllm_version,
+    server_command,
+    server_environment,
+)
+from primerl.rollout.engines.vllm.readiness import PortTaken, free_port, log_tail, wait_until_ready
+from primerl.rollout.processes import supervised, supervisor
+
+PORT_TRIES = 5
+_ANY_HOST = ("0.0.0.0", "::")
+GRACE_S = 10.0  # between asking the server to stop and killing it
+STOP_S = GRACE_S + supervisor.OUTER_GRACE_S + 2 * supervisor.SWEEP_S + 3.0
+LONGEST_FOLDER = 40  # of temporary files: the address of a socket in it has 107 characters at most
+
+
+class VLLMServer:
+    """A vLLM server in a child process; made by ``serve_vllm``.
+
+    Attributes:
+        model: what it serves.
+        api_key: what its routes need, as ``Authorization: Bearer <api_key>``.
+        log_path: the file of its output, once it was started.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        engine_args: Mapping[str, Any],
+        *,
+        flags: tuple[str, ...] = (),
+        in_foreground: bool = False,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        api_key: str | None = None,
+        weight_transfer: str | None = "primerl",
+        log_path: Path | None = None,
+        start_timeout_s: float = 600.0,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        if not sys.platform.startswith("linux"):
+            raise RuntimeError(f"serve_vllm runs on Linux; this is {sys.platform}")
+        if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+            raise ValueError(f"model={model!r} is no folder; expected one, or an id on the hub")
+        on_cpu = check_vllm_version()
+        self.model = model
+        self.api_key = secrets.token_urlsafe(32) if api_key is None else api_key
+        if not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip()):
+            raise ValueError("api_key must be printable ASCII, and not empty")
+        self.log_path = log_path
+        self._in_foreground = in_foreground
+        self._host = host
+        self._wanted_port = port
+        self._port = port
+        self._start_timeout_s = start_timeout_s
+        self._command = functools.partial(
+            server_command,
+            model,
+            host=host,
+            weight_transfer=weight_transfer,
+            engine_args=engine_args,
+            flags_as_given=flags,
+            on_cpu=on_cpu,
+        )
+        self._command(port=0)  # raises what is wrong with it
+        self._environment = server_environment(
+            model,
+            on_cpu=on_cpu,
+            argument_names=argument_names(engine_args, flags),
+            env=env,
+        )
+        self._own_temporary = "TMPDIR" not in (env or {})
+        self._folder: str | None = None
+        self._temporary: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it answers: of the host's name where it listens on every address.
+
+        Raises:
+            RuntimeError: it was never started, and is to take any free port.
+        """
+        if self._port is None:
+            raise RuntimeError("the server has no address before start()")
+        host = socket.gethostname() if self._host in _ANY_HOST else self._host
+        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process that holds the server; the server ends with it."""
+        return self._process.pid if self._process else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> "VLLMServer":
+        """Start it and wait until it answers; does nothing when it runs.
+
+        Raises:
+            RuntimeError: it ended, or did not answer in time; the message holds the cause where it
+                is known, and the end of the log.
+        """
+        if self.alive:
+            return self
+        for tries_left in reversed(range(PORT_TRIES)):
+            try:
+                self._start()
+                return self
+            except PortTaken:
+                # Someone took the free port before vLLM did.
+                if self._wanted_port is not None or not tries_left:
+                    raise
+                self._port = None
+        return self
+
+    def close(self) -> None:
+        """End it: politely, then by force, and all that it started."""
+        failed = self._process is not None and not self.alive
+        self.wait(stop=True)
+        self._remove_folder(keep_log=failed)  # what happened stays readable
+
+    def restart(self) -> "VLLMServer":
+        """End it and start it again, at the same address and with the same key."""
+        self.wait(stop=True)
+        return self.start()
+
+    def wait(self, *, stop: bool = False) -> int:
+        """Wait until it has ended, ``stop`` asks it to; returns its exit code (128 + a signal)."""
+        process = self._process
+        if process is None:
+            return 0
+        if stop:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            process.kill()  # if it hangs; then the inner supervisor ends the rest
+        code = process.wait()
+        if self._folder is not None and self._temporary is not None:
+            supervised.wait_until_over(process, self._folder, timeout_s=STOP_S)
+            supervised.remove_folder(self._temporary)
+        return code if code >= 0 else 128 - code
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The last lines of its output."""
+        return log_tail(self.log_path, lines=lines) if self.log_path is not None else ""
+
+    def __enter__(self) -> "VLLMServer":
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = self.url if self._port is not None else "not started"
+        return f"VLLMServer({self.model!r}, {where}, alive={self.alive})"
+
+    def _remove_folder(self, *, keep_log: bool) -> None:
+        holds_log = self.log_path is not None and self.log_path.parent == Path(self._folder or "/")
+        if self._folder is not None and not (keep_log and holds_log):
+            supervised.remove_folder(self._folder)
+            self._folder = None
+            self.log_path = None if holds_log else self.log_path
+
+    def _start(self) -> None:
+        self._port = free_port(self._host, self._port)
+        if self._folder is None:
+            short = len(tempfile.gettempdir()) <= LONGEST_FOLDER
+            self._folder = supervised.make_folder("primerl-", within=None if short else "/tmp")
+        if self.log_path is None and not self._in_foreground:
+            self.log_path = Path(self._folder) / "server.log"
+        environment = dict(self._environment)
+        if self._own_temporary:
+            self._temporary = supervised.make_folder("", within=self._folder)
+            environment["TMPDIR"] = self._temporary
+        with contextlib.ExitStack() as stack:
+            log, log_start = None, 0
+            if self.log_path is not None:
+                self.log_path.parent.mkdir(parents=True, exist_ok=True)
+                log = stack.enter_context(self.log_path.open("ab"))
+                log_start = self.log_path.stat().st_size  # what an earlier start said is past
+            self._process = supervised.start(
+                self._command(port=self._port),
+                folder=self._folder,
+                grace_s=GRACE_S,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT if log else None,
+                env=environment,
+            )
+        _tell(self._process, self.api_key)
+        try:
+            wait_until_ready(
+                "127.0.0.1" if self._host in _ANY_HOST else self._host,
+                self._port,
+                api_key=self.api_key,
+                exit_code=self._process.poll,
+                log_path=self.log_path,
+                log_start=log_start,
+                timeout_s=self._start_timeout_s,
+            )
+        except BaseException:  # a Ctrl-C too must leave nothing behind
+            self.wait(stop=True)
+            self._remove_folder(keep_log=True)
+            raise
+
+
+def _tell(process: "subprocess.Popen[bytes]", api_key: str) -> None:
+    """Give the server its key, unseen by other processes and those that it starts."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended; that is noticed next
+        process.stdin.write(api_key.encode())

@@ -1,0 +1,235 @@
+"""Requests of completions: to whichever replica serves, until one has answered."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import attrs
+import numpy as np
+
+from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
+from primerl.rollout.engines.replicas import Replica
+from primerl.rollout.engines.vllm import wire
+from primerl.rollout.engines.vllm.calls import rpc_results
+from primerl.rollout.engines.vllm.fleet import Fleet
+from primerl.rollout.engines.vllm.http import BadAnswer, ServerFailed, Unreachable
+from primerl.rollout.errors import summary
+from primerl.types import Completion, PolicyVersion, SamplingParams
+
+FIRST_BACKOFF_S = 0.1
+MOST_BACKOFF_S = 5.0
+VOCAB_SIZE_S = 10.0  # in which a server says the size of its vocabulary
+log = logging.getLogger(__name__)
+_UNFINISHED = ("abort", "error", None)  # the server gave up, which says nothing of the request
+
+
+class _Again(Exception):
+    """The request is to be sent again; ``free``: it never began, so this is no attempt."""
+
+    def __init__(self, reason: str, *, free: bool = False, wait: bool = True) -> None:
+        super().__init__(reason)
+        self.free = free
+        self.wait = wait
+
+
+class Requests:
+    """Sends requests to the servers of a fleet, on its event loop.
+
+    Args:
+        fleet: the servers.
+        keeps: updates leave the prefix cache as it is, so that a prefix may be of older weights.
+        retries: how often a request is sent again.
+        routes_folder: where the experts go that tokens were routed to.
+        vocab_size: the number of token ids; None has it asked of the servers.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        keeps: bool,
+        retries: int,
+        routes_folder: Path | None,
+        vocab_size: int | None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        """The number of token ids, where it is known; read from other threads."""
+        self._fleet = fleet
+        self._keeps = keeps
+        self._retries = retries
+        self._routes_folder = routes_folder
+        self._asked_vocab_size = vocab_size is not None
+        self._asking = asyncio.Lock()
+
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, session: str | None
+    ) -> Completion:
+        """One completion, from whichever replica serves.
+
+        Raises:
+            BadCompletion: the answer breaks the contract of engines.
+        """
+        routed = 0 if self._routes_folder is None else len(prompt) + params.max_tokens
+        max_bytes = wire.most_bytes(params.max_tokens, routed=routed)
+
+        async def ask(replica: Replica) -> Completion:
+            label, request_id = replica.label, uuid4().hex
+            # The salt names the weights that the replica had when it was last asked: prefixes
+            # that other weights computed are never used.
+            body = wire.generate_body(prompt, params, salt=label or "", request_id=request_id)
+            content = await self._attempt(replica, body, max_bytes)
+            answer = wire.read_answer(
+                content, replica.url, request_id=request_id, prompt_length=len(prompt)
+            )
+            choice = answer.choices[0]
+            if choice.finish_reason in _UNFINISHED:
+                raise _Again(f"{replica.url} ended a request by {choice.finish_reason!r}")
+            versions = await self._versions(choice, replica)
+            completion = wire.make_completion(choice, versions)
+            await self._learn_vocab_size(replica)
+            limits = Limits(
+                context_length=self._fleet.context_length or len(prompt) + params.max_tokens,
+                vocab_size=self.vocab_size,
+                oldest=self._fleet.number(label) or 0,
+                newest=self._fleet.newest_version,
+            )
+            check_completion(completion, len(prompt), params, limits)
+            self._learn(replica, versions, label)
+            routes = await self._store_routes(choice)
+            return completion if routes is None else attrs.evolve(completion, routes=routes)
+
+        completion: Completion = await self._dispatch(session, ask)
+        return completion
+
+    async def score(self, token_ids: list[int]) -> np.ndarray:
+        """The logprobs of a sequence, from whichever replica serves."""
+        max_bytes = wire.most_bytes(1, scored=len(token_ids))
+
+        async def ask(replica: Replica) -> np.ndarray:
+            request_id = uuid4().hex
+            body = wire.score_body(token_ids, request_id=request_id)
+            content = await self._attempt(replica, body, max_bytes)
+            answer = wire.read_answer(
+                content, replica.url, request_id=request_id, prompt_length=len(token_ids)
+            )
+            return wire.prompt_scores(answer, token_ids)
+
+        scores: np.ndarray = await self._dispatch(None, ask)
+        return scores
+
+    async def _serving(self, session: str | None, avoid: set[str]) -> Replica:
+        """The replica for a request, as soon as one serves.
+
+        Raises:
+            RuntimeError: none did for ``down_timeout_s``, though weights were published.
+        """
+        found: Replica = await self._fleet.wait(
+            lambda: self._fleet.replicas.choose(session, avoid=avoid),
+            "no replica has served",
+            patient=lambda: self._fleet.replicas.unpublished,
+        )
+        return found
+
+    async def _dispatch(
+        self, session: str | None, ask: Callable[[Replica], Coroutine[Any, Any, Any]]
+    ) -> Any:
+        """Send a request until it is answered, to another replica each time if there is one."""
+        avoid: set[str] = set()
+        failures: list[str] = []
+        while True:
+            replica = await self._serving(session, avoid)
+            try:
+                return await ask(replica)
+            except BadCompletion as error:
+                where = "" if replica.url in str(error) else f"{replica.url}: "
+                raise BadCompletion(f"{where}{error}") from error
+            except _Again as again:
+                avoid.add(replica.url)
+                if again.free:
+                    continue
+                failures.append(str(again))
+                if len(failures) > self._retries:
+                    raise RuntimeError(
+                        f"a request failed {len(failures)} times: {'; '.join(failures)}"
+                    ) from again
+                if again.wait:
+                    backoff = FIRST_BACKOFF_S * 2 ** (len(failures) - 1)
+                    await asyncio.sleep(min(backoff, MOST_BACKOFF_S))
+
+    async def _attempt(self, replica: Replica, body: bytes, max_bytes: int) -> bytes:
+        try:
+            async with self._fleet.holding(replica):
+                return await self._fleet.ask(replica, body, max_bytes=max_bytes)
+        except Unreachable as error:
+            self._fleet.lost(replica, str(error))
+            raise _Again(str(error), free=not error.sent, wait=False) from error
+        except ServerFailed as error:
+            raise _Again(str(error)) from error
+        except BadAnswer as error:
+            hint = "" if self._routes_folder else " (expert routes need routes_folder=)"
+            raise BadCompletion(f"{error}{hint}") from error
+        except TimeoutError as error:
+            raise _Again(f"{replica.url} was lost with the request", wait=False) from error
+
+    async def _versions(self, choice: wire.Choice, replica: Replica) -> list[PolicyVersion]:
+        """The version of each token, as the answer says.
+
+        Raises:
+            BadCompletion: the answer does not say it for each token.
+            _Again: the server sampled with weights that are not this run's.
+        """
+        known = wire.span_versions(choice, self._fleet.number)
+        versions = [one for one in known if one is not None]
+        if len(versions) < len(known):
+            raise _Again(f"{replica.url} sampled with weights that are not this run's")
+        if versions:
+            await self._fleet.confirm(replica, max(versions))
+            if max(versions) > self._fleet.newest_version and not replica.alive:
+                raise _Again(f"{replica.url} was lost before it said what it serves", wait=False)
+        return versions
+
+    async def _learn_vocab_size(self, replica: Replica) -> None:
+        """Ask a server for the size of its vocabulary, once; none says it that isn't primerl's."""
+        async with self._asking:  # the first answers wait for it together
+            if self._asked_vocab_size:
+                return
+            try:
+                async with asyncio.timeout(VOCAB_SIZE_S):
+                    found = await rpc_results(self._fleet, replica, "served_vocab_size", {})
+            except Unreachable:
+                return  # the next answer's server is asked
+            except (RuntimeError, ValueError, TimeoutError) as error:
+                found = [summary(error)]
+            self._asked_vocab_size = True
+            sizes = [one.get("vocab_size") for one in found if isinstance(one, dict)]
+            known = [size for size in sizes if type(size) is int and size > 0]
+            if known and len(known) == len(found):
+                self.vocab_size = min(known)
+            else:
+                log.warning(
+                    "%s does not say the size of its vocabulary (%.200s), so ids beyond it can't "
+                    "be told: pass VLLMEngine(..., vocab_size=)",
+                    replica.url,
+                    found,
+                )
+
+    def _learn(self, replica: Replica, versions: list[PolicyVersion], label: str | None) -> None:
+        """Take note of what a server served, by an answer that is as it must be."""
+        if replica.alive:
+            last = versions[-1]
+            self._fleet.replicas.serves(replica, self._fleet.labels.name(last), last)
+            self._fleet.tell()
+        if self._keeps and versions[0] != self._fleet.number(label):
+            # Its prompt may have met a prefix in the cache that older weights computed.
+            raise _Again(f"{replica.url} was updated before it began a request", wait=False)
+
+    async def _store_routes(self, choice: wire.Choice) -> str | None:
+        content = wire.routed_experts(choice) if self._routes_folder is not None else None
+        if content is None or self._routes_folder is None:
+            return None
+        path = self._routes_folder / f"{uuid4().hex}.npy"
+        await asyncio.to_thread(path.write_bytes, content)
+        return f"file:{path}"

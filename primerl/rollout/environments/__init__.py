@@ -1,0 +1,1 @@
+"""Environments: a task is played with an engine, and scored."""

@@ -1,0 +1,143 @@
+"""Token-exact conversations: what was sampled is never decoded and tokenized again."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from primerl.rollout.engines.protocol import Engine
+from primerl.types import NOT_SAMPLED, Rollout, Sample, SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+# Stands for any assistant's words when only the template's text around them is wanted.
+_PLACEHOLDER = "reply-7c1e9b04d2"
+
+
+class Conversation:
+    """Turns between an environment and the policy, kept as one growing sequence of tokens.
+
+        chat = Conversation(engine, tokenizer, params)
+        reply = await chat.turn([{"role": "user", "content": "What is 2 + 2?"}])
+        reply = await chat.turn([{"role": "user", "content": "Are you sure?"}])
+        return chat.rollout(reward=float("4" in reply))
+
+    A turn appends only new tokens: the chat template's text between the last reply and the next,
+    then the sampled reply as it was sampled. Re-tokenizing a decoded reply would train on tokens
+    that the policy never produced.
+
+    Args:
+        engine: samples the replies.
+        tokenizer: a Hugging Face tokenizer. Without a chat template, turns take plain strings.
+        params: of every reply. The tokenizer's ``eos_token_id`` always stops a reply as well.
+        session: names the conversation to engines of several replicas.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+    ) -> None:
+        stops = dict.fromkeys((*params.stop_token_ids, tokenizer.eos_token_id))
+        self.params = attrs.evolve(
+            params, stop_token_ids=[token for token in stops if token is not None]
+        )
+        self.token_ids: list[int] = []
+        self.stop = "stop"
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._session = session
+        self._loss_mask: list[bool] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._opening: list[Mapping[str, Any]] = []
+
+    async def turn(self, messages: Messages | str) -> str:
+        """Say ``messages`` to the policy and return its decoded reply.
+
+        ``stop`` then says how the reply ended: ``"stop"``, ``"length"``, or ``"context"`` where
+        the context left less room than ``max_tokens``.
+
+        Raises:
+            ValueError: the messages leave no room for a reply, or the tokenizer has no template
+                for them.
+        """
+        self._append(self._tokenize(messages))
+        room = self._engine.context_length - len(self.token_ids)
+        if room < 1:
+            raise ValueError(
+                f"the conversation has {len(self.token_ids)} tokens, which fills the engine's "
+                f"context of {self._engine.context_length}; end it earlier or shorten the prompt"
+            )
+        params = attrs.evolve(self.params, max_tokens=min(self.params.max_tokens, room))
+        completion = await self._engine.generate(self.token_ids, params, session=self._session)
+        self._append(
+            completion.token_ids.tolist(),
+            completion.logprobs.tolist(),
+            completion.versions.tolist(),
+        )
+        cut_short = completion.finish_reason == "length" and room < self.params.max_tokens
+        self.stop = "context" if cut_short else completion.finish_reason
+        return str(self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True))
+
+    def sample(self) -> Sample:
+        """The conversation so far, as one flat sequence."""
+        return Sample(
+            token_ids=self.token_ids,
+            loss_mask=self._loss_mask,
+            behavior_logprobs=self._logprobs,
+            versions=self._versions,
+            temperature=self.params.temperature,
+        )
+
+    def rollout(self, *, reward: float, metrics: Mapping[str, float] | None = None) -> Rollout:
+        """The finished conversation with what it earned."""
+        return Rollout(
+            samples=[self.sample()], reward=reward, metrics=metrics or {}, stop=self.stop
+        )
+
+    def _append(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] | None = None,
+        versions: Sequence[int] | None = None,
+    ) -> None:
+        self.token_ids.extend(token_ids)
+        self._loss_mask.extend([logprobs is not None] * len(token_ids))
+        self._logprobs.extend(np.zeros(len(token_ids)) if logprobs is None else logprobs)
+        self._versions.extend([NOT_SAMPLED] * len(token_ids) if versions is None else versions)
+
+    def _tokenize(self, messages: Messages | str) -> list[int]:
+        if isinstance(messages, str):
+            return self._encode(messages, special=not self.token_ids)
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            raise ValueError(
+                "the tokenizer has no chat template; pass the turn as a string, or set "
+                "tokenizer.chat_template"
+            )
+        if not self.token_ids:
+            self._opening = list(messages)
+            return self._encode(self._render(self._opening, reply_next=True))
+        return self._after_reply(messages)
+
+    def _after_reply(self, messages: Messages) -> list[int]:
+        """The template's tokens from the end of a reply to the beginning of the next."""
+        spoken = [*self._opening, {"role": "assistant", "content": _PLACEHOLDER}]
+        text = self._render([*spoken, *messages], reply_next=True)
+        between = self._encode(text[text.rindex(_PLACEHOLDER) + len(_PLACEHOLDER) :])
+        # The reply's own stop token is already there, and must not be said twice.
+        sampled_stop = self.token_ids[-1] in self.params.stop_token_ids
+        return between[1:] if sampled_stop and between[:1] == self.token_ids[-1:] else between
+
+    def _render(self, messages: Messages, *, reply_next: bool) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=reply_next
+            )
+        )
+
+    def _encode(self, text: str, *, special: bool = False) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=special))

@@ -1,0 +1,60 @@
+"""Environments: ``async (task, engine, params) -> Rollout``, and the simplest of them."""
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.environments.conversation import Conversation
+from primerl.types import Rollout, SamplingParams
+
+Task = Mapping[str, Any]
+Environment = Callable[[Task, Engine, SamplingParams], Awaitable[Rollout]]
+Reward = Callable[[Task, str], float | Awaitable[float]]
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, or returned something other than a finite number."""
+
+
+def single_turn(tokenizer: Any, *, reward: Reward) -> Environment:
+    """An environment of one prompt and one reply.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        reward: ``(task, reply) -> number``, or a coroutine function of the same form.
+
+    The task's ``"prompt"`` is a string, or a list of chat messages. A string is put to a model
+    with a chat template as a user's message, and to one without as it stands.
+
+    A reward that fails stops the run, with a ``RewardError`` that names the task: it is a mistake
+    in the experiment, and retrying would hide it.
+    """
+
+    async def environment(task: Task, engine: Engine, params: SamplingParams) -> Rollout:
+        if "prompt" not in task:
+            raise ValueError(f"the task has no 'prompt', only {sorted(task)}")
+        prompt = task["prompt"]
+        if isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
+            prompt = [{"role": "user", "content": prompt}]
+        chat = Conversation(engine, tokenizer, params)
+        reply = await chat.turn(prompt)
+        return chat.rollout(reward=await _reward(reward, task, reply))
+
+    return environment
+
+
+async def _reward(reward: Reward, task: Task, reply: str) -> float:
+    where = f"the reward function {getattr(reward, '__name__', reward)!r} for the task {dict(task)}"
+    try:
+        value: Any = reward(task, reply)
+        if inspect.isawaitable(value):
+            value = await value
+        number = float(value)
+    except Exception as error:  # a stranger's function may raise anything; none of it is swallowed
+        raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+    if not np.isfinite(number):
+        raise RewardError(f"{where} returned {number}; expected a finite number")
+    return number

@@ -1,0 +1,35 @@
+"""What runs in an environment's own process."""
+
+from primerl.rollout.collection.groups import attempt
+from primerl.rollout.engines.remote import EngineAddress, RemoteEngine
+from primerl.rollout.environments.environment import Environment, Task
+from primerl.rollout.processes.channel import Channel
+from primerl.types import Rollout, SamplingParams
+
+MAX_REPLY_BYTES = 1 << 31  # a rollout that is larger is a mistake, and would exhaust the worker
+
+
+class EnvironmentHost:
+    """Plays rollouts in the child process."""
+
+    def __init__(self, channel: Channel, *, environment: Environment) -> None:
+        channel.max_message_bytes = MAX_REPLY_BYTES
+        self._channel = channel
+        self._environment = environment
+
+    async def astart(self) -> None:
+        """Nothing to do: environments prepare themselves."""
+
+    async def aclose(self) -> None:
+        """Close the environment."""
+        if hasattr(self._environment, "aclose"):
+            await self._environment.aclose()
+
+    async def play(self, task: Task, engine: EngineAddress, params: SamplingParams) -> Rollout:
+        """Play one rollout; completions come from the parent's engine."""
+        remote = RemoteEngine(self._channel, engine)
+        return await attempt(self._environment, task, remote, params)
+
+    def ping(self) -> bool:
+        """Answer, if the event loop turns."""
+        return True

@@ -1,0 +1,11 @@
+"""Environments of the ``verifiers`` library (0.4), played by our engines.
+
+Everything that knows verifiers is in this package; it is imported on first use.
+"""
+
+from primerl.rollout.environments.verifiers_adapter.environment import (
+    VerifiersEnvironment,
+    verifiers,
+)
+
+__all__ = ["VerifiersEnvironment", "verifiers"]

@@ -1,0 +1,175 @@
+"""The seats of a verifiers environment, played by an engine.
+
+Imported on first use: importing this module imports verifiers.
+"""
+
+import contextlib
+import copy
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from primerl._optional import require
+from primerl.rollout.environments.verifiers_adapter.port_files import remove_port_file
+
+vf: Any = require("verifiers.v1", extra="verifiers")
+_runtimes: Any = require("verifiers.v1.runtimes", extra="verifiers")
+
+
+class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
+    """A subprocess runtime whose folder exists once something uses it, which few rollouts do."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._port_files: list[str] = []
+        super().__init__(vf.SubprocessConfig())
+
+    @property
+    def workdir(self) -> Path:
+        """The rollout's own folder."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="primerl-rollout-"))
+        return self._folder
+
+    @workdir.setter
+    def workdir(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    @property
+    def used(self) -> bool:
+        """Whether there is anything to clean up."""
+        return self._folder is not None or bool(self._background)
+
+    async def start(self) -> None:
+        """Make the folder: tool servers ask for its name."""
+        self.info.id = str(self.workdir)
+
+    async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
+        """Start a tool server, and remember the file that it is to write its port to."""
+        if "MCP_PORT_FILE" in env:
+            self._port_files.append(env["MCP_PORT_FILE"])
+        await super().run_background(argv, env, log)
+
+    async def teardown(self) -> None:
+        """End what runs in the folder, and remove it."""
+        if self.used:
+            await super().teardown()
+        for path in self._port_files:
+            remove_port_file(path)
+
+    def cleanup(self) -> None:
+        """The same, for when there is no event loop any more."""
+        for process in self._background:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for path in self._port_files:
+            remove_port_file(path)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class EngineAgent(vf.Agent):  # type: ignore[misc]
+    """A seat of an environment, played by the engine.
+
+    Args:
+        config: the seat's.
+        name: the seat's name.
+        harness: None keeps the one that ``config`` names.
+        interception: shared by all seats.
+        shared_tools: the taskset's tool servers, for tasks of ``task_type``.
+        task_type: of the taskset.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        name: str,
+        harness: Any,
+        interception: Any,
+        shared_tools: Mapping[str, Any],
+        task_type: type,
+    ) -> None:
+        super().__init__(config, interception=interception)
+        if harness is not None:
+            self.harness = harness
+        self._name = name
+        self._shared_tools = shared_tools
+        self._task_type = task_type
+        self._traces: list[Any] = []
+
+    def for_episode(self, traces: list[Any]) -> "EngineAgent":
+        """This seat in one episode, whose finished traces go to ``traces``."""
+        agent = copy.copy(self)
+        agent._traces = traces
+        return agent
+
+    async def run(
+        self,
+        task: Any,
+        *,
+        runtime: Any = None,
+        tools: Any = None,
+        on_trace: Any = None,
+        collect_artifacts: bool = False,
+    ) -> Any:
+        """Play ``task`` once."""
+        async with self._workspace(task, runtime) as box:
+            trace = await super().run(
+                task,
+                runtime=box,
+                tools=self._tools(task) if tools is None else tools,
+                on_trace=self._stamp(on_trace),
+                collect_artifacts=collect_artifacts,
+            )
+        self._traces.append(trace)
+        return trace
+
+    @contextlib.asynccontextmanager
+    async def interaction(
+        self, task: Any, *, runtime: Any = None, tools: Any = None, on_trace: Any = None
+    ) -> AsyncIterator[Any]:
+        """Play ``task`` turn by turn, with the environment as the user."""
+        minted: list[Any] = []
+        try:
+            async with (
+                self._workspace(task, runtime) as box,
+                super().interaction(
+                    task,
+                    runtime=box,
+                    tools=self._tools(task) if tools is None else tools,
+                    on_trace=self._stamp(on_trace, minted.append),
+                ) as interaction,
+            ):
+                yield interaction
+        finally:
+            self._traces.extend(minted)
+
+    def _tools(self, task: Any) -> Mapping[str, Any]:
+        return self._shared_tools if isinstance(task, self._task_type) else {}
+
+    def _stamp(self, *observers: Callable[[Any], None] | None) -> Callable[[Any], None]:
+        def stamp(trace: Any) -> None:
+            trace.agent.name = self._name
+            trace.agent.trainable = self.trainable
+            for observer in observers:
+                if observer is not None:
+                    observer(trace)
+
+        return stamp
+
+    @contextlib.asynccontextmanager
+    async def _workspace(self, task: Any, runtime: Any) -> AsyncIterator[Any]:
+        if runtime is not None or not isinstance(self.runtime_config, vf.SubprocessConfig):
+            yield runtime  # the environment's own, or one that verifiers starts
+            return
+        box = Workspace()
+        try:
+            if task.toolsets(task.config):
+                await box.start()
+            yield box
+        finally:
+            if box.used:
+                await box.stop()

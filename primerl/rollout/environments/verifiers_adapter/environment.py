@@ -1,0 +1,251 @@
+"""Environments written for ``verifiers``, played by our engines."""
+
+import asyncio
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.environments.environment import Task
+from primerl.rollout.environments.verifiers_adapter.loading import load, load_renderer
+from primerl.rollout.environments.verifiers_adapter.stage import Stage
+from primerl.rollout.environments.verifiers_adapter.trace_samples import last_reply, trace_samples
+from primerl.types import Rollout, SamplingParams
+
+
+def verifiers(
+    id: str,  # noqa: A002 - verifiers' own word
+    *,
+    tokenizer: Any,
+    config: Mapping[str, Any] | None = None,
+    renderer: Any = None,
+    agent: str | None = None,
+    max_turns: int | None = None,
+    timeout_s: float = 600.0,
+    tool_timeout_s: float = 60.0,
+    startup_timeout_s: float = 180.0,
+) -> "VerifiersEnvironment":
+    """An environment of the ``verifiers`` library (0.4), and its tasks.
+
+        environment = rollout.verifiers("reasoning-gym:chain_sum", tokenizer=tokenizer)
+        with rollout.worker(engine, environment, environment.tasks, ...) as rollouts:
+
+    Args:
+        id: an installed package, ``name`` or ``owner/name@version``. What follows a colon is the
+            taskset's ``dataset``.
+        tokenizer: a Hugging Face tokenizer.
+        config: verifiers' environment config: ``{"taskset": {...}, "agent": {...}}``.
+        renderer: turns messages into tokens: a ``renderers`` renderer or its config. By default
+            the model's own if ``renderers`` knows its name, else the tokenizer's chat template.
+        agent: the seat that is trained, where an environment has several that could be.
+        max_turns: model calls of one agent; the rollout then ends with ``stop="max_turns"``.
+        timeout_s: of one rollout, set-up and scoring included.
+        tool_timeout_s: of one tool call; the policy is told when it passes.
+        startup_timeout_s: until the environment's shared tool servers answer.
+
+    Raises:
+        ImportError: verifiers is missing or of another version.
+        ValueError: there is no such environment, or the config is not one it takes.
+    """
+    environment = VerifiersEnvironment(
+        id,
+        tokenizer=tokenizer,
+        config=config or {},
+        renderer=renderer,
+        agent=agent,
+        max_turns=max_turns,
+        timeout_s=timeout_s,
+        tool_timeout_s=tool_timeout_s,
+        startup_timeout_s=startup_timeout_s,
+    )
+    environment.load()  # a wrong name is an error here, not in a worker
+    return environment
+
+
+class VerifiersEnvironment:
+    """``async (task, engine, params) -> Rollout`` over a verifiers environment.
+
+    Made by ``verifiers``. Crosses processes by pickle: what runs is set up anew where it is first
+    called, once for each event loop, and ended by ``aclose`` or with the loop.
+    """
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002
+        *,
+        tokenizer: Any,
+        config: Mapping[str, Any],
+        renderer: Any,
+        agent: str | None,
+        max_turns: int | None,
+        timeout_s: float,
+        tool_timeout_s: float,
+        startup_timeout_s: float,
+    ) -> None:
+        self.id = id
+        self.tokenizer = tokenizer
+        self.config = dict(config)
+        self.renderer = renderer
+        self.agent = agent
+        self.max_turns = max_turns
+        self.timeout_s = timeout_s
+        self.tool_timeout_s = tool_timeout_s
+        self.startup_timeout_s = startup_timeout_s
+        self._loaded: Any = None
+        self._stages: dict[asyncio.AbstractEventLoop, Stage] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loaded": None, "_stages": {}}
+
+    @property
+    def tasks(self) -> "Tasks":
+        """The environment's tasks, in its order; iterate as often as you like."""
+        return Tasks(self)
+
+    def load(self) -> Any:
+        """Verifiers' own environment object, loaded once in each process."""
+        if self._loaded is None:
+            self._loaded = load(
+                self.id,
+                self.config,
+                agent=self.agent,
+                max_turns=self.max_turns,
+                tool_timeout_s=self.tool_timeout_s,
+            )
+        return self._loaded
+
+    async def __call__(self, task: Task, engine: Engine, params: SamplingParams) -> Rollout:
+        """Play ``task``: one from ``tasks``.
+
+        Raises:
+            TimeoutError: the rollout, or its scoring, took too long.
+            RuntimeError: the environment's own code failed; the message says where and how.
+            ValueError: not exactly one agent of the episode is to be trained.
+            Exception: whatever the engine raised, as it is.
+        """
+        from primerl.rollout.environments.verifiers_adapter.client import EngineClient
+        from primerl.rollout.environments.verifiers_adapter.harness import CLIENT
+
+        stage = await self._stage()
+        client = EngineClient(engine, params, stage.renderer)
+        token = CLIENT.set(client)
+        deadline = asyncio.timeout(self.timeout_s)
+        try:
+            async with deadline:
+                traces = await stage.play(_rebuild(self.load(), task))
+        except TimeoutError:
+            if deadline.expired():
+                raise TimeoutError(
+                    f"{self.id}, task {task['id']!r}: the rollout took longer than "
+                    f"timeout_s={self.timeout_s}"
+                ) from None
+            raise
+        except Exception as error:
+            error.add_note(f"in the environment {self.id}, task {task['id']!r}")
+            raise
+        finally:
+            CLIENT.reset(token)
+        for trace in traces:
+            self._check(trace, task, client)
+        return _rollout(self._trained(traces), params)
+
+    async def aclose(self) -> None:
+        """End the tool servers of this event loop, if any were started."""
+        stage = self._stages.pop(asyncio.get_running_loop(), None)
+        if stage is not None:
+            await stage.aclose()
+
+    async def _stage(self) -> "Stage":
+        loop = asyncio.get_running_loop()
+        stage = self._stages.get(loop)
+        if stage is None or stage.failed:
+            self._stages = {k: v for k, v in self._stages.items() if not k.is_closed()}
+            stage = self._stages[loop] = Stage(
+                self.load(),
+                load_renderer(self.tokenizer, self.renderer),
+                startup_timeout_s=self.startup_timeout_s,
+            )
+        if not stage.ready.done():
+            await asyncio.shield(stage.ready)  # others wait for it, too
+        stage.ready.result()
+        return stage
+
+    def _check(self, trace: Any, task: Task, client: Any) -> None:
+        where = f"{self.id}, task {task['id']!r}"
+        if not trace.ok:
+            if client.error is not None:
+                raise client.error
+            error = trace.last_error
+            failure = RuntimeError(f"{where}: {error.type}: {error.message}")
+            if error.traceback:
+                failure.add_note(error.traceback)
+            raise failure
+        if trace.is_timeout and trace.stop_condition != "agent_timeout":
+            raise TimeoutError(f"{where}: {trace.stop_condition} (the environment's own limit)")
+
+    def _trained(self, traces: list[Any]) -> Any:
+        trained = [
+            trace
+            for trace in traces
+            if trace.agent.trainable and self.agent in (None, trace.agent.name)
+        ]
+        if len(trained) != 1:
+            raise ValueError(
+                f"{self.id}: a rollout trains one agent once, but the episode has "
+                f"{[trace.agent.name for trace in trained]} to train among "
+                f"{[trace.agent.name for trace in traces]}; name one with agent=..."
+            )
+        return trained[0]
+
+
+class Tasks:
+    """The tasks of a verifiers environment as mappings, in order; endless where they are.
+
+    Each has an ``"id"``, the ``"prompt"`` if there is one, and under ``"data"`` what rebuilds it.
+    """
+
+    def __init__(self, environment: VerifiersEnvironment, first: int = 0) -> None:
+        self._environment = environment
+        self._first = first
+
+    def __iter__(self) -> Iterator[Task]:
+        for task in itertools.islice(self._environment.load().taskset, self._first, None):
+            data = task.data.model_dump(mode="json", exclude_defaults=True)
+            own = "" if task.data.id is None else f"/{task.data.id}"
+            plain = {"id": f"{self._environment.id}/{task.data.idx}{own}", "data": data}
+            if "prompt" in data:
+                plain["prompt"] = data["prompt"]
+            yield plain
+
+    def split(self, count: int) -> tuple[list[Task], "Tasks"]:
+        """The first ``count`` tasks, to hold out, and those after them."""
+        first = list(itertools.islice(self, count))
+        return first, Tasks(self._environment, self._first + count)
+
+
+def _rebuild(environment: Any, task: Task) -> Any:
+    if "data" not in task:
+        raise ValueError(f"the task has no 'data', only {sorted(task)}; take it from .tasks")
+    taskset = environment.taskset
+    kind = type(taskset).task_type()
+    return kind(kind.data_type().model_validate(task["data"]), taskset.config.task)
+
+
+def _rollout(trace: Any, params: SamplingParams) -> Rollout:
+    scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+    stop = trace.stop_condition
+    reply = last_reply(trace)
+    if stop in (None, "agent_completed", "user_closed") and reply is not None:
+        stop = "context" if reply.filled_context else reply.completion.finish_reason
+    samples = trace_samples(trace, temperature=params.temperature)
+    if not samples:
+        raise ValueError(f"the policy said nothing (stop: {stop}); is the prompt too long?")
+    return Rollout(
+        samples=samples,
+        reward=trace.reward,
+        metrics={"turns": float(trace.num_turns), **scores, **metrics},
+        stop=stop,
+        agent=trace.agent.name,
+        episode_id=trace.id,
+    )

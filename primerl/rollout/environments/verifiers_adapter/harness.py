@@ -1,0 +1,266 @@
+"""verifiers' chat loop with tools, inside this process and without HTTP.
+
+Imported on first use: importing this module imports verifiers.
+"""
+
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from primerl._optional import require
+from primerl.rollout.environments.verifiers_adapter.client import ContextFull, EngineClient, Reply
+
+vf: Any = require("verifiers.v1", extra="verifiers")
+_graph: Any = require("verifiers.v1.graph", extra="verifiers")
+_interception: Any = require("verifiers.v1.interception", extra="verifiers")
+
+CLIENT: ContextVar[EngineClient] = ContextVar("primerl_engine_client")
+"""Answers for every agent of the episode that the current task plays."""
+
+
+class EngineInterception(_interception.Interception):  # type: ignore[misc]
+    """Where rollouts of this process meet their client.
+
+    Args:
+        http: also listen, for tool servers that keep state and harnesses that speak HTTP.
+        state_secrets: of the shared tool servers.
+    """
+
+    def __init__(self, *, http: bool, state_secrets: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._server = None
+        if http:
+            self._server = _interception.InterceptionServer(
+                state_service_secrets=tuple(state_secrets)
+            )
+
+    async def start(self) -> None:
+        """Listen, if asked to."""
+        if self._server is not None:
+            await self.stack.enter_async_context(self._server)
+
+    @contextlib.asynccontextmanager
+    async def acquire(self, session: Any) -> AsyncIterator[tuple[str, str, str]]:
+        """Register ``session`` with the client of the episode that is being played."""
+        client = CLIENT.get()
+        async with contextlib.AsyncExitStack() as stack:
+            if self._server is None:
+                slot = ("http://127.0.0.1:9", secrets.token_hex(8), "")  # nothing listens there
+                stack.callback(session.release)
+            else:
+                slot = await stack.enter_async_context(self._server.acquire(session))
+            session.client = client
+            client.sessions[slot[1]] = session
+            stack.callback(client.sessions.pop, slot[1])
+            yield slot
+
+
+class EngineHarness(vf.Harness):  # type: ignore[misc]
+    """Plays as verifiers' ``null`` harness does, which starts a program for each rollout.
+
+    Args:
+        config: the seat's.
+        http: connections to tool servers, where there are any.
+    """
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    SUPPORTS_TOOL_INTERCEPTION = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    def __init__(self, config: Any, http: Any = None) -> None:
+        super().__init__(config)
+        self.http = http
+
+    async def launch(self, *_: Any, **__: Any) -> Any:
+        """Unused: the conversation is held by ``session``."""
+        raise NotImplementedError("EngineHarness plays through its session")
+
+    async def session(self, *place: Any, **options: Any) -> Any:
+        """The conversation of one rollout."""
+        return ChatSession(self, *place, **options)
+
+
+class ChatSession(vf.HarnessSession):  # type: ignore[misc]
+    """One rollout's conversation, kept between the segments of an interaction."""
+
+    def __init__(self, harness: Any, *place: Any, **options: Any) -> None:
+        super().__init__(harness, *place, **options)
+        self._rollout = CLIENT.get().sessions[self.secret]
+        hooks = ("request_interceptors", "request_stops", "response_interceptors", "response_stops")
+        hooked = any(getattr(self._rollout, hook) for hook in hooks)
+        self._turns = HookedTurns(self._rollout) if hooked else PlainTurns(self._rollout)
+        system, prompt = harness.resolve_prompt(self.data)
+        self._messages = [] if system is None else [vf.SystemMessage(content=system)]
+        if isinstance(prompt, str):
+            self._messages.append(vf.UserMessage(content=prompt))
+        else:
+            self._messages.extend(prompt or [])
+
+    async def _run(self, messages: list[Any] | None) -> Any:
+        self._messages.extend(messages or [])
+        if self.mcp_urls:
+            from primerl.rollout.environments.verifiers_adapter.tools import toolbox
+
+            timeout_s = self.harness.config.tool_timeout
+            async with toolbox(self.mcp_urls, self.harness.http, timeout_s=timeout_s) as tools:
+                await self._converse(tools)
+        else:
+            await self._converse(None)
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+    async def _converse(self, tools: Any) -> None:
+        offered = [] if tools is None else tools.tools
+        while (reply := await self._turn(offered)) is not None:
+            self._messages.append(reply)
+            if not reply.tool_calls:
+                return
+            for call in reply.tool_calls:
+                result = await self._call(tools, call)
+                if result is None:
+                    return
+                self._messages.append(result)
+
+    async def _turn(self, tools: list[Any]) -> Any:
+        """The assistant's next message, or None if the rollout is over."""
+        session = self._rollout
+        if session.released or session.stopped or await session.refused() is not None:
+            return None
+        if session.on_turn_input is not None:
+            acknowledge, session.on_turn_input = session.on_turn_input, None
+            acknowledge()
+        try:
+            return await self._turns.take(self._messages, tools)
+        except ContextFull:
+            self.trace.stop("context")
+            return None
+        except vf.RolloutError:
+            raise
+        except Exception as error:
+            raise vf.ProviderError(f"{type(error).__name__}: {error}") from error
+
+    async def _call(self, tools: Any, call: Any) -> Any:
+        session = self._rollout
+        if session.request_interceptors or session.request_stops:
+            verdict = await session.decide_tool(call.id, call.name, call.arguments)
+            if verdict["action"] == "stop":
+                return None
+            if verdict["action"] == "deny":
+                return vf.ToolMessage.model_validate(verdict["message"])
+        content = await tools.call(call.name, call.arguments)
+        return vf.ToolMessage(tool_call_id=call.id, content=content, name=call.name)
+
+
+# Of every node, shared by all of them: thousands of rollouts are in flight.
+_NODE_FIELDS = set(vf.MessageNode.model_fields)
+
+
+class PlainTurns:
+    """Turns that no hook of the environment sees: the trace grows by what is new.
+
+    verifiers' own way hashes the whole conversation at each turn to find its place in the trace;
+    here it is known.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._leaf: int | None = None
+        self._committed = 0  # messages
+        self._previous: tuple[list[int], list[int]] | None = None
+
+    async def take(self, messages: list[Any], tools: list[Any]) -> Any:
+        """The reply to ``messages``, which extend those of the last turn and its reply."""
+        session, trace, started = self._session, self._session.trace, time.time()
+        reply = await session.client.complete(
+            messages,
+            tail=messages[self._committed :],
+            previous=self._previous,
+            tools=tools,
+            session=trace.id,
+        )
+        if session.released or session.stopped:
+            return None
+        spoken = [] if self._previous is None else [*self._previous[0], *self._previous[1]]
+        if reply.prompt_ids[: len(spoken)] != spoken:  # rendered anew: another branch
+            spoken, self._leaf, self._committed = [], None, 0
+        for message in messages[self._committed :]:
+            self._append(message, tools)
+        self._append(reply.message, tools, reply, reply.prompt_ids[len(spoken) :])
+        self._committed = len(messages) + 1
+        self._previous = (reply.prompt_ids, reply.token_ids)
+        _record(trace, self._leaf, reply.finish_reason, reply.usage, started)
+        return reply.message
+
+    def _append(
+        self, message: Any, tools: list[Any], reply: Reply | None = None, before: Any = ()
+    ) -> None:
+        trace, now = self._session.trace, time.time()
+        if self._leaf is None and tools:
+            trace.tools = tools
+        sampled = [] if reply is None else reply.token_ids
+        # Every field is given: pydantic inspects the signature of each default's factory.
+        node = vf.MessageNode.model_construct(
+            _NODE_FIELDS,
+            parent=self._leaf,
+            tools=tools if self._leaf is None else [],
+            semantic_parents=[],
+            message=message,
+            sampled=reply is not None,
+            timestamp=now,
+            token_ids=[*before, *sampled],
+            renderer_token_ids=None,
+            mask=[False] * len(before) + [True] * len(sampled),
+            is_content=[],
+            logprobs=[] if reply is None else reply.logprobs,
+        )
+        trace.nodes.append(node)
+        self._leaf = len(trace.nodes) - 1
+
+
+class HookedTurns:
+    """Turns through verifiers' own graph and hooks, for environments that intercept messages."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    async def take(self, messages: list[Any], tools: list[Any]) -> Any:
+        """The reply to ``messages``, or None if a hook ended the rollout."""
+        session, trace = self._session, self._session.trace
+        request = vf.Request(messages=messages, tools=tools or None)
+        request, rewrites, stopped = await session.rewrite_request(request)
+        trace.request_rewrites.extend(rewrites)
+        turn = _graph.prepare_turn(trace, request.messages, tools)
+        if stopped is not None:
+            turn.commit_prompt()
+            trace.stop(stopped)
+            return None
+        started = time.time()
+        response = await session.client.respond(turn, trace.id)
+        if session.response_interceptors or session.response_stops:
+            response, rewrites, stopped = await session.rewrite_response(response)
+            trace.response_rewrites.extend(rewrites)
+            if rewrites:  # other words than those that were sampled: nothing to train
+                response = response.model_copy(update={"tokens": None})
+        if session.released or session.stopped:
+            return None
+        node = turn.commit(response)
+        session.consume_prepared(turn.tail)
+        _record(trace, node, response.finish_reason, response.usage, started)
+        if stopped is None:
+            stopped = await session.gate_tool_calls(node)
+        if stopped is not None:
+            trace.stop(stopped)
+            return None
+        return response.message
+
+
+def _record(trace: Any, node: int | None, finish_reason: str, usage: Any, started: float) -> None:
+    span = vf.TimeSpan(start=started, end=time.time())
+    trace.calls.append(
+        vf.ModelCall(node=node, model="policy", finish_reason=finish_reason, usage=usage, time=span)
+    )

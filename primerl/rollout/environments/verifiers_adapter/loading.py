@@ -1,0 +1,111 @@
+"""Find, configure and load a verifiers environment."""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from primerl._optional import require
+from primerl.rollout.environments.verifiers_adapter.template_renderer import TemplateRenderer
+
+SUPPORTED = ((0, 4), (0, 5))  # from, and up to but without
+
+
+def load(
+    name: str,
+    config: Mapping[str, Any],
+    *,
+    agent: str | None,
+    max_turns: int | None,
+    tool_timeout_s: float,
+) -> Any:
+    """Verifiers' ``Env`` for ``name``, every seat of it on this machine unless it says otherwise.
+
+    Raises:
+        ImportError: verifiers is missing or of another version.
+        ValueError: there is no such environment, or the config is not one it takes.
+    """
+    check_version()
+    vf: Any = require("verifiers.v1", extra="verifiers")
+    package, colon, dataset = name.partition(":")
+    if colon and not dataset:
+        raise ValueError(f"{name!r} names no dataset after the colon")
+    taskset = {"id": _taskset_id(package), **config.get("taskset", {})}
+    if dataset:
+        options = sorted(vf.taskset_config_type(taskset["id"]).model_fields)
+        if "dataset" not in options:
+            raise ValueError(
+                f"{name!r} names the dataset {dataset!r}, but {package} has none to choose; its "
+                f"taskset's options are {options}"
+            )
+        taskset["dataset"] = dataset
+    whole = {**config, "taskset": taskset}
+    bundled = vf.default_harness_id(taskset["id"])
+    for seat, field in vf.env_config_type(taskset["id"], config.get("id", "")).model_fields.items():
+        if isinstance(field.default, vf.AgentConfig):
+            harness = "null" if bundled == "bash" else bundled
+            ours = _seat(field.default, harness=harness, max_turns=max_turns)
+            whole[seat] = {**ours, **config.get(seat, {})}
+            if "harness" in whole[seat]:
+                whole[seat]["harness"] = {"tool_timeout": tool_timeout_s, **whole[seat]["harness"]}
+    env = vf.load_environment(vf.resolve_env_config(whole))
+    seats = [seat for seat, spec in env.config if isinstance(spec, vf.AgentConfig)]
+    if agent is not None and agent not in seats:
+        raise ValueError(f"{name!r} has no seat {agent!r} to train, only {seats}")
+    return env
+
+
+def load_renderer(tokenizer: Any, chosen: Any) -> Any:
+    """``chosen``, or by default the model's own where ``renderers`` knows it by its name."""
+    if chosen is None:
+        base = require("renderers.base", extra="verifiers")
+        known = getattr(tokenizer, "name_or_path", "") in base.MODEL_RENDERER_MAP
+        return base.create_renderer(tokenizer) if known else TemplateRenderer(tokenizer)
+    if hasattr(chosen, "bridge_to_next_turn"):
+        return chosen
+    return require("renderers", extra="verifiers").create_renderer(tokenizer, chosen)
+
+
+def check_version() -> None:
+    """Raise ``ImportError`` unless the installed verifiers is one that this adapter knows."""
+    try:
+        version = importlib.metadata.version("verifiers")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(
+            "verifiers is not installed; run: pip install 'primerl[verifiers]'", name="verifiers"
+        ) from None
+    low, high = SUPPORTED
+    if not low <= tuple(int(part) for part in version.split(".")[:2]) < high:
+        raise ImportError(
+            f"verifiers {version} is installed, expected >=0.4,<0.5; run: "
+            "pip install 'primerl[verifiers]'"
+        )
+
+
+def _seat(declared: Any, *, harness: str, max_turns: int | None) -> dict[str, Any]:
+    # What the environment's author declared for a seat stands.
+    ours: dict[str, Any] = {
+        "model": "policy",
+        "client": {"type": "train", "api_key_var": "PRIMERL_NO_KEY"},
+    }
+    if "runtime" not in declared.model_fields_set:
+        ours["runtime"] = {"type": "subprocess"}  # verifiers' own default is a remote machine
+    if declared.harness is None:
+        ours["harness"] = {"id": harness}
+    if declared.max_turns is None and max_turns is not None:
+        ours["max_turns"] = max_turns
+    return ours
+
+
+def _taskset_id(package: str) -> str:
+    """What verifiers finds it by: its own ``<name>``, ``<name>_environment``, or ``<name>``."""
+    module = package.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    if module.isidentifier():
+        for name in (f"verifiers.v1.tasksets.{module}", f"{module}_environment", module):
+            if importlib.util.find_spec(name) is not None:
+                return name.rsplit(".", 1)[-1]
+    install = f"prime env install {package}" if "/" in package else f"pip install {package}"
+    raise ValueError(
+        f"there is no environment {package!r}: neither {module}_environment nor {module} can be "
+        f"imported; install it, for example with: {install}"
+    )

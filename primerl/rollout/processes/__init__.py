@@ -1,0 +1,1 @@
+"""Child processes: how they start, talk, are watched and end."""

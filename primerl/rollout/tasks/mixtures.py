@@ -1,0 +1,159 @@
+"""Several streams of tasks as one, and the environments that play them."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.environments.environment import Environment, Task
+from primerl.rollout.tasks.streams import TaskStream, as_task_stream
+from primerl.types import Group, Rollout, SamplingParams
+
+
+class Mixture:
+    """Several streams in fixed shares.
+
+        tasks = rollout.Mixture({"math": math, "code": code}, weights={"math": 3, "code": 1})
+        environment = rollout.route({"math": play_math, "code": play_code})
+
+    A task carries the name of its stream as ``"environment"``, and before its id: ``"math/17"``.
+    After any number n of draws, a stream of share p has been drawn within one of n·p times; no
+    chance is involved. A stream that ends leaves, and the others share anew.
+
+    Args:
+        streams: by name: streams, or tasks to be drawn in order.
+        weights: by name; equal without. Shares are weights divided by their sum.
+
+    Raises:
+        ValueError: there are no streams, a name contains ``/``, or the weights are not one
+            positive number for each stream.
+    """
+
+    def __init__(
+        self,
+        streams: Mapping[str, Iterable[Task] | TaskStream],
+        *,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        if not streams:
+            raise ValueError("a mixture of no streams; pass at least one")
+        for name in streams:
+            if "/" in name:
+                raise ValueError(f"the stream {name!r} has '/' in its name, which ends it in ids")
+        weights = dict.fromkeys(streams, 1.0) if weights is None else weights
+        if set(weights) != set(streams):
+            raise ValueError(f"weights are of {sorted(weights)}, streams of {sorted(streams)}")
+        for name, weight in weights.items():
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"the weight of {name!r} is {weight}, expected a positive number")
+        self._streams = {name: as_task_stream(tasks) for name, tasks in streams.items()}
+        # Exact: by way of its digits, 0.1 is a tenth.
+        self._weights = {name: Fraction(str(weights[name])) for name in streams}
+        self._drawn = dict.fromkeys(streams, 0)
+
+    def draw(self) -> dict[str, Any] | None:
+        """The next task, of the stream whose turn it is; None when all have ended."""
+        while self._drawn:
+            name = self._next_name()
+            task = self._streams[name].draw()
+            if task is not None:
+                self._drawn[name] += 1
+                return {**task, "id": f"{name}/{task['id']}", "environment": name}
+            self._drawn = dict.fromkeys((n for n in self._drawn if n != name), 0)
+        return None
+
+    def report(self, task: Task, group: Group | None) -> None:
+        """Pass the group on to the stream that the task came from, with the id it had there.
+
+        Raises:
+            ValueError: the task came from none of the streams.
+        """
+        name, slash, own_id = str(task["id"]).partition("/")
+        if not slash or name not in self._streams:
+            raise ValueError(
+                f"the task {task['id']!r} came from none of the streams {sorted(self._streams)}"
+            )
+        self._streams[name].report({**task, "id": own_id}, group)
+
+    def state(self) -> dict[str, Any]:
+        """``{"drawn": by stream, since the last one left, "weights", "streams": states}``."""
+        return {
+            "drawn": dict(self._drawn),
+            "weights": {name: str(weight) for name, weight in self._weights.items()},
+            "streams": {name: stream.state() for name, stream in self._streams.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken. Under other weights, draws are counted anew from there.
+
+        Raises:
+            ValueError: the streams have other names.
+        """
+        if set(state["streams"]) != set(self._streams):
+            raise ValueError(
+                f"the state is of the streams {sorted(state['streams'])}, and now there are "
+                f"{sorted(self._streams)}"
+            )
+        for name, stream in self._streams.items():
+            stream.restore(state["streams"][name])
+        drawn = state["drawn"]
+        weights = {name: str(weight) for name, weight in self._weights.items()}
+        # Or the stream whose share has grown would be drawn alone until it had caught up.
+        same = state.get("weights", weights) == weights
+        self._drawn = {name: drawn[name] if same else 0 for name in self._streams if name in drawn}
+
+    def _next_name(self) -> str:
+        """Earliest deadline first, of the streams that have had less than their share.
+
+        After n draws, stream i is owed n·p_i; its next draw is due at draw (drawn_i + 1) / p_i.
+        """
+        total = sum(self._weights[name] for name in self._drawn)
+        shares = {name: self._weights[name] / total for name in self._drawn}
+        n = sum(self._drawn.values()) + 1
+        owed = [name for name, drawn in self._drawn.items() if drawn < n * shares[name]]
+        return min(owed, key=lambda name: (self._drawn[name] + 1) / shares[name])
+
+
+def route(environments: Mapping[str, Environment]) -> "Route":
+    """An environment that plays each task in the one that the task's ``"environment"`` names.
+
+    Raises:
+        ValueError: there are no environments; or, when it is played, a task names none of them.
+    """
+    if not environments:
+        raise ValueError("there are no environments to route to; pass at least one")
+    return Route(environments)
+
+
+class Route:
+    """Several environments as one: made by ``route``. It closes them, and lists their processes."""
+
+    def __init__(self, environments: Mapping[str, Environment]) -> None:
+        self._environments = dict(environments)
+
+    async def __call__(self, task: Task, engine: Engine, params: SamplingParams) -> Rollout:
+        """Play ``task`` where it belongs."""
+        name = task.get("environment", "")
+        if name not in self._environments:
+            raise ValueError(
+                f"the task {task.get('id')!r} names the environment {name!r}; there are "
+                f"{sorted(self._environments)}"
+            )
+        return await self._environments[name](task, engine, params)
+
+    def members(self) -> list[dict[str, Any]]:
+        """The processes that the environments started."""
+        listed: list[dict[str, Any]] = []
+        for environment in self._environments.values():
+            if hasattr(environment, "members"):
+                listed += environment.members()
+        return listed
+
+    async def aclose(self) -> None:
+        """Close every environment that can be closed."""
+        closing = [one.aclose() for one in self._environments.values() if hasattr(one, "aclose")]
+        results = await asyncio.gather(*closing, return_exceptions=True)
+        for error in results:
+            if isinstance(error, BaseException):
+                raise error

@@ -1,0 +1,240 @@
+"""Where tasks come from: streams that are drawn from, told what came of it, saved and restored."""
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+
+from primerl.rollout.environments.environment import Task
+from primerl.types import Group
+
+_END = object()
+
+
+@runtime_checkable
+class TaskStream(Protocol):
+    """Decides which task is played next; called from one thread at a time."""
+
+    def draw(self) -> Task | None:
+        """The next task, a dict of its own with a string ``"id"``; None when nothing is left."""
+        ...
+
+    def report(self, task: Task, group: Group | None) -> None:
+        """Learn from the group that played a drawn task; it is None where the group failed."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What ``restore`` needs, in JSON's types."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where the stream of ``state`` was."""
+        ...
+
+
+def as_task_stream(tasks: Iterable[Task] | TaskStream) -> TaskStream:
+    """``tasks`` if it is a stream, and else its items in order."""
+    return tasks if isinstance(tasks, TaskStream) else InOrder(tasks)
+
+
+def as_task(row: Any, index: int) -> dict[str, Any]:
+    """A copy of a row with a string ``"id"``: its own, or else its index.
+
+    Raises:
+        ValueError: the row is not a mapping.
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError(
+            f"task {index} is {row!r:.80} ({type(row).__name__}); expected a mapping such as "
+            "{'prompt': 'What is 2 + 2?'}"
+        )
+    own = row.get("id")
+    return {**row, "id": str(index if own is None else own)}
+
+
+def fingerprint(row: Any) -> str | None:
+    """What tells a task from another, in a stream's state: a digest; None where it can't be told.
+
+    Of the row as MessagePack, which is the same in every process.
+    """
+    try:
+        content = msgspec.msgpack.encode(row, order="deterministic")
+    except (TypeError, ValueError, OverflowError):  # what a worker's state could not hold either
+        return None
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def require_same_task(saved: Mapping[str, Any], row: Any, place: int) -> None:
+    """Refuse a state whose last drawn task is not ``row``, at ``place`` of these tasks.
+
+    Raises:
+        ValueError: it is another.
+    """
+    now = fingerprint(row)
+    last = saved.get("last")
+    if None not in (last, now) and last != now:
+        raise ValueError(
+            f"the state was taken after another task than the one at place {place} now "
+            f"({row!r:.80}; digest {now}, expected {last}): restore with the same tasks, "
+            "or begin a new stream"
+        )
+
+
+class InOrder:
+    """Tasks in their order, again and again; ends where a pass yields nothing.
+
+    Anything that can be iterated: a list, a Hugging Face dataset, a generator (which has one pass).
+    A task's default id is its index in the pass. Restoring skips to the place, by indexing where
+    the tasks have a length and indices.
+
+    Raises:
+        ValueError: the tasks, or one of them when it is drawn, have the wrong form.
+    """
+
+    def __init__(self, tasks: Iterable[Task]) -> None:
+        self._tasks: Any = _require_rows(tasks)
+        self._indexed = _is_indexed(tasks)
+        self._rows: Iterator[Any] | None = None  # made late: iterators don't pickle
+        self._last: Any = None
+        self._pass = 0
+        self._index = 0
+
+    def draw(self) -> dict[str, Any] | None:
+        """The next task; None when nothing is left."""
+        row = self._next_row()
+        if row is _END and self._index > 0:
+            self._pass, self._index, self._rows = self._pass + 1, 0, None
+            row = self._next_row()
+        if row is _END:
+            return None
+        self._index += 1
+        self._last = row
+        return as_task(row, self._index - 1)
+
+    def report(self, task: Task, group: Group | None) -> None:
+        """Nothing: the order is fixed."""
+
+    def state(self) -> dict[str, Any]:
+        """``{"pass": passes completed, "index": tasks drawn in this one, "last": its digest}``."""
+        last = fingerprint(self._last) if self._index else None
+        return {"pass": self._pass, "index": self._index, "last": last}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken; the tasks before that place are passed over.
+
+        Raises:
+            ValueError: there are fewer tasks than that, or another one is at that place.
+        """
+        passes, place = state["pass"], state["index"]
+        if self._indexed:
+            count = len(self._tasks)
+            known = 0 < place <= count and state.get("last") is not None
+            last = self._tasks[place - 1] if known else None
+        else:
+            self._rows = iter(self._tasks)
+            # All of an iterator lies before a second pass, which it doesn't have.
+            skip = None if passes and self._rows is self._tasks else place
+            count, last = 0, None
+            for row in islice(self._rows, skip):
+                count, last = count + 1, row
+        if place > count:
+            raise ValueError(
+                f"the state is after task {place} of a pass, and now there are {count}; restore "
+                "with the same tasks, or begin a new stream"
+            )
+        if last is not None and (self._indexed or place == count):
+            require_same_task(state, last, place - 1)
+        self._pass, self._index, self._last = passes, place, last
+
+    def _next_row(self) -> Any:
+        if self._indexed:
+            return self._tasks[self._index] if self._index < len(self._tasks) else _END
+        if self._rows is None:
+            self._rows = iter(self._tasks)
+        return next(self._rows, _END)
+
+
+class Shuffled:
+    """Tasks in a new random order each pass, decided by ``seed`` and the number of the pass.
+
+    Every task comes once in a pass. What has no length and indices is read into a list.
+    """
+
+    def __init__(self, tasks: Iterable[Task], *, seed: int) -> None:
+        rows: Any = _require_rows(tasks)
+        self._tasks: Any = rows if _is_indexed(tasks) else list(rows)
+        self._seed = seed
+        self._pass = 0
+        self._index = 0
+        self._order = self._order_of(0)
+
+    def draw(self) -> dict[str, Any] | None:
+        """The next task; None where there are none at all."""
+        if self._index == len(self._order):
+            if not self._order:
+                return None
+            self._pass, self._index = self._pass + 1, 0
+            self._order = self._order_of(self._pass)
+        index = self._order[self._index]
+        self._index += 1
+        return as_task(self._tasks[index], index)
+
+    def report(self, task: Task, group: Group | None) -> None:
+        """Nothing: the order is decided by the seed."""
+
+    def state(self) -> dict[str, Any]:
+        """Passes completed, tasks drawn in this one, how many there are, the last one's digest,
+        and the seed.
+        """
+        return {
+            "pass": self._pass,
+            "index": self._index,
+            "last": fingerprint(self._last()),
+            "tasks": len(self._order),
+            "seed": self._seed,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken.
+
+        Raises:
+            ValueError: the number of tasks or the seed is another, and so would be the order; or
+                the task that was drawn last is another.
+        """
+        if state["seed"] != self._seed:
+            raise ValueError(
+                f"the state was taken with seed={state['seed']}, not {self._seed}: the order is "
+                "another; restore with the same seed, or begin a new stream"
+            )
+        if state["tasks"] != len(self._order):
+            raise ValueError(
+                f"the state is of {state['tasks']} tasks, and now there are {len(self._order)}: "
+                "their order is another; restore with the same tasks, or begin a new stream"
+            )
+        self._pass, self._index = state["pass"], state["index"]
+        self._order = self._order_of(self._pass)
+        if self._index:
+            require_same_task(state, self._last(), self._order[self._index - 1])
+
+    def _last(self) -> Any:
+        return self._tasks[self._order[self._index - 1]] if self._index else None
+
+    def _order_of(self, number: int) -> list[int]:
+        # Of all that random offers, only random() is promised to stay as it is.
+        rng = random.Random(f"{self._seed} {number}")
+        return sorted(range(len(self._tasks)), key=lambda _: rng.random())
+
+
+def _require_rows(tasks: Any) -> Any:
+    if isinstance(tasks, Mapping) or not hasattr(tasks, "__iter__"):
+        raise ValueError(
+            f"tasks is {type(tasks).__name__}; expected an iterable of mappings, such as a list"
+        )
+    return tasks
+
+
+def _is_indexed(tasks: Any) -> bool:
+    return hasattr(tasks, "__getitem__") and hasattr(tasks, "__len__")

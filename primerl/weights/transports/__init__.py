@@ -1,0 +1,1 @@
+"""How published weights reach the engines: shared memory, files, NCCL."""

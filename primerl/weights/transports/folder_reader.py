@@ -1,0 +1,212 @@
+"""Reading publications: from their files, or from the copy that a host keeps for deltas."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+from torch import Tensor
+
+from primerl._digests import digest_of, raw_bytes
+from primerl._tensor_files import map_tensors, whole_or_nothing
+from primerl.weights.transports import delta
+from primerl.weights.transports.host_folder import HostFolder, acquire, locked
+from primerl.weights.transports.publications import (
+    DELTA,
+    FULL,
+    SAME,
+    Manifest,
+    chain,
+    check_file,
+    describe,
+    read_manifest,
+)
+
+
+class FolderReader:
+    """What one receiver reads of a folder of publications.
+
+    ``fetch`` brings a version to this host and checks it, ``open`` holds it still while its
+    tensors are loaded, ``release`` ends that.
+
+    Args:
+        folder: of the publications.
+        timeout_s: how long to wait for another process of this host.
+    """
+
+    def __init__(self, folder: Path, *, timeout_s: float = 300.0) -> None:
+        self.folder = folder
+        self._timeout_s = timeout_s
+        self._copy: HostCopy | None = None
+        self._held: BinaryIO | None = None
+
+    def fetch(self, version: int) -> Manifest:
+        """Bring a version to this host and check it.
+
+        Raises:
+            ValueError: a file is missing, damaged, or does not follow from its parent.
+        """
+        manifest = read_manifest(self.folder, version)
+        if not manifest.deltas_follow:
+            check_file(self.folder, manifest)
+            return manifest
+        if self._copy is None:
+            self._copy = HostCopy(self.folder, timeout_s=self._timeout_s)
+        self._copy.bring_to(manifest)
+        return manifest
+
+    def open(self, version: int) -> tuple[Manifest, dict[str, Tensor]]:
+        """A fetched version and its tensors, which stay as they are until ``release``.
+
+        Raises:
+            ValueError: the host's copy holds another version by now.
+        """
+        manifest = read_manifest(self.folder, version)
+        if not manifest.deltas_follow:
+            self.release()
+            self._held = _hold(self.folder / manifest.file)
+            return manifest, map_tensors(self.folder / manifest.file)
+        if self._copy is None:
+            raise ValueError(f"version {version} was not fetched")
+        return manifest, self._copy.open(manifest)
+
+    def release(self, *, distrust: bool = False) -> None:
+        """Let others change what was opened; ``distrust`` the host's copy if it was wrong."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+        if self._copy is not None:
+            self._copy.release(distrust=distrust)
+
+    def close(self) -> None:
+        """Leave the host's copy; the last reader removes it."""
+        self.release()
+        if self._copy is not None:
+            self._copy.close()
+            self._copy = None
+
+
+def _hold(path: Path) -> BinaryIO:
+    """Keep a file of tensors from being written over until what this returns is closed.
+
+    Raises:
+        ValueError: it is gone.
+    """
+    file = None
+    with contextlib.suppress(FileNotFoundError):
+        file = path.open("rb")
+        with contextlib.suppress(OSError):  # no file of a filesystem without locks is a spare
+            fcntl.flock(file, fcntl.LOCK_SH)
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+    if file is not None:
+        file.close()
+    raise ValueError(f"{describe(path)} is missing: a later version took its place")
+
+
+class HostCopy:
+    """The newest version of a folder's tensors, one for all receivers on a host.
+
+    It lies in shared memory and is changed in place under a lock. While that happens it is marked
+    dirty; a copy that is found dirty is made anew.
+    """
+
+    def __init__(self, folder: Path, *, timeout_s: float) -> None:
+        self._folder = folder
+        self._timeout_s = timeout_s
+        key = xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))
+        self._place = HostFolder(f"copy-{key}")
+        self._lock = self._place.path / "lock"
+        self._tensors = self._place.path / "tensors.safetensors"
+        self._reading = -1
+
+    def bring_to(self, manifest: Manifest) -> None:
+        """Make the copy hold a version, by deltas where they lead there.
+
+        Raises:
+            ValueError: a file is damaged, or what comes out is not what was published.
+        """
+        with locked(self._lock, timeout_s=self._timeout_s):
+            have = self._state()
+            if have == manifest.digest:
+                return
+            steps = chain(self._folder, manifest.version, have=have)
+            paths = [check_file(self._folder, step) for step in steps]
+            self._set_state(None)
+            for step, path in zip(steps, paths, strict=True):
+                self._take(step, path)
+            self._verify(manifest)
+            self._set_state(manifest.digest)
+
+    def _take(self, step: Manifest, path: Path) -> None:
+        if step.kind == FULL:
+            partial = self._tensors.with_suffix(".partial")
+            shutil.copyfile(path, partial)
+            partial.rename(self._tensors)
+            return
+        tensors = map_tensors(self._tensors, writable=True)
+        sent = map_tensors(path)
+        for name, form in step.forms.items():
+            if form == SAME:
+                continue
+            if name not in tensors or name not in sent:
+                raise ValueError(f"{describe(path)} does not fit the version before it: {name}")
+            target, source = raw_bytes(tensors[name]), raw_bytes(sent[name])
+            if form == DELTA:
+                try:
+                    delta.apply(source, target)
+                except ValueError as error:
+                    raise ValueError(f"{path.name}: {name}: {error}") from error
+            elif len(source) == len(target):
+                target[:] = source
+            else:
+                raise ValueError(f"{describe(path)} does not fit the version before it: {name}")
+
+    def _verify(self, manifest: Manifest) -> None:
+        tensors = map_tensors(self._tensors)
+        wrong = sorted(tensors.keys() ^ manifest.tensors.keys())
+        wrong += [n for n, t in tensors.items() if digest_of(t) != manifest.tensors.get(n)]
+        if wrong:
+            raise ValueError(
+                f"version {manifest.version} comes out wrong: {', '.join(wrong[:3])} "
+                "is not as it was published"
+            )
+
+    def open(self, manifest: Manifest) -> dict[str, Tensor]:
+        """The tensors of a version, held still until ``release``."""
+        self.release()
+        self._reading = acquire(self._lock, exclusive=False, timeout_s=self._timeout_s)
+        if self._state() != manifest.digest:
+            self.release()
+            raise ValueError(
+                f"the copy in {self._tensors.parent} no longer holds version {manifest.version}"
+            )
+        return map_tensors(self._tensors)
+
+    def release(self, *, distrust: bool = False) -> None:
+        """Let others change the copy."""
+        if self._reading >= 0:
+            if distrust:
+                self._set_state(None)
+            os.close(self._reading)
+            self._reading = -1
+
+    def close(self) -> None:
+        """Leave the copy to others, if there are."""
+        self._place.close()
+
+    def _state(self) -> str | None:
+        """``Manifest.digest`` of what the copy holds; None if it is dirty or missing."""
+        try:
+            digest = json.loads((self._place.path / "state.json").read_bytes())["digest"]
+        except FileNotFoundError:
+            return None
+        return str(digest) if digest and self._tensors.is_file() else None
+
+    def _set_state(self, digest: str | None) -> None:
+        with whole_or_nothing(self._place.path / "state.json") as file:
+            file.write(json.dumps({"digest": digest}).encode())

@@ -1,0 +1,130 @@
+"""Publishing through a folder, and checking what arrived."""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from primerl._checkpoint_tensors import checkpoint_layout, checkpoint_tensors
+from primerl._gathering import is_first_rank
+from primerl._outcomes import together
+from primerl.weights.transports.publications import DELTA, Manifest, chain, manifest_path
+from primerl.weights.transports.publisher import Publisher
+from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts
+
+
+class FolderTransport:
+    """Writes a model's checkpoint into a folder and has engines fetch it.
+
+    On ranks other than 0 it helps to gather; they have no engines and no publisher.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engines: Sequence[Fetcher],
+        publisher: Publisher | None,
+        *,
+        dtype: torch.dtype | None,
+        timeout_s: float,
+    ) -> None:
+        self._model = model
+        self._engines = engines
+        self._publisher = publisher
+        self._dtype = dtype
+        self._timeout_s = timeout_s
+
+    def publish(self, version: int) -> Receipt | None:
+        """Publish the model's weights; all ranks call it. Returns None on ranks other than 0."""
+        tensors = _Timed(checkpoint_tensors(self._model, dtype=self._dtype))
+        return together(lambda: self._publish(version, tensors), tensors)
+
+    def _publish(self, version: int, tensors: "_Timed") -> Receipt:
+        publisher = self._publisher
+        assert publisher is not None, "rank 0 has one"
+        started = time.perf_counter()
+        layout = checkpoint_layout(self._model, dtype=self._dtype)
+        manifest = publisher.write(version, layout, tensors)
+        total = time.perf_counter() - started
+        encode = publisher.encode_s
+        seconds = {"gather": tensors.seconds, "encode": encode}
+        seconds["write"] = total - tensors.seconds - encode
+        receipt = self._receipt(publisher.folder, manifest, seconds)
+        started, fallback = time.perf_counter(), None
+        try:
+            replicas = self._load(publisher.folder, manifest)
+        except RuntimeError as error:
+            if manifest.kind != DELTA:
+                raise
+            fallback = str(error)
+            manifest = publisher.rewrite_whole(layout)
+            written = self._receipt(publisher.folder, manifest, seconds)
+            receipt = attrs.evolve(written, bytes=receipt.bytes + written.bytes)
+            replicas = self._load(publisher.folder, manifest)
+        seconds["load"] = time.perf_counter() - started
+        keep = chain(publisher.folder, version)[0].version
+        publisher.retain(manifest, keep=keep)
+        return attrs.evolve(receipt, replicas=replicas, fallback=fallback)
+
+    def _load(self, folder: Path, manifest: Manifest) -> dict[str, list[dict[str, object]]]:
+        """Have every engine fetch a publication; its workers' receipts, compared with it."""
+        update = {"folder": str(folder.resolve()), "version": manifest.version}
+        replicas: dict[str, list[dict[str, object]]] = {}
+        for engine in self._engines:
+            replicas |= engine.load_weights(
+                update, version=manifest.version, timeout_s=self._timeout_s
+            )
+        check_receipts(
+            replicas,
+            version=manifest.version,
+            digest=manifest.digest,
+            tensors=len(manifest.tensors),
+        )
+        return replicas
+
+    @staticmethod
+    def _receipt(folder: Path, manifest: Manifest, seconds: dict[str, float]) -> Receipt:
+        written = manifest.file_size + manifest_path(folder, manifest.version).stat().st_size
+        return Receipt(
+            version=manifest.version,
+            kind=manifest.kind,
+            digest=manifest.digest,
+            tensors=len(manifest.tensors),
+            bytes=written,
+            seconds=seconds,
+            replicas={},
+        )
+
+
+class _Timed:
+    """Tensors on the CPU, and the seconds that it takes to draw them."""
+
+    def __init__(self, items: Iterator[tuple[str, Tensor]]) -> None:
+        self._items = items
+        self.seconds = 0.0
+
+    def __iter__(self) -> "_Timed":
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        started = time.perf_counter()
+        try:
+            name, tensor = next(self._items)
+            return name, tensor.cpu()  # once: it is hashed, compared and written there
+        finally:
+            self.seconds += time.perf_counter() - started
+
+
+def check_engines(engines: Sequence[object]) -> None:
+    """Engines belong to rank 0.
+
+    Raises:
+        ValueError: rank 0 has none, or another rank has one.
+    """
+    if is_first_rank() and not engines:
+        raise ValueError("there is no engine to publish to")
+    if engines and not is_first_rank():
+        raise ValueError("only rank 0 publishes to engines; pass none on the other ranks")

@@ -1,0 +1,199 @@
+"""Publishing from GPU to GPU by NCCL."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from primerl._checkpoint_tensors import TensorLayout, checkpoint_layout, checkpoint_tensors
+from primerl._digests import TensorDigest, digest_of, digest_of_all
+from primerl._outcomes import together
+from primerl.weights.transports.broadcast_group import (
+    Communicator,
+    Later,
+    MeetingPoint,
+    Place,
+    connect_nccl,
+    new_unique_id,
+)
+from primerl.weights.transports.folder_transport import check_engines
+from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts
+
+_POLL_S = 0.001
+
+
+@runtime_checkable
+class Servers(Fetcher, Protocol):
+    """Replicas that can be asked how many workers they have, such as ``VLLMEngine``."""
+
+    def call(
+        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = ...
+    ) -> dict[str, Any]:
+        """POST to a route of every live replica: ``{url: answer}``."""
+        ...
+
+
+@attrs.frozen
+class _Group:
+    """The trainer and the workers that were there when it was made."""
+
+    key: str
+    workers: dict[str, int]
+    meeting: MeetingPoint
+    connecting: Later
+
+
+class NCCL:
+    """Publishes a model's weights to GPU engines, from memory to memory.
+
+        with rollout.serve_vllm(model, weight_transfer="primerl_nccl") as server:
+            transport = weights.NCCL(model, rollout.VLLMEngine(server))
+            receipt = transport.publish(version=1)
+
+    Tensors are broadcast layer by layer through vLLM's NCCL communicator while the engines are
+    paused. The group is made anew when engines come or go. An engine that joins late gets its
+    weights with the next publication; use ``Disk`` where it must not wait for that.
+
+    All ranks of a sharded trainer make a transport and call ``publish``; rank 0 has the engine.
+
+    Args:
+        model: the trainer's.
+        engines: one on rank 0, with all its replicas; none on the others.
+        dtype: of parameters on the wire, usually the engine's own; None keeps the trainer's.
+        address: of this host, that the engine's workers reach.
+        timeout_s: how long a publication may take.
+        connect: to the group; NCCL by default.
+        unique_id: makes the name of a new group; NCCL's by default.
+
+    Raises:
+        ValueError: rank 0 has no engine or several, or another rank has one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *engines: Servers,
+        dtype: torch.dtype | None = None,
+        address: str = "127.0.0.1",
+        timeout_s: float = 600.0,
+        connect: Callable[[Place, torch.device], Communicator] = connect_nccl,
+        unique_id: Callable[[], bytes] = new_unique_id,
+    ) -> None:
+        check_engines(engines)
+        if len(engines) > 1:
+            raise ValueError(f"got {len(engines)} engines; pass one with all replicas: one group")
+        self._model = model
+        self._engines = engines
+        self._dtype = dtype
+        self._address = address
+        self._timeout_s = timeout_s
+        self._connect = connect
+        self._unique_id = unique_id
+        self._group: _Group | None = None
+
+    def publish(self, version: int) -> Receipt | None:
+        """Put the weights of ``version`` into every replica and check that they arrived.
+
+        Returns None on ranks other than 0.
+
+        Raises:
+            RuntimeError: they did not arrive; the message says what was caught, and where.
+        """
+        tensors = checkpoint_tensors(self._model, dtype=self._dtype)
+        return together(lambda: self._publish(version, tensors), tensors)
+
+    def _publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
+        started = time.perf_counter()
+        engine = self._engines[0]
+        layout = checkpoint_layout(self._model, dtype=self._dtype)
+        group = self._current_group(engine)
+        update = {
+            "version": version,
+            "address": group.meeting.address,
+            "port": group.meeting.port,
+            "group": group.key,
+            "names": list(layout),
+            "dtypes": [str(e.dtype).removeprefix("torch.") for e in layout.values()],
+            "shapes": [list(e.shape) for e in layout.values()],
+        }
+        digests: dict[str, TensorDigest] = {}
+        seconds: dict[str, float] = {}
+
+        def send() -> None:
+            began = time.perf_counter()
+            communicator = group.connecting.result(timeout_s=self._timeout_s)
+            self._broadcast(communicator, layout, tensors, digests)
+            seconds["write"] = time.perf_counter() - began
+
+        try:
+            replicas = engine.load_weights(
+                update, version=version, timeout_s=self._timeout_s, send=send
+            )
+            digest = digest_of_all(digests)
+            check_receipts(replicas, version=version, digest=digest, tensors=len(layout))
+        except BaseException:
+            self._group = None  # its members may be at different tensors
+            raise
+        seconds["load"] = time.perf_counter() - started - seconds["write"]
+        return Receipt(
+            version=version,
+            kind="full",
+            digest=digest,
+            tensors=len(layout),
+            bytes=sum(torch.Size(e.shape).numel() * e.dtype.itemsize for e in layout.values()),
+            seconds=seconds,
+            replicas=replicas,
+        )
+
+    def _current_group(self, engine: Servers) -> _Group:
+        answers = engine.call("/collective_rpc", {"method": "weight_receipt"})
+        workers = {url: len(answer["results"]) for url, answer in answers.items()}
+        if self._group is None or self._group.workers != workers:
+            world_size = 1 + sum(workers.values())
+            unique_id = self._unique_id()
+            meeting = MeetingPoint(
+                self._address,
+                world_size=world_size,
+                unique_id=unique_id,
+                timeout_s=self._timeout_s,
+            )
+            place = Place(0, world_size, unique_id)
+            device = next(self._model.parameters()).device
+            connecting = Later(
+                lambda: self._connect(place, device), what="connecting to the engines by NCCL"
+            )
+            self._group = _Group(uuid.uuid4().hex, workers, meeting, connecting)
+        return self._group
+
+    def _broadcast(
+        self,
+        communicator: Communicator,
+        layout: dict[str, TensorLayout],
+        tensors: Iterator[tuple[str, Tensor]],
+        digests: dict[str, TensorDigest],
+    ) -> None:
+        """Send tensors in the order that the workers were told."""
+        expected = iter(layout.items())
+        for name, tensor in tensors:
+            if next(expected, None) != (name, TensorLayout(tensor.dtype, tuple(tensor.shape))):
+                raise RuntimeError(f"{name} is not what the engines were told to expect")
+            digests[name] = digest_of(tensor)
+            communicator.broadcast(tensor.contiguous(), src=0)
+        if missing := [name for name, _ in expected]:
+            raise RuntimeError(f"not sent: {', '.join(missing[:5])}")
+        self._wait_for_the_gpu()
+
+    def _wait_for_the_gpu(self) -> None:
+        """Until the broadcasts are through: a lost member would block a plain synchronize."""
+        if next(self._model.parameters()).device.type != "cuda":
+            return
+        done: Any = torch.cuda.current_stream().record_event()
+        deadline = time.monotonic() + self._timeout_s
+        while not done.query():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the broadcast took longer than {self._timeout_s:g} s")
+            time.sleep(_POLL_S)

@@ -1,0 +1,225 @@
+"""Versions of a model's weights in a folder: what a trainer writes and receivers read."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from primerl._checkpoint_tensors import TensorLayout
+from primerl._digests import TensorDigest, digest_of, digest_of_all, digest_of_file
+from primerl._files import member
+from primerl._tensor_files import whole_or_nothing, write_tensors
+
+FULL = "full"
+DELTA = "delta"
+SAME = "same"
+"""How a tensor comes in a delta: not at all, as a ``DELTA`` of its bytes, or ``FULL``."""
+
+_NAME = re.compile(rf"([0-9]{{8,}})\.(json|({FULL}|{DELTA})\.safetensors)")
+_PARTIAL = re.compile(rf"\.({_NAME.pattern})\.[0-9]+\.partial")
+
+
+@attrs.frozen(kw_only=True)
+class Manifest:
+    """What one publication is; its JSON file appears last, and makes the publication."""
+
+    version: int
+    kind: str
+    """``"full"`` or ``"delta"``."""
+    parent: int | None
+    """The version that a delta changes."""
+    parent_digest: str | None
+    """``digest`` of that version: two runs may have a version of the same number."""
+    digest: str
+    """Of all tensors of this version, ``digests.digest_of_all``."""
+    file: str
+    file_size: int
+    file_digest: str
+    deltas_follow: bool
+    """Whether later versions may be deltas, so that a host keeps a base copy."""
+    tensors: dict[str, TensorDigest]
+    """Of this version, by the name that the checkpoint gives them."""
+    forms: dict[str, str]
+    """Of a delta: how each tensor comes."""
+
+
+def manifest_path(folder: Path, version: int) -> Path:
+    """Where the manifest of a version lies."""
+    return folder / f"{version:08d}.json"
+
+
+def describe(path: Path) -> str:
+    """A file in an error: its name by itself, because vLLM blots out paths."""
+    return f"{path.name} in {path.parent}"
+
+
+def read_manifest(folder: Path, version: int) -> Manifest:
+    """The manifest of a version.
+
+    Raises:
+        ValueError: it is missing or broken; the message names the file.
+    """
+    path = manifest_path(folder, version)
+    where = describe(path)
+    if path.is_symlink():
+        raise ValueError(f"{where} is a symbolic link, expected a file")
+    try:
+        read: dict[str, Any] = json.loads(path.read_bytes())
+        tensors = {n: TensorDigest(d, tuple(s), x) for n, (d, s, x) in read["tensors"].items()}
+        manifest = Manifest(**{**read, "tensors": tensors})
+    except FileNotFoundError:
+        raise ValueError(
+            f"there is no publication of version {version}: {where} is missing"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{where} is broken: {error}") from error
+    if manifest.version != version:
+        raise ValueError(f"{where} describes version {manifest.version}, not {version}")
+    try:
+        member(folder, manifest.file)
+    except ValueError as error:
+        raise ValueError(f"{where} names a file outside its folder: {error}") from None
+    if manifest.digest != digest_of_all(manifest.tensors):
+        raise ValueError(f"{where} is broken: its tensors do not have the digest that it states")
+    return manifest
+
+
+def check_file(folder: Path, manifest: Manifest) -> Path:
+    """The path of a publication's tensors, after comparing them with the manifest.
+
+    Raises:
+        ValueError: the file is missing, truncated or altered; the message names it.
+    """
+    path = folder / manifest.file
+    where = describe(path)
+    if not path.is_file():
+        raise ValueError(f"{where} is missing (version {manifest.version})")
+    size = path.stat().st_size
+    if size != manifest.file_size:
+        raise ValueError(f"{where} is truncated: {size} bytes of {manifest.file_size}")
+    if digest_of_file(path) != manifest.file_digest:
+        raise ValueError(f"{where} is altered: its digest is not that of the manifest")
+    return path
+
+
+def versions(folder: Path) -> list[int]:
+    """The published versions, in order."""
+    found = (_NAME.fullmatch(path.name) for path in folder.glob("*.json"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def chain(folder: Path, version: int, *, have: str | None = None) -> list[Manifest]:
+    """The publications that lead to a version, first to last.
+
+    They begin after the tensors that the receiver has, or with a full publication.
+
+    Args:
+        folder: of the publications.
+        version: to reach.
+        have: ``Manifest.digest`` of the tensors that the receiver has; None for nothing.
+
+    Raises:
+        ValueError: a publication is missing or does not follow from its parent.
+    """
+    manifest = read_manifest(folder, version)
+    steps: list[Manifest] = []
+    while manifest.digest != have:
+        steps.insert(0, manifest)
+        if manifest.kind == FULL or manifest.parent_digest == have:
+            break
+        parent = read_manifest(folder, manifest.parent or 0)
+        if parent.digest != manifest.parent_digest or parent.version >= manifest.version:
+            raise ValueError(
+                f"{describe(manifest_path(folder, manifest.version))} has the wrong parent: "
+                f"version {parent.version} has digest {parent.digest}, not {manifest.parent_digest}"
+            )
+        manifest = parent
+    return steps
+
+
+def write_full(
+    folder: Path,
+    version: int,
+    layout: Mapping[str, TensorLayout],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    deltas_follow: bool = False,
+    spare: Path | None = None,
+) -> Manifest:
+    """Write a publication with every tensor, as they come; returns its manifest.
+
+    Raises:
+        ValueError: the stream is not what ``layout`` says; nothing is published.
+    """
+    digests: dict[str, TensorDigest] = {}
+
+    def noted() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            digests[name] = digest_of(tensor)
+            yield name, tensor
+
+    path = folder / f"{version:08d}.{FULL}.safetensors"
+    write_tensors(path, layout, noted(), spare=spare)
+    return commit(folder, path, version, digests, deltas_follow=deltas_follow)
+
+
+def commit(
+    folder: Path,
+    path: Path,
+    version: int,
+    digests: dict[str, TensorDigest],
+    *,
+    deltas_follow: bool,
+    parent: Manifest | None = None,
+    forms: dict[str, str] | None = None,
+) -> Manifest:
+    """Write the manifest of a file of tensors: from here on the version is published."""
+    manifest = Manifest(
+        version=version,
+        kind=DELTA if parent else FULL,
+        parent=parent.version if parent else None,
+        parent_digest=parent.digest if parent else None,
+        digest=digest_of_all(digests),
+        file=path.name,
+        file_size=path.stat().st_size,
+        file_digest=digest_of_file(path),
+        deltas_follow=deltas_follow,
+        tensors=digests,
+        forms=forms or {},
+    )
+    fields = attrs.asdict(manifest, recurse=False)
+    fields["tensors"] = {n: [t.dtype, t.shape, t.digest] for n, t in digests.items()}
+    with whole_or_nothing(manifest_path(folder, version)) as file:
+        file.write(json.dumps(fields).encode())
+    return manifest
+
+
+def retain(
+    folder: Path, manifest: Manifest, *, keep: int | None = None, spare: Path | None = None
+) -> None:
+    """Remove what the publication ``manifest`` makes useless.
+
+    That is what an interrupted writer left, publications of a run that went further and was
+    taken back, and those before version ``keep``, if given. With ``spare``, the last file of
+    tensors of these gets this name, for the next publication to write over.
+    """
+    for partial in folder.glob(".*.partial"):
+        if _PARTIAL.fullmatch(partial.name):
+            partial.unlink(missing_ok=True)
+    for path in folder.glob("[0-9]*"):
+        match = _NAME.fullmatch(path.name)
+        if match is None or path.is_dir():
+            continue  # not of a publication
+        version = int(match[1])
+        taken_back = version > manifest.version
+        too_old = keep is not None and version < keep
+        replaced = version == manifest.version and path.suffix != ".json"
+        if taken_back or too_old or (replaced and path.name != manifest.file):
+            if spare is not None and path.suffix != ".json":
+                path.replace(spare)
+            else:
+                path.unlink(missing_ok=True)

@@ -1,0 +1,185 @@
+"""The trainer's side of a folder of publications: which tensors go, and as what."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from primerl._checkpoint_tensors import TensorLayout
+from primerl._digests import TensorDigest, digest_of, raw_bytes
+from primerl._tensor_files import as_tensor, write_tensors
+from primerl.weights.transports import delta
+from primerl.weights.transports.publications import (
+    DELTA,
+    FULL,
+    SAME,
+    Manifest,
+    commit,
+    manifest_path,
+    retain,
+    write_full,
+)
+
+
+@attrs.define
+class _Sent:
+    """What the last publication held: the ground for the next delta."""
+
+    manifest: Manifest
+    tensors: dict[str, np.ndarray]
+
+
+class Publisher:
+    """Writes versions into a folder, whole or as what changed.
+
+    For deltas it keeps a copy of the last version in memory, as it went out.
+
+    Args:
+        folder: made if there is none.
+        encoding: ``"full"``, or ``"delta"``: lossless, with a full one every ``snapshot_every``.
+        in_memory: the folder lies in memory. Full versions are written by turns over the file of
+            the version before the last, because new memory costs more than what is written to it.
+
+    Raises:
+        ValueError: an encoding of another name; a ``snapshot_every`` below 1.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        encoding: str = FULL,
+        snapshot_every: int = 16,
+        in_memory: bool = False,
+    ) -> None:
+        if encoding not in (FULL, DELTA):
+            raise ValueError(f'encoding must be "full" or "delta", got {encoding!r}')
+        if snapshot_every < 1:
+            raise ValueError(f"snapshot_every must be at least 1, got {snapshot_every}")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._deltas = encoding == DELTA
+        self._spare = folder / ".spare" if in_memory and not self._deltas else None
+        self._snapshot_every = snapshot_every
+        self._since_snapshot = 0
+        self._sent: _Sent | None = None
+        self.encode_s = 0.0
+        """Of the last publication: finding what changed, digests included."""
+
+    def write(
+        self,
+        version: int,
+        layout: Mapping[str, TensorLayout],
+        tensors: Iterable[tuple[str, Tensor]],
+    ) -> Manifest:
+        """Publish a version.
+
+        Raises:
+            ValueError: the stream is not what ``layout`` says; nothing is published.
+        """
+        sent, self._sent = self._sent, None  # an error on the way leaves nothing to build on
+        self.encode_s = 0.0
+        if sent and self._follows(sent, version, layout):
+            manifest, kept = self._write_delta(version, layout, tensors, sent)
+            self._since_snapshot += 1
+        else:
+            kept = {}
+            manifest = write_full(
+                self.folder,
+                version,
+                layout,
+                self._keeping(tensors, kept) if self._deltas else tensors,
+                deltas_follow=self._deltas,
+                spare=self._spare,
+            )
+            self._since_snapshot = 0
+        if self._deltas:
+            self._sent = _Sent(manifest, kept)
+        self.retain(manifest)
+        return manifest
+
+    def retain(self, manifest: Manifest, *, keep: int | None = None) -> None:
+        """Remove what the publication ``manifest`` makes useless; see ``publications.retain``."""
+        retain(self.folder, manifest, keep=keep, spare=self._spare)
+
+    def rewrite_whole(self, layout: Mapping[str, TensorLayout]) -> Manifest:
+        """Publish the last version again, in full, from the copy that was kept for deltas.
+
+        Raises:
+            ValueError: no delta was published last.
+        """
+        if self._sent is None:
+            raise ValueError("there is no copy of the last version: it was no delta")
+        kept = self._sent
+        tensors = ((n, as_tensor(kept.tensors[n], layout[n])) for n in layout)
+        version = kept.manifest.version
+        manifest = write_full(self.folder, version, layout, tensors, deltas_follow=True)
+        self._sent, self._since_snapshot = _Sent(manifest, kept.tensors), 0
+        self.retain(manifest)
+        return manifest
+
+    def _follows(self, sent: _Sent, version: int, layout: Mapping[str, TensorLayout]) -> bool:
+        before = {name: (entry.dtype, entry.shape) for name, entry in sent.manifest.tensors.items()}
+        now = {n: (str(e.dtype).removeprefix("torch."), e.shape) for n, e in layout.items()}
+        return (
+            version > sent.manifest.version
+            and self._since_snapshot + 1 < self._snapshot_every
+            and before == now
+            and manifest_path(self.folder, sent.manifest.version).is_file()
+        )
+
+    def _keeping(
+        self, tensors: Iterable[tuple[str, Tensor]], kept: dict[str, np.ndarray]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            kept[name] = raw_bytes(tensor).copy()  # the trainer goes on changing its own
+            yield name, tensor
+
+    def _write_delta(
+        self,
+        version: int,
+        layout: Mapping[str, TensorLayout],
+        tensors: Iterable[tuple[str, Tensor]],
+        sent: _Sent,
+    ) -> tuple[Manifest, dict[str, np.ndarray]]:
+        digests: dict[str, TensorDigest] = {}
+        forms: dict[str, str] = {}
+        wire: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            if name not in layout or name in digests:
+                raise ValueError(f"version {version}: {name} came twice or is not in the layout")
+            started = time.perf_counter()
+            digests[name] = digest_of(tensor)
+            if digests[name] == sent.manifest.tensors[name]:
+                forms[name] = SAME
+            else:
+                forms[name], wire[name] = _difference(sent.tensors[name], raw_bytes(tensor))
+            self.encode_s += time.perf_counter() - started
+        if missing := sorted(layout.keys() - digests.keys()):
+            raise ValueError(f"version {version}: not sent: {', '.join(missing[:5])}")
+        path = self.folder / f"{version:08d}.{DELTA}.safetensors"
+        sizes = {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in wire.items()}
+        write_tensors(path, sizes, wire.items())
+        manifest = commit(
+            self.folder,
+            path,
+            version,
+            digests,
+            deltas_follow=True,
+            parent=sent.manifest,
+            forms=forms,
+        )
+        return manifest, sent.tensors
+
+
+def _difference(old: np.ndarray, new: np.ndarray) -> tuple[str, Tensor]:
+    """How ``new`` goes over the wire, and its bytes; ``old`` becomes ``new``."""
+    encoded = delta.encode(old, new)
+    old[:] = new
+    if encoded is None:
+        return FULL, torch.from_numpy(new.copy())
+    return DELTA, torch.from_numpy(encoded)

@@ -1,0 +1,125 @@
+"""Publishing to engines on the trainer's host, through memory."""
+
+import time
+import uuid
+import weakref
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from primerl._gathering import is_first_rank, whole_tensors
+from primerl._outcomes import on_first_rank, together
+from primerl.weights.transports.folder_transport import FolderTransport, check_engines
+from primerl.weights.transports.host_folder import HostFolder
+from primerl.weights.transports.publisher import Publisher
+from primerl.weights.transports.receipts import Fetcher, Receipt
+
+
+@runtime_checkable
+class Receiver(Protocol):
+    """An engine that takes new weights while it serves."""
+
+    def update_weights(
+        self, tensors: Mapping[str, Tensor], *, version: int, timeout_s: float = ...
+    ) -> None:
+        """Serve ``tensors`` as ``version`` from the next token on; return when it does."""
+        ...
+
+
+class SharedMemory:
+    """Publishes a model's weights to engines on the same host.
+
+        transport = weights.SharedMemory(model, engine)
+        receipt = transport.publish(version=1)
+
+    An engine in this process copies from the trainer's tensors where they lie, so nothing is
+    staged and the trainer waits for one copy. Servers (``VLLMEngine``) map a file in the host's
+    shared memory, in a private folder that vanishes with this process. Parameters and saved
+    buffers go (those that steer a router among them), a tensor that is shared under two names
+    once.
+
+    A model that is sharded over ranks is gathered for each publication, so all ranks make a
+    transport and call ``publish``. Only rank 0 has engines.
+
+    Args:
+        model: the trainer's.
+        engines: that serve it, on rank 0.
+        encoding: for servers, ``"full"`` or ``"delta"``.
+        dtype: of parameters for servers, usually their own; None keeps the trainer's.
+        timeout_s: how long one engine may take.
+
+    Raises:
+        ValueError: rank 0 has no engine, or another rank has one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *engines: Receiver | Fetcher,
+        encoding: str = "full",
+        dtype: torch.dtype | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.figures: dict[str, float] = {}  # those of ``Proven`` are the canary's
+        check_engines(engines)
+        self._model = model
+        self._receivers = [one for one in engines if isinstance(one, Receiver)]
+        servers = [one for one in engines if not isinstance(one, Receiver)]
+        self._timeout_s = timeout_s
+        publisher = None
+        if servers:
+            place = HostFolder(f"publications-{uuid.uuid4().hex}")
+            weakref.finalize(self, place.close)
+            publisher = Publisher(place.path, encoding=encoding, in_memory=True)
+        self._servers = FolderTransport(model, servers, publisher, dtype=dtype, timeout_s=timeout_s)
+        self._has_servers = bool(servers)
+
+    def publish(self, version: int) -> Receipt | None:
+        """Put the weights of ``version`` into every engine; returns when all serve them.
+
+        Returns None on ranks other than 0.
+
+        Raises:
+            RuntimeError: an engine did not take them in time, or not as they were sent; the
+                message says what was caught, and where.
+        """
+        here, served = on_first_rank(lambda: [bool(self._receivers), self._has_servers])
+        receipt = self._servers.publish(version) if served else None
+        if not here:
+            return receipt
+        seconds = self._copy(version)
+        if receipt is None and is_first_rank():
+            return Receipt(
+                version=version,
+                kind="full",
+                digest=None,
+                tensors=0,
+                bytes=0,
+                seconds=seconds,
+                replicas={},
+            )
+        if receipt is None:
+            return None
+        total = {k: receipt.seconds.get(k, 0.0) + seconds.get(k, 0.0) for k in receipt.seconds}
+        return attrs.evolve(receipt, seconds=total)
+
+    def _copy(self, version: int) -> dict[str, float]:
+        """Have engines in this process copy; the seconds by phase."""
+        started = time.perf_counter()
+        gathered = whole_tensors(self._model)
+        seconds: dict[str, float] = {}
+
+        def work() -> None:
+            named = dict(gathered)
+            if any(tensor.device.type == "cuda" for tensor in named.values()):
+                torch.cuda.synchronize()  # the engine copies on another stream
+            seconds["gather"] = time.perf_counter() - started
+            for engine in self._receivers:
+                engine.update_weights(named, version=version, timeout_s=self._timeout_s)
+            seconds["load"] = time.perf_counter() - started - seconds["gather"]
+
+        together(work, gathered)
+        return seconds

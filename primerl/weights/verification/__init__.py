@@ -1,0 +1,1 @@
+"""Do the engines compute with what was published? Receipts, read-back tensors, scores."""

@@ -1,0 +1,265 @@
+"""Fixed sequences that say whether an engine computes with the weights that it was sent."""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import nn
+
+from primerl._checkpoint_tensors import checkpoint_layout, checkpoint_tensors
+from primerl._gathering import is_first_rank
+from primerl._outcomes import on_first_rank, together
+from primerl.weights.verification.judging import NOISE_BOUND, Judge, ReplicaVerdict, observations
+from primerl.weights.verification.probing import Prober, WeightReader, probed
+from primerl.weights.verification.readback import Comparison, Reading, compare, from_builtins
+from primerl.weights.verification.scoring import (
+    mismatch_kl,
+    rounding_noise,
+    sequences_for,
+    trainer_logprobs,
+)
+
+LENGTH = 288  # two blocks of 128 tokens, as long as those of vLLM's prefix cache get, and a rest
+OTHER_TEMPERATURE = 2.0  # at which logprobs that leave temperature out are far off
+
+log = logging.getLogger(__name__)
+
+
+@attrs.frozen(kw_only=True)
+class Verdict:
+    """Whether every replica computes with the weights of ``version``, and why not."""
+
+    version: int
+    passed: bool
+    reason: str
+    tolerance: float
+    """The largest root mean square difference that passes, in nats."""
+    mismatch_kl: float
+    """Mean of ``r - 1 - log r`` over the sequences, r trainer over engine, of the worst replica."""
+    replicas: tuple[ReplicaVerdict, ...]
+
+
+class Canary:
+    """Compares engines with the trainer on fixed sequences, after each publication.
+
+        canary = weights.Canary(model, engine)
+        canary.check(version=0)  # calibrates: the engine holds these weights, or it is refused
+        ...
+        transport.publish(version)
+        verdict = canary.check(version)
+        if not verdict.passed:
+            raise RuntimeError(verdict.reason)
+
+    Each check reads back the tensors that every replica computes with, has it score the sequences
+    and continue them; the trainer scores the same tokens by a forward pass. A replica passes when
+
+    - each tensor that could be read back is the trainer's, bit for bit (``weights.readback``);
+    - the scores differ by no more than the tolerance: 3 times the noise, which is the median of the
+      last 16 checks that passed;
+    - the mean difference has not shifted since the last of these by 8 of its standard errors;
+    - the sampled tokens' logprobs are those of their temperature, within 3 times the noise (6 in 16
+      bits). They read the prefix cache, which scores do not, so the sequences are longer than its
+      blocks and always the same;
+    - and it *moved*: of the change that the trainer predicts since an earlier check, more than half
+      was seen. That is a projection over all tokens, so it can be conclusive where the noise of
+      each is larger than the change; where its standard error is above 0.2, or the prediction is
+      not well above the trainer's own rounding, nothing is concluded.
+
+    In 16 bits, where all tensors were the trainer's bit for bit, the tolerance is doubled and
+    nothing is concluded from movement: there the scores watch for gross faults alone.
+
+    All ranks make a canary and call ``check``, since the forward pass of a sharded model is a
+    collective; rank 0 alone has an engine, and all get its verdict. docs/proof.md says what is
+    caught at which precision.
+
+    Args:
+        model: the trainer's, a causal language model that returns ``logits``.
+        engine: with ``probe``; on rank 0.
+        sequences: token ids, longer than two blocks of the engine's prefix cache; by default
+            random ones, from ``seed``.
+        count: of the default sequences.
+        length: of each of them, in tokens.
+        new_tokens: with which the engine continues each.
+        temperature: of the rollouts, at which the first sequence is continued; the others are at 2,
+            where logprobs that leave temperature out show.
+        read_back: whether to compare tensors, with engines that have ``read_weights``. False for a
+            model that the engine rearranges in a way that isn't known (the error names tensors).
+        dtype: that the *engine* computes in. The first check must find a root mean square
+            difference of at most 1e-4 nats in float32 and 0.3 in bfloat16 and float16: more is
+            not noise.
+        tolerance: in nats, instead of the calibrated one; also of the first check.
+        timeout_s: of one probe, for which a busy engine has to end a request first.
+        seed: of the default sequences.
+
+    Raises:
+        ValueError: rank 0 has no engine or another rank has one, a number is out of range, or
+            ``dtype`` has no known noise and there is no ``tolerance``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Prober | None,
+        *,
+        sequences: Sequence[Sequence[int]] | None = None,
+        count: int = 2,
+        length: int = LENGTH,
+        new_tokens: int = 8,
+        temperature: float = 1.0,
+        read_back: bool = True,
+        dtype: torch.dtype = torch.float32,
+        tolerance: float | None = None,
+        timeout_s: float = 600.0,
+        seed: int = 0,
+    ) -> None:
+        if is_first_rank() != (engine is not None):
+            raise ValueError("rank 0 alone probes the engine: pass it there, and None elsewhere")
+        if count < 1 or length < 2 or new_tokens < 1:
+            raise ValueError(
+                f"count={count}, length={length}, new_tokens={new_tokens}: expected at least "
+                "1 sequence of 2 tokens and 1 new token"
+            )
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature is {temperature}, expected a positive number")
+        if tolerance is None and dtype not in NOISE_BOUND:
+            raise ValueError(f"the noise of {dtype} is not known; pass tolerance= in nats")
+        if tolerance is not None and not 0 < tolerance < math.inf:
+            raise ValueError(f"tolerance is {tolerance}, expected a positive number of nats")
+        if sequences is None:
+            sequences = sequences_for(model, count=count, length=length, seed=seed)
+        self.sequences = tuple(tuple(int(token) for token in row) for row in sequences)
+        if not self.sequences or min(map(len, self.sequences)) < 2:
+            raise ValueError("expected at least one sequence, each of at least 2 tokens")
+        self.model = model
+        self.dtype = dtype
+        self._engine = engine
+        self._new_tokens = new_tokens
+        others = [OTHER_TEMPERATURE] * (len(self.sequences) - 1)
+        self._temperatures = [temperature, *others]
+        self._timeout_s = timeout_s
+        self._names: list[str] | None = None
+        self._reads = read_back and isinstance(engine, WeightReader)
+        self._judge = Judge(dtype=dtype, tolerance=tolerance)
+        self._own_noise: float | None = None
+
+    @property
+    def tolerance(self) -> float | None:
+        """The largest root mean square difference that passes, in nats; None before a check."""
+        return self._judge.tolerance
+
+    def check(self, version: int) -> Verdict:
+        """Compare every replica with the trainer, whose weights were published as ``version``.
+
+        Raises:
+            RuntimeError: this is the first check, and the difference is too large to be noise; or
+                the engine could not be probed.
+            ValueError: the engine refuses the sequences, on rank 0; the others raise RuntimeError.
+        """
+        if self._own_noise is None:
+            self._own_noise = rounding_noise(self.model, self.sequences[0])
+        compared = self._compared(version)
+        rows = on_first_rank(self._probe)
+        sampled = [(len(row["logprobs"]), row["temperature"]) for row in rows]
+        expected = trainer_logprobs(self.model, [row["token_ids"] for row in rows], sampled=sampled)
+        content = on_first_rank(lambda: self._verdict(version, rows, expected, compared))
+        verdict = _verdict_of(content)
+        self._judge.tolerance = verdict.tolerance
+        if is_first_rank() and not verdict.passed:
+            log.error("%s", verdict.reason)
+        return verdict
+
+    def scores(self, sequences: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+        """Each replica's logprobs of all tokens but the first of each sequence, on every rank."""
+        engine = self._engine
+
+        def ask() -> dict[str, list[float]]:
+            assert engine is not None
+            found: dict[str, list[float]] = {}
+            for row in probed(engine, sequences, new_tokens=1, timeout_s=self._timeout_s):
+                found.setdefault(row["replica"], []).extend(row["scores"][1:])
+            return found
+
+        return {name: np.array(values) for name, values in on_first_rank(ask).items()}
+
+    def _compared(self, version: int) -> dict[str, Comparison]:
+        """The tensors of each replica against the trainer's; empty where none can be read.
+
+        All ranks gather; rank 0 compares.
+        """
+        readings: dict[str, list[Reading]] = {}
+
+        def read() -> bool:
+            readings.update(self._read(version) if self._reads else {})
+            return bool(readings)
+
+        if not on_first_rank(read):
+            return {}
+        tensors = checkpoint_tensors(self.model)
+        return together(lambda: compare(tensors, readings, wire=self.dtype), tensors) or {}
+
+    def _read(self, version: int) -> dict[str, list[Reading]]:
+        assert isinstance(self._engine, WeightReader)
+        first = self._names is None
+        if self._names is None:
+            self._names = list(checkpoint_layout(self.model))
+        try:
+            answers = self._engine.read_weights(
+                self._names, turn=version, timeout_s=self._timeout_s
+            )
+        except (RuntimeError, ValueError) as error:
+            if not first:
+                raise
+            self._reads = False
+            log.warning("the engine's tensors can't be read back, only its scores: %s", error)
+            return {}
+        return {replica: from_builtins(rows) for replica, rows in answers.items()}
+
+    def _probe(self) -> list[dict[str, Any]]:
+        assert self._engine is not None
+        return probed(
+            self._engine,
+            self.sequences,
+            new_tokens=self._new_tokens,
+            temperatures=self._temperatures,
+            timeout_s=self._timeout_s,
+        )
+
+    def _verdict(
+        self,
+        version: int,
+        rows: list[dict[str, Any]],
+        expected: list[np.ndarray],
+        compared: dict[str, Comparison],
+    ) -> dict[str, Any]:
+        """The verdict as builtins, for every rank; rank 0 keeps what it has seen."""
+        assert self._own_noise is not None
+        prompts = [len(sequence) for sequence in self.sequences] * (
+            len(rows) // len(self.sequences)
+        )
+        observed = observations(rows, expected, prompts)
+        found = self._judge.judge(observed, compared, own_noise=self._own_noise)
+        bad = [one for one in found if not one.passed]
+        told = "; ".join(f"{one.replica}: {one.reason}" for one in (bad or found))
+        assert self._judge.tolerance is not None
+        verdict = Verdict(
+            version=version,
+            passed=not bad,
+            reason=f"version {version} {'failed' if bad else 'passed'} the canary: {told}",
+            tolerance=self._judge.tolerance,
+            mismatch_kl=max(mismatch_kl(-one.differences) for one in observed.values()),
+            replicas=tuple(found),
+        )
+        content: dict[str, Any] = attrs.asdict(verdict)
+        return content
+
+
+def _verdict_of(content: dict[str, Any]) -> Verdict:
+    replicas = tuple(
+        ReplicaVerdict(**{**one, "wrong_tensors": tuple(one["wrong_tensors"])})
+        for one in content["replicas"]
+    )
+    return Verdict(**{**content, "replicas": replicas})

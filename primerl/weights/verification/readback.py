@@ -1,0 +1,184 @@
+"""What an engine holds after loading, compared with the trainer's tensors.
+
+An engine answers with *readings*: digests of the tensors that it computes with, each with the part
+of the published tensor that it should be. The trainer makes the same digest of its own tensor. So
+the comparison is bit for bit, whatever the learning rate and the precision, and it needs to know
+nothing of how the engine has stored it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from primerl._digests import content_of, digest_of, digest_of_contents
+
+BYTES = "bytes"
+"""The digest is of the elements in row-major order."""
+CONTENT = "content"
+"""The digest is of the elements in any order: where an engine has rearranged them."""
+
+Slice = tuple[int, int, int]
+
+
+@attrs.frozen(kw_only=True)
+class Part:
+    """A rectangle of a published tensor: ``tensor[rows][..., columns]``; None for all of them."""
+
+    name: str
+    rows: Slice | None = None
+    columns: Slice | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This part of the tensor called ``name``."""
+        if self.rows is not None:
+            tensor = tensor[slice(*self.rows)]
+        if self.columns is not None:
+            tensor = tensor[..., slice(*self.columns)]
+        return tensor
+
+
+@attrs.frozen(kw_only=True)
+class Reading:
+    """What an engine computes with in place of ``parts``, one or several that it has merged."""
+
+    parts: tuple[Part, ...]
+    kind: str
+    """``BYTES``, of a single part, or ``CONTENT``."""
+    dtype: str
+    """That the engine holds it in, such as ``"bfloat16"``."""
+    digest: str
+
+
+@attrs.frozen(kw_only=True)
+class Comparison:
+    """What became of the published tensors in one replica."""
+
+    published: int
+    """Tensors that the trainer has."""
+    compared: int
+    """Tensors of which at least a part was compared."""
+    wrong: tuple[str, ...]
+    """Those that differ."""
+
+
+def reading_of(tensor: Tensor, part: Part) -> Reading:
+    """The reading of a tensor that is ``part``, element by element."""
+    return Reading(parts=(part,), kind=BYTES, dtype=_name(tensor), digest=digest_of(tensor).digest)
+
+
+def rearranged_reading(tensor: Tensor, parts: Sequence[Part]) -> Reading:
+    """The reading of a tensor that holds the elements of ``parts`` in another order."""
+    digest = digest_of_contents([content_of(tensor)])
+    return Reading(parts=tuple(parts), kind=CONTENT, dtype=_name(tensor), digest=digest)
+
+
+def as_builtins(readings: Iterable[Reading]) -> list[dict[str, Any]]:
+    """Readings as JSON can hold them."""
+    return [attrs.asdict(one) for one in readings]
+
+
+def from_builtins(rows: Iterable[Mapping[str, Any]]) -> list[Reading]:
+    """What ``as_builtins`` gave.
+
+    Raises:
+        RuntimeError: it is something else.
+    """
+    try:
+        return [_reading(row) for row in rows]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(f"an engine's readings of its tensors are malformed: {error}") from error
+
+
+def compare(
+    tensors: Iterable[tuple[str, Tensor]],
+    replicas: Mapping[str, Sequence[Reading]],
+    *,
+    wire: torch.dtype,
+) -> dict[str, Comparison]:
+    """Compare each replica's readings with the tensors that were published, to the last one.
+
+    Args:
+        tensors: of the trainer, by the names and in the shapes of the checkpoint.
+        replicas: the readings of each.
+        wire: the dtype that parameters may have been rounded to on their way.
+    """
+    wanted: dict[str, list[tuple[str, Reading, Part]]] = {}
+    for replica, readings in replicas.items():
+        for reading in readings:
+            for part in reading.parts:
+                wanted.setdefault(part.name, []).append((replica, reading, part))
+    wrong: dict[str, set[str]] = {replica: set() for replica in replicas}
+    compared: dict[str, set[str]] = {replica: set() for replica in replicas}
+    gathered: dict[tuple[str, int], list[Tensor]] = {}  # the parts of a rearranged tensor so far
+    published = 0
+    for name, tensor in tensors:
+        published += 1
+        known: dict[tuple[str, Part], set[str]] = {}  # replicas ask for the same
+        for replica, reading, part in wanted.get(name, ()):
+            compared[replica].add(name)
+            own = part.of(tensor.detach())
+            if reading.kind == CONTENT:
+                parts = gathered.setdefault((replica, id(reading)), [])
+                parts.append(own)
+                if len(parts) < len(reading.parts):
+                    continue
+                del gathered[replica, id(reading)]
+                right = reading.digest in _content_digests(parts, reading.dtype, wire)
+            else:
+                key = (reading.dtype, part)
+                if key not in known:
+                    known[key] = {digest_of(one).digest for one in _held(own, reading.dtype, wire)}
+                right = reading.digest in known[key]
+            if not right:
+                wrong[replica] |= {one.name for one in reading.parts}
+    for replica, identity in gathered:  # a part of it was never published
+        unfinished = next(one for one in replicas[replica] if id(one) == identity)
+        wrong[replica] |= {one.name for one in unfinished.parts}
+    return {
+        replica: Comparison(
+            published=published,
+            compared=len(compared[replica]),
+            wrong=tuple(sorted(wrong[replica])),
+        )
+        for replica in replicas
+    }
+
+
+def _held(own: Tensor, dtype: str, wire: torch.dtype) -> list[Tensor]:
+    """What an engine holds of the trainer's tensor in ``dtype``; rounded on the way, or not."""
+    held = [own.to(getattr(torch, dtype))]
+    if own.is_floating_point() and wire.itemsize < held[0].dtype.itemsize:
+        held.append(own.to(wire).to(held[0].dtype))
+    return held
+
+
+def _content_digests(parts: Sequence[Tensor], dtype: str, wire: torch.dtype) -> set[str]:
+    """The digests that a tensor merged of ``parts`` may have."""
+    ways = zip(*(_held(one, dtype, wire) for one in parts), strict=True)
+    return {digest_of_contents([content_of(one) for one in way]) for way in ways}
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _reading(row: Mapping[str, Any]) -> Reading:
+    parts = tuple(
+        Part(name=one["name"], rows=_slice(one["rows"]), columns=_slice(one["columns"]))
+        for one in row["parts"]
+    )
+    if row["kind"] not in (BYTES, CONTENT) or not isinstance(
+        getattr(torch, str(row["dtype"]), None), torch.dtype
+    ):
+        raise ValueError(f"a reading of kind {row['kind']!r} and dtype {row['dtype']!r}")
+    return Reading(parts=parts, kind=row["kind"], dtype=row["dtype"], digest=row["digest"])
+
+
+def _slice(value: Sequence[int] | None) -> Slice | None:
+    if value is None:
+        return None
+    start, stop, step = value
+    return int(start), int(stop), int(step)

@@ -1,0 +1,298 @@
+"""The test at start-up that every tensor of the trainer reaches the engines."""
+
+import logging
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from primerl._gathering import is_first_rank
+from primerl._outcomes import on_first_rank
+from primerl.weights.verification.canary import Canary
+from primerl.weights.verification.scoring import movement, rms, trainer_logprobs
+
+LENGTH = 96  # tokens that show a large change
+VISIBLE = 0.02  # nats by which a perturbation should move the logprobs
+FAINT = 0.001  # and must, where no larger one does
+ABOVE_NOISE = 20.0  # and so many times the noise
+SCALES = tuple(0.05 * 2.0**k for k in range(10))  # of a tensor's root mean square
+ARRIVED = (0.8, 1.2)
+REST = 0.02  # the part of the change that may be another than predicted, besides
+REST_NOISE = 5.0  # so many times the noise
+REST_MOST = 0.3
+
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """What publishes the trainer's weights."""
+
+    def publish(self, version: int) -> Any:
+        """Put the weights of ``version`` into every engine; returns when all serve them."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class GroupWiring:
+    """How a group of tensors, the same in every layer, reached the engines."""
+
+    group: str
+    tensors: int
+    scale: float
+    """Of the perturbation: standard deviation over the tensor's root mean square."""
+    predicted: float
+    """Root mean square change of the trainer's logprobs, in nats; tiny where no size is visible."""
+    moved: Mapping[str, float]
+    """The share of it that each replica showed."""
+    rest: Mapping[str, float]
+    """Root mean square of what each replica showed beside it, over ``predicted``."""
+    arrived: bool | None
+    """None where no perturbation was visible, so nothing was proven."""
+
+
+@attrs.frozen(kw_only=True)
+class WiringReport:
+    """A row for each group of tensors; printed, it is a table."""
+
+    groups: tuple[GroupWiring, ...]
+    seconds: float
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The groups that did not arrive as they were sent."""
+        return tuple(one.group for one in self.groups if one.arrived is False)
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """The groups that no perturbation made visible."""
+        return tuple(one.group for one in self.groups if one.arrived is None)
+
+    def __str__(self) -> str:
+        width = max((len(one.group) for one in self.groups), default=5)
+        lines = [f"{'group':{width}}  tensors  predicted      moved       rest  arrived"]
+        words = {True: "yes", False: "NO", None: "unseen"}
+        lines += [
+            f"{one.group:{width}}  {one.tensors:7d}  {one.predicted:9.3g}  "
+            f"{_span(one.moved):>9}  {_span(one.rest):>9}  {words[one.arrived]}"
+            for one in self.groups
+        ]
+        return "\n".join([*lines, f"{len(self.groups)} groups in {self.seconds:.1f} s"])
+
+
+def wiring_test(
+    model: nn.Module,
+    transport: Transport,
+    canary: Canary,
+    *,
+    version: int,
+    seed: int = 0,
+    restore: bool = True,
+) -> WiringReport:
+    """Perturb each group of tensors, publish, and see that the engines move as the trainer does.
+
+    A group is a parameter or saved buffer of all layers: ``layers.*.self_attn.q_proj.weight``.
+    Noise is added to it, as little as is visible by the trainer's own forward pass (a change of
+    0.02 nats and 20 times the noise; of 0.001 nats where no more can be had), and published as
+    ``version``; a replica that shows between 0.8 and 1.2 of the predicted change, and little else
+    (2% and 5 times the noise, at most 30%), has received it. At the end, and after any error, the
+    weights are restored bit for bit and published as ``version``; then the canary must pass. It
+    takes a publication for each group, and two more. Call it on all ranks before rollouts start:
+    while it runs, engines serve other weights than their version says.
+
+    Args:
+        model: the trainer's, the one that ``transport`` publishes and ``canary`` scores.
+        transport: that publishes it.
+        canary: that probes all engines.
+        version: of the weights as they are.
+        seed: of the noise.
+        restore: False to leave engines with the last noise where all groups arrived: you publish
+            ``version`` next, and check it.
+
+    Raises:
+        RuntimeError: a group did not arrive, with the table; or the restored weights did not.
+    """
+    began = time.monotonic()
+    transport.publish(version)
+    _require_passed(canary, version, "before any perturbation")
+    left = False
+    try:
+        rows = _perturb_each(model, partial(transport.publish, version), canary, seed=seed)
+        left = not restore and all(one.arrived is not False for one in rows)
+    finally:
+        if not left:
+            transport.publish(version)
+    if not left:
+        _require_passed(canary, version, "with the weights restored")
+    report = WiringReport(groups=tuple(rows), seconds=time.monotonic() - began)
+    if report.missing:
+        raise RuntimeError(
+            "these tensors of the trainer do not reach the engines as they are sent: "
+            f"{', '.join(report.missing)}\n{report}"
+        )
+    if report.unseen and is_first_rank():
+        log.warning("no perturbation was visible: nothing is proven of %s", report.unseen)
+    return report
+
+
+def tensor_groups(model: nn.Module) -> dict[str, list[tuple[str, Tensor]]]:
+    """Parameters and saved buffers of floating point, by their name without the layers' numbers.
+
+    What is shared under two names is in one group.
+    """
+    distinct = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    groups: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, tensor in model.state_dict().items():
+        if name in distinct and tensor.is_floating_point():
+            pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+            groups.setdefault(pattern, []).append((name, tensor))
+    return groups
+
+
+@attrs.frozen
+class _Measured:
+    """Logprobs of the sequences, by the trainer and by each replica."""
+
+    expected: list[np.ndarray]
+    seen: Mapping[str, np.ndarray]
+
+    @property
+    def scores(self) -> np.ndarray:
+        return np.concatenate([row[1:] for row in self.expected])
+
+    @property
+    def noise(self) -> float:
+        return max(rms(one - self.scores) for one in self.seen.values())
+
+
+def _perturb_each(
+    model: nn.Module, publish: Callable[[], Any], canary: Canary, *, seed: int
+) -> list[GroupWiring]:
+    """Publish each group with noise; the engines are left with that of the last."""
+    # In other order than the canary's: what a prefix cache keeps of perturbed weights is not of
+    # any sequence that is checked later.
+    sequences = [canary.sequences[0][::-1][:LENGTH]]
+    before = _Measured(trainer_logprobs(model, sequences), canary.scores(sequences))
+    rows = []
+    for group, tensors in tensor_groups(model).items():
+        with _perturbed(model, tensors, sequences, before, seed=seed) as (scale, predicted):
+            if scale is None:
+                rows.append(_unseen(group, tensors, predicted))
+                continue
+            publish()
+            seen = canary.scores(sequences)
+        rows.append(_row(group, tensors, scale, predicted, before, seen))
+    return rows
+
+
+@contextmanager
+def _perturbed(
+    model: nn.Module,
+    tensors: list[tuple[str, Tensor]],
+    sequences: list[tuple[int, ...]],
+    before: _Measured,
+    *,
+    seed: int,
+) -> Iterator[tuple[float | None, np.ndarray]]:
+    """The group with visible noise for the body: its scale (None if none is) and the change."""
+    kept = [_local(tensor).clone() for _, tensor in tensors]
+    least = ABOVE_NOISE * before.noise
+    predicted = np.zeros(0)
+    try:
+        found = None
+        for scale in SCALES:
+            for (name, tensor), original in zip(tensors, kept, strict=True):
+                _add_noise(_local(tensor), original, scale, seed=zlib.crc32(name.encode()) + seed)
+            expected = trainer_logprobs(model, sequences)
+            predicted = np.concatenate([row[1:] for row in expected]) - before.scores
+            enough = max(FAINT if scale == SCALES[-1] else VISIBLE, least)
+            # Rank 0 decides, since ranks may differ in the last bit.
+            if on_first_rank(partial(_at_least, rms(predicted), enough)):
+                found = scale
+                break
+        yield found, predicted
+    finally:
+        for (_, tensor), original in zip(tensors, kept, strict=True):
+            _local(tensor).copy_(original)
+
+
+def _at_least(value: float, least: float) -> bool:
+    return value >= least
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of it that this rank holds, which shares its memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _add_noise(target: Tensor, original: Tensor, scale: float, *, seed: int) -> None:
+    """Set ``target`` to the original with noise. Ranks that hold the same part make the same."""
+    if not original.numel():
+        return
+    generator = torch.Generator(device=original.device).manual_seed(seed)
+    noise = torch.randn(original.shape, generator=generator, device=original.device)
+    size = original.float().square().mean().sqrt()
+    size = torch.where(size > 0, size, 0.02)  # a bias that is still zero
+    target.copy_(original.float() + scale * size * noise)
+
+
+def _row(
+    group: str,
+    tensors: list[tuple[str, Tensor]],
+    scale: float,
+    predicted: np.ndarray,
+    before: _Measured,
+    seen: Mapping[str, np.ndarray],
+) -> GroupWiring:
+    moved, rest = {}, {}
+    for replica, scores in seen.items():
+        change = scores - before.seen.get(replica, before.scores)
+        moved[replica] = movement(predicted, change)[0]
+        rest[replica] = rms(change - predicted) / rms(predicted)
+    low, high = ARRIVED
+    most = min(REST_MOST, REST + REST_NOISE * before.noise / rms(predicted))
+    arrived = all(low < m < high for m in moved.values()) and all(r < most for r in rest.values())
+    return GroupWiring(
+        group=group,
+        tensors=len(tensors),
+        scale=scale,
+        predicted=rms(predicted),
+        moved=moved,
+        rest=rest,
+        arrived=arrived,
+    )
+
+
+def _unseen(group: str, tensors: list[tuple[str, Tensor]], predicted: np.ndarray) -> GroupWiring:
+    return GroupWiring(
+        group=group,
+        tensors=len(tensors),
+        scale=SCALES[-1],
+        predicted=rms(predicted),
+        moved={},
+        rest={},
+        arrived=None,
+    )
+
+
+def _require_passed(canary: Canary, version: int, when: str) -> None:
+    verdict = canary.check(version)
+    if not verdict.passed:
+        raise RuntimeError(f"wiring test, {when}: {verdict.reason}")
+
+
+def _span(values: Mapping[str, float]) -> str:
+    numbers = sorted(values.values())
+    if not numbers:
+        return "-"
+    low, high = f"{numbers[0]:.2f}", f"{numbers[-1]:.2f}"
+    return low if low == high else f"{low}..{high}"

@@ -1,0 +1,351 @@
+"""What runs inside vLLM's process: it takes publications from a folder and says what it took.
+
+This file alone depends on vLLM's internals; it was written against vLLM 0.32. ``serve_vllm``
+loads it by ``--worker-extension-cls primerl.weights.vllm.receiver.WeightReceiver`` and
+``--weight-transfer-config '{"backend": "primerl"}'``.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from primerl._digests import TensorDigest, digest_of, digest_of_all
+from primerl.weights.transports.broadcast_group import (
+    Communicator,
+    Later,
+    Place,
+    connect_nccl,
+    draw_place,
+)
+from primerl.weights.transports.folder_reader import FolderReader
+from primerl.weights.verification.readback import as_builtins
+from primerl.weights.vllm.handed_over import HandedOver
+from primerl.weights.vllm.preparation import GRACE_S, Preparation
+from primerl.weights.vllm.tensors_in_use import Readback, served_names, tied_parameters
+
+_JOIN_S = 300.0
+
+
+@dataclass
+class NothingAgreed(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class FolderUpdate(WeightTransferUpdateInfo):
+    """Which publication to load."""
+
+    folder: str
+    version: int
+
+
+@dataclass
+class BroadcastUpdate(WeightTransferUpdateInfo):
+    """Which tensors the trainer will broadcast, in order, and where its group meets."""
+
+    version: int
+    address: str
+    port: int
+    group: str
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
+    """Loads tensors of a checkpoint into vLLM's model, layer by layer, and notes what it did."""
+
+    init_info_cls = NothingAgreed
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # Taken before any reload, which parts tied tensors: a shared one counts once.
+        self._needed = {name for name, _ in self.model.named_parameters()}
+        self._tied = tied_parameters(self.model)
+        self._half_loaded = False
+        self._prepare_s = 0.0
+        self.preparation = Preparation()
+        self.receipt: dict[str, Any] = {"version": None, "seconds": {}}
+
+    def init_transfer_engine(self, init_info: NothingAgreed) -> None:
+        """Nothing to do: all that is needed comes with each update."""
+
+    def start_weight_update(self) -> None:
+        """Put the parameters of the checkpoint in the place of the packed ones."""
+        self._discard_half_loaded()
+        self._half_loaded = True
+        initialize_layerwise_reload(self.model)
+
+    def _load(
+        self, tensors: Iterable[tuple[str, Tensor]], expected: dict[str, TensorDigest] | None
+    ) -> dict[str, Any]:
+        """Hand tensors to the model; the receipt of what was handed over and what it reached.
+
+        Where nothing says what to expect, the trainer compares the receipt with what it sent.
+        """
+        taken: dict[str, TensorDigest] = {}
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                taken[name] = digest_of(tensor)
+                yield name, tensor
+
+        model: Any = self.model
+        handed = HandedOver(noted())
+        loaded = model.load_weights(handed)
+        expected = taken if expected is None else expected
+        receipt = {
+            "digest": digest_of_all(taken),
+            "tensors": len(taken),
+            "missing": sorted(expected.keys() - taken.keys()),
+            "unexpected": sorted(taken.keys() - expected.keys()),
+            "differing": sorted(n for n in taken.keys() & expected if taken[n] != expected[n]),
+            "unreached": self._unreached(loaded),
+        }
+        faults = {k: v for k, v in receipt.items() if isinstance(v, list) and v}
+        if faults:
+            raise RuntimeError(f"the weights did not arrive as they were published: {faults}")
+        # No fault yet: another rank may have what this one has no use for.
+        return {**receipt, "ignored": self._ignored(handed.ignored, taken)}
+
+    def _ignored(self, unused: list[str], taken: Iterable[str]) -> list[str]:
+        """Tensors that this worker did nothing with, or that another has taken the place of."""
+        if self.parallel_config.enable_expert_parallel:  # other workers may have those experts
+            unused = [name for name in unused if ".experts." not in name]
+        served = served_names(self.model, taken)
+        for names in self._tied:
+            several = [served[name] for name in names if name in served]
+            unused = unused + several[1:]
+        return sorted(set(unused))
+
+    def _unreached(self, loaded: set[str] | None) -> list[str]:
+        """Parameters of the model that no tensor reached, as far as the model tells."""
+        unreached = set()
+        if loaded is not None and self.model_config.quantization is None:
+            unreached = self._needed - loaded
+        for name, module in self.model.named_modules():
+            info = get_layerwise_info(module)
+            # A vocabulary is padded, so a part of it is never loaded.
+            incomplete = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
+            if incomplete and not isinstance(module, VocabParallelEmbedding):
+                unreached.add(f"{name} ({info.load_numel} of {info.load_numel_total})")
+        return sorted(unreached)
+
+    def finish_weight_update(self) -> None:
+        """Pack the loaded parameters for inference."""
+        if self.receipt["version"] is None:
+            self._discard_half_loaded()  # started, and never sent: see WeightReceiver
+            return
+        started = time.perf_counter()
+        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        self._repack_tied_head(self.model)
+        self._repack_experts(self.model)
+        self._half_loaded = False
+        self._release()
+        self.receipt["seconds"]["finish"] = time.perf_counter() - started
+
+    def _discard_half_loaded(self) -> None:
+        """Take back an update that was interrupted between start and finish.
+
+        Its buffered tensors would count as loaded in the next update and be used in place of
+        those. Layers that it completed keep its weights, until the next update.
+        """
+        if not self._half_loaded:
+            return
+        for module in self.model.modules():
+            info = get_layerwise_info(module)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = 0
+        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        self._half_loaded = False
+        self._release()
+
+    def _repack_tied_head(self, model: nn.Module) -> None:
+        """On the CPU a head that is tied to the embedding keeps its old packed copy (vLLM 0.32)."""
+        for module in model.modules():
+            if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+    def _repack_experts(self, model: nn.Module) -> None:
+        """On the CPU reloaded experts are read as if they were packed (vLLM 0.32)."""
+        if self.device.type != "cpu":
+            return
+        for module in model.modules():
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if isinstance(module, RoutedExperts) and kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(module)
+
+    def _release(self) -> None:
+        """An update is over, well or not."""
+
+
+class FolderTransfer(LayerwiseTransfer):
+    """Takes publications from a folder (backend ``"primerl"``)."""
+
+    update_info_cls = FolderUpdate
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._reader: FolderReader | None = None
+
+    def prepare(self, update: FolderUpdate) -> dict[str, Any]:
+        """Fetch and check a publication while the engine goes on generating."""
+        started = time.perf_counter()
+        folder = Path(update.folder)
+        if self._reader is None or self._reader.folder != folder:
+            self.shutdown()
+            self._reader = FolderReader(folder)
+        manifest = self._reader.fetch(update.version)
+        self._prepare_s = time.perf_counter() - started
+        return {"version": manifest.version, "kind": manifest.kind, "seconds": self._prepare_s}
+
+    def receive_weights(self, update_info: FolderUpdate) -> None:
+        """Load the prepared publication; refuse one that does not arrive as it was published."""
+        if self._reader is None:
+            raise RuntimeError("prepare_weights was not called before update_weights")
+        started = time.perf_counter()
+        self.receipt = {"version": None, "seconds": {}}
+        manifest, tensors = self._reader.open(update_info.version)
+        try:
+            receipt = self._load(tensors.items(), manifest.tensors)
+        except BaseException:  # held no longer than the load, however it ends
+            self._reader.release(distrust=True)
+            raise
+        seconds = {"prepare": self._prepare_s, "load": time.perf_counter() - started}
+        self.receipt = {**receipt, "version": manifest.version, "seconds": seconds}
+
+    def _release(self) -> None:
+        if self._reader is not None:
+            self._reader.release()
+
+    def shutdown(self) -> None:
+        """Let go of the host's copy; the last one to do so removes it."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+class BroadcastTransfer(LayerwiseTransfer):
+    """Takes tensors that the trainer broadcasts by NCCL (backend ``"primerl_nccl"``)."""
+
+    update_info_cls = BroadcastUpdate
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._group: str | None = None
+        self._communicator: Communicator | None = None
+
+    def _connect(self, place: Place) -> Communicator:
+        return connect_nccl(place, self.device)
+
+    def prepare(self, update: BroadcastUpdate) -> dict[str, Any]:
+        """Join the trainer's group, if it is a new one."""
+        started = time.perf_counter()
+        if self._group != update.group:
+            self.shutdown()
+            place = draw_place(update.address, update.port, timeout_s=_JOIN_S)
+            joining = Later(lambda: self._connect(place), what="connecting to the trainer by NCCL")
+            self._communicator = joining.result(timeout_s=_JOIN_S)
+            self._group = update.group
+        self._prepare_s = time.perf_counter() - started
+        return {"version": update.version, "kind": "full", "seconds": self._prepare_s}
+
+    def receive_weights(self, update_info: BroadcastUpdate) -> None:
+        """Load the tensors that the trainer broadcasts, as they come."""
+        if self._communicator is None:
+            raise RuntimeError("prepare_weights was not called before update_weights")
+        started = time.perf_counter()
+        self.receipt = {"version": None, "seconds": {}}
+        receipt = self._load(self._received(self._communicator, update_info), None)
+        seconds = {"prepare": self._prepare_s, "load": time.perf_counter() - started}
+        self.receipt = {**receipt, "version": update_info.version, "seconds": seconds}
+
+    def _received(
+        self, communicator: Communicator, update: BroadcastUpdate
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, dtype, shape in zip(update.names, update.dtypes, update.shapes, strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            communicator.broadcast(tensor, src=0)
+            yield name, tensor
+
+    def shutdown(self) -> None:
+        """Leave the trainer's group."""
+        if self._communicator is not None:
+            self._communicator.destroy()
+            self._communicator = self._group = None
+
+
+class WeightReceiver:
+    """Methods that vLLM's workers get, called through ``/collective_rpc``."""
+
+    model_runner: Any
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+
+    def prepare_weights(
+        self, update: dict[str, Any], ticket: str, timeout_s: float = GRACE_S
+    ) -> dict[str, Any]:
+        """Fetch and check an update while the engine goes on; repair an interrupted one.
+
+        It is done in a thread: ``{"prepared": False}`` says to call again with the same
+        ``ticket``, which calls that are to begin anew do not share.
+
+        Raises:
+            ValueError: the publication is missing, damaged or does not follow from its parent.
+            RuntimeError: it was to be prepared within ``timeout_s``, longer than a question takes.
+        """
+        transfer = self.weight_transfer_engine
+        if self._weight_update_active:  # its trainer went away between start and finish
+            transfer.receipt = {"version": None, "seconds": {}}
+            self.finish_weight_update()  # type: ignore[attr-defined]
+        info = transfer.parse_update_info(update)
+        preparation: Preparation = transfer.preparation
+        found = preparation.ask(ticket, lambda: transfer.prepare(info), timeout_s=timeout_s)
+        if found is None and timeout_s > GRACE_S:
+            raise RuntimeError(f"the update was not prepared within {timeout_s:g} s")
+        return {"prepared": found is not None, **(found or {})}
+
+    def served_dtype(self) -> str:
+        """The dtype that the model computes in, such as ``"bfloat16"``."""
+        runner: Any = self.model_runner
+        return str(runner.model_config.dtype).removeprefix("torch.")
+
+    def served_vocab_size(self) -> dict[str, int]:
+        """The number of token ids of the model, in a mapping: vLLM would send a number as text."""
+        runner: Any = self.model_runner
+        return {"vocab_size": int(runner.model_config.get_vocab_size())}
+
+    def read_weights(self, names: list[str], turn: int = 0) -> list[dict[str, Any]]:
+        """Digests of what this worker computes with, for the published tensors ``names``."""
+        return as_builtins(Readback(self.model_runner.model, names, turn=turn).readings())
+
+    def weight_receipt(self) -> dict[str, Any]:
+        """What the last update handed to this worker's model: version, digest, seconds."""
+        receipt: dict[str, Any] = self.weight_transfer_engine.receipt
+        return receipt
+
+
+for _name, _engine in (("primerl", FolderTransfer), ("primerl_nccl", BroadcastTransfer)):
+    with contextlib.suppress(ValueError):  # a subclass's module was loaded first, and this again
+        WeightTransferEngineFactory.register_engine(_name, _engine)

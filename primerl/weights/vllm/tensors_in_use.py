@@ -1,0 +1,219 @@
+"""What vLLM's model computes with, read back part by part; it runs inside vLLM's process.
+
+Written against vLLM 0.32, like ``vllm_receiver``. Where vLLM keeps a tensor as it was loaded, all
+of its bytes are read. Where it keeps a packed copy instead (linear layers and heads on the CPU),
+the layer itself is asked: applied to the unit vector ``e_j`` it gives column j of its weight
+exactly, since all other terms are zero. Some columns are asked for, others each time. Experts that
+are packed are compared by their elements in any order.
+
+What it cannot relate to a published tensor is left out, and the trainer says so: quantized layers,
+fused tensors that are published as one, experts divided over ranks.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+from primerl.weights.verification.readback import Part, Reading, reading_of, rearranged_reading
+
+COLUMNS = 16  # that a packed layer is asked for
+MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+def served_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Published names by vLLM's own, before it merges layers."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return {name: name for name in names}
+    mapper = replace(mapper, orig_to_new_stacked={})
+    served = {mapper.map_name(name): name for name in names}
+    return {name: published for name, published in served.items() if name is not None}
+
+
+def tied_parameters(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several, such as a head tied to the embedding."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+class Readback:
+    """Readings of a model's tensors.
+
+    Args:
+        model: vLLM's.
+        names: of the published tensors.
+        turn: which columns are asked for of packed layers; count it up.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], *, turn: int) -> None:
+        self._model: Any = model
+        self._turn = turn
+        self._published = served_names(model, names)
+        self._merged = MERGED | dict(getattr(model, "packed_modules_mapping", None) or {})
+
+    @torch.inference_mode()
+    def readings(self) -> Iterator[Reading]:
+        """All that can be related to a published tensor."""
+        for path, module in self._model.named_modules(remove_duplicate=False):
+            if isinstance(module, RoutedExperts):
+                yield from self._experts(path, module)
+            elif isinstance(module, VocabParallelEmbedding):
+                yield from self._vocabulary(path, module)
+            elif isinstance(module, LinearBase):
+                yield from self._linear(path, module)
+            else:
+                yield from self._plain(path, module)
+
+    def _plain(self, path: str, module: nn.Module) -> Iterator[Reading]:
+        """A norm, a router's bias: parameters and buffers under their own name."""
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in tensors:
+            published = self._published.get(f"{path}.{name}".removeprefix("."))
+            if published is not None:
+                yield reading_of(tensor, Part(name=published))
+
+    # ---- linear layers ----
+
+    def _linear(self, path: str, module: Any) -> Iterator[Reading]:
+        if not isinstance(module.quant_method, UnquantizedLinearMethod):
+            return
+        columns = _input_columns(module)
+        for name, here, there in self._rows(path, module):
+            weight = self._published.get(f"{name}.weight")
+            if weight is not None:
+                yield from self._matrix(module, weight, here, there, columns)
+            bias = self._published.get(f"{name}.bias")
+            if bias is not None and getattr(module, "bias", None) is not None:
+                yield reading_of(module.bias[slice(*here)], Part(name=bias, rows=there))
+
+    def _rows(self, path: str, module: Any) -> Iterator[tuple[str, Any, Any]]:
+        """For each published layer that this one holds: its name, its rows here and there."""
+        prefix, _, last = path.rpartition(".")
+        if isinstance(module, QKVParallelLinear | MergedColumnParallelLinear):
+            names = self._merged.get(last, [])
+            if len(names) != len(module.output_partition_sizes):
+                return  # published as one, in an order of its own
+            ranks = [module.tp_rank] * len(names)
+            if isinstance(module, QKVParallelLinear):  # keys and values may be on several ranks
+                shared = module.tp_rank // module.num_kv_head_replicas
+                ranks[1:] = [shared] * (len(names) - 1)
+            start = 0
+            for name, size, rank in zip(names, module.output_partition_sizes, ranks, strict=True):
+                here, there = (start, start + size, 1), (rank * size, (rank + 1) * size, 1)
+                yield f"{prefix}.{name}".removeprefix("."), here, there
+                start += size
+        elif isinstance(module, ColumnParallelLinear):
+            size, rank = module.output_partition_sizes[0], module.tp_rank
+            yield path, (0, size, 1), (rank * size, (rank + 1) * size, 1)
+        elif isinstance(module, RowParallelLinear | ReplicatedLinear):
+            size = module.output_size
+            yield path, (0, size, 1), (0, size, 1)
+
+    def _matrix(
+        self, module: Any, name: str, here: Any, there: Any, columns: tuple[int, int]
+    ) -> Iterator[Reading]:
+        """The rows ``here`` of a layer's weight: rows ``there``, ``columns`` of the published."""
+        first, last = columns
+        width = last - first
+        weight = module.weight
+        if weight.numel():
+            part = Part(name=name, rows=there, columns=(first, last, 1))
+            yield reading_of(weight[slice(*here), :width], part)
+            return
+        chosen = self._chosen(width)
+        asked = _columns(module, weight, width, chosen)[slice(*here)]
+        start, _, step = chosen
+        yield reading_of(asked, Part(name=name, rows=there, columns=(first + start, last, step)))
+
+    def _chosen(self, width: int) -> tuple[int, int, int]:
+        step = max(1, width // COLUMNS)
+        return self._turn % step, width, step
+
+    # ---- embeddings and heads ----
+
+    def _vocabulary(self, path: str, module: Any) -> Iterator[Reading]:
+        if not isinstance(module.quant_method, UnquantizedEmbeddingMethod):
+            return
+        shard = module.shard_indices
+        there = (shard.org_vocab_start_index, shard.org_vocab_end_index, 1)
+        count = there[1] - there[0]
+        name = self._published.get(f"{path}.weight")
+        is_head = name is None or isinstance(module, ParallelLMHead)
+        name = name or self._embedding()  # to which the trainer's head is tied
+        if name is None:
+            return
+        width = module.embedding_dim
+        if module.weight.numel():
+            yield reading_of(module.weight[:count], Part(name=name, rows=there))
+        if is_head and hasattr(module, "cpu_linear"):
+            chosen = self._chosen(width)
+            asked = _columns(module, module.weight, width, chosen)[:count]
+            yield reading_of(asked, Part(name=name, rows=there, columns=chosen))
+        bias = self._published.get(f"{path}.bias")
+        if bias is not None and getattr(module, "bias", None) is not None:
+            yield reading_of(module.bias[:count], Part(name=bias, rows=there))
+
+    def _embedding(self) -> str | None:
+        """The published name of the embedding of tokens, if there is exactly one."""
+        names = [
+            self._published[f"{path}.weight"]
+            for path, module in self._model.named_modules()
+            if isinstance(module, VocabParallelEmbedding)
+            and not isinstance(module, ParallelLMHead)
+            and f"{path}.weight" in self._published
+        ]
+        return names[0] if len(names) == 1 else None
+
+    # ---- experts ----
+
+    def _experts(self, path: str, module: Any) -> Iterator[Reading]:
+        whole = module.local_num_experts == module.global_num_experts
+        if module.quant_config is not None or not whole or module.moe_config.tp_size != 1:
+            return
+        base = path.removesuffix(".routed_experts")
+        gate, up = module.ckpt_gate_proj_name, module.ckpt_up_proj_name
+        merged = [name for name in (gate, up) if name is not None]
+        for index in range(module.local_num_experts):
+            for own, names in (("w13", merged), ("w2", [module.ckpt_down_proj_name])):
+                for kind in ("weight", "bias"):
+                    tensor = getattr(module, f"{own}_{kind}", None)
+                    published = [self._published.get(f"{base}.{index}.{n}.{kind}") for n in names]
+                    found = [Part(name=name) for name in published if name is not None]
+                    if tensor is not None and len(found) == len(names):
+                        yield rearranged_reading(tensor[index], found)
+
+
+def _input_columns(module: Any) -> tuple[int, int]:
+    """The columns of the published weight that a layer has on this rank."""
+    width = getattr(module, "input_size_per_partition", module.input_size)
+    first = module.tp_rank * width if isinstance(module, RowParallelLinear) else 0
+    return first, first + width
+
+
+def _columns(module: Any, weight: Tensor, width: int, chosen: tuple[int, int, int]) -> Tensor:
+    """Columns of the weight that a layer computes with, by applying it to unit vectors."""
+    indices = torch.arange(*chosen, device=weight.device)
+    units = torch.zeros(len(indices), width, dtype=weight.dtype, device=weight.device)
+    units[torch.arange(len(indices), device=weight.device), indices] = 1
+    found: Tensor = module.quant_method.apply(module, units, bias=None)
+    return found.T

@@ -1,0 +1,212 @@
+"""The kernels behind packed and context-parallel attention, against a masked softmax."""
+
+import inspect
+import itertools
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primerl import loss, testing
+from primerl.attention import documents as spans
+from primerl.attention.documents import Document, Span, attend, lay_out
+from primerl.attention.packed import find_documents
+
+
+def tensors(rows, keys, *, heads=4, kv_heads=2, width=8, value_width=8, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(rows + 100 * keys)
+    shapes = [(rows, heads, width), (keys, kv_heads, width), (keys, kv_heads, value_width)]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def by_mask(query, key, value, some, *, scaling=None):
+    """The definition, over all queries and keys at once."""
+    mask = torch.zeros(len(query), len(key), dtype=torch.bool)
+    for one in some:
+        keys = [row for begin, end in one.keys for row in range(begin, end)]
+        for row in range(one.begin, one.end):
+            mask[row, keys[: len(keys) - (one.end - 1 - row)]] = True
+    copies = query.shape[1] // key.shape[1]
+    k, v = (x.repeat_interleave(copies, dim=1) for x in (key, value))
+    scores = torch.einsum("ihd,jhd->hij", query, k) * (scaling or query.shape[-1] ** -0.5)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    return torch.einsum("hij,jhd->ihd", weights, v)
+
+
+@st.composite
+def parts_of_documents(draw):
+    """Spans of queries end to end, and how many rows keys have."""
+    found, queries, keys = [], 0, 0
+    for _ in range(draw(st.integers(1, 6))):
+        length, before = draw(st.integers(1, 5)), draw(st.integers(0, 4))
+        ranges = ((keys, keys + before + length),)
+        if keys and draw(st.booleans()):
+            begin = draw(st.integers(0, keys - 1))
+            ranges = ((begin, draw(st.integers(begin + 1, keys))), *ranges)
+        found.append(Span(queries, queries + length, ranges))
+        queries, keys = queries + length, keys + before + length
+    return tuple(found), keys
+
+
+def test_the_keys_of_a_document_are_its_own_and_those_it_shares():
+    assert Document(5, 8).keys == ((5, 8),)
+    branch = Document(5, 8, ((0, 1), (3, 4)))
+    assert branch.keys == ((0, 1), (3, 4), (5, 8))
+    assert (branch.shared, branch.length) == (2, 5)
+
+
+def test_a_document_continues_the_one_before_it_along_the_tree():
+    """0 1 2 3, from which 2' 3' branch, from which 3'' 4'' do; then 1* from the very first."""
+    position_ids = torch.tensor([0, 1, 2, 3, 2, 3, 3, 4, 1, 2, 0])
+
+    assert find_documents(position_ids) == (
+        Document(0, 4),
+        Document(4, 6, ((0, 2),)),
+        Document(6, 8, ((0, 2), (4, 5))),
+        Document(8, 10, ((0, 1),)),
+        Document(10, 11),
+    )
+
+
+@given(parts_of_documents(), st.sampled_from([None, 0.3]))
+def test_spans_attend_as_under_a_mask(case, scaling):
+    some, keys = case
+    q, k, v = tensors(some[-1].end, keys, value_width=4)
+
+    ours = attend(q, k, v, lay_out(some), scaling=scaling)
+    expected = by_mask(q, k, v, some, scaling=scaling)
+
+    torch.testing.assert_close(ours, expected)
+    weight = torch.linspace(-1, 1, ours.numel(), dtype=torch.float64).view_as(ours)
+    for mine, other in zip(
+        torch.autograd.grad((ours * weight).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, other)
+
+
+def test_a_rank_may_attend_for_no_row():
+    q, k, v = tensors(0, 5)
+
+    ours = attend(q, k, v, lay_out(()))
+
+    assert ours.shape == (0, 4, 8)
+    assert torch.autograd.grad(ours.sum(), k)[0].eq(0).all()
+
+
+@given(parts_of_documents())
+def test_where_dropout_is_computed_too_spans_attend_as_under_a_mask(case):
+    some, keys = case
+    q, k, v = tensors(some[-1].end, keys, value_width=4)
+
+    ours = spans._attend_by_length(q, k, v, lay_out(some), 8**-0.5, 0.0)
+
+    torch.testing.assert_close(ours, by_mask(q, k, v, some))
+
+
+CALLS = []
+
+
+def kernel_of_torch_2_13(
+    query, key, value, query_ends, key_ends, longest, longest_keys, *, scale=None,
+    window_size=(-1, -1), enable_gqa=False,
+):  # fmt: skip
+    """What ``varlen_attn`` computes, on a CPU."""
+    assert window_size == (-1, 0)
+    assert query.shape[2] == key.shape[2] == value.shape[2]
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert query_ends.dtype == key_ends.dtype == torch.int32
+    ends, ends_k = query_ends.tolist(), key_ends.tolist()
+    assert longest == max(np.diff(ends))
+    assert longest_keys == max(np.diff(ends_k))
+    CALLS.append(key.data_ptr())
+    queries, keys = itertools.pairwise(ends), itertools.pairwise(ends_k)
+    some = [Span(*own, (seen,)) for own, seen in zip(queries, keys, strict=True)]
+    return by_mask(query, key, value, some, scaling=scale)
+
+
+def kernel_of_torch_2_11(
+    query, key, value, query_ends, key_ends, longest, longest_keys, is_causal=False, scale=None
+):
+    assert is_causal
+    return kernel_of_torch_2_13(
+        query, key, value, query_ends, key_ends, longest, longest_keys, scale=scale,
+        window_size=(-1, 0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", [kernel_of_torch_2_13, kernel_of_torch_2_11])
+@given(case=parts_of_documents(), value_width=st.sampled_from([4, 8, 12]))
+def test_the_kernel_of_gpus_gets_what_it_needs(kernel, case, value_width):
+    some, keys = case
+    q, k, v = tensors(some[-1].end, keys, value_width=value_width)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans, "varlen_attn", kernel)
+        patch.setattr(spans, "_KNOWN_TO_KERNEL", inspect.signature(kernel).parameters)
+        ours = spans._attend_end_to_end(q, k, v, lay_out(some), 8**-0.5)
+
+    torch.testing.assert_close(ours, by_mask(q, k, v, some))
+
+
+def test_documents_end_to_end_are_one_call_without_a_copy(monkeypatch):
+    monkeypatch.setattr(spans, "varlen_attn", kernel_of_torch_2_13)
+    monkeypatch.setattr(spans, "_KNOWN_TO_KERNEL", {"window_size", "enable_gqa"})
+    some = (Document(0, 5), Document(5, 6), Document(6, 9))
+    q, k, v = tensors(9, 9)
+    CALLS.clear()
+
+    spans._attend_end_to_end(q, k, v, lay_out(some), 8**-0.5)
+
+    assert CALLS == [k.data_ptr()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("width", "value_width"), [(64, 64), (192, 128), (128, 128)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_gpu_computes_what_a_cpu_does(dtype, width, value_width, shared, monkeypatch):
+    by_kernel = mock.Mock(wraps=spans._attend_end_to_end)
+    monkeypatch.setattr(spans, "_attend_end_to_end", by_kernel)
+    last = Document(300, 420, ((0, 150),)) if shared else Document(300, 420)
+    some = (Document(0, 299), Document(299, 300), last)
+    exact = tensors(420, 420, width=width, value_width=value_width)
+    rounded = [x.detach().to("cuda", dtype).requires_grad_() for x in exact]
+
+    expected, ours = attend(*exact, lay_out(some)), attend(*rounded, lay_out(some, "cuda"))
+    expected.sum().backward()
+    ours.sum().backward()
+
+    assert by_kernel.called
+    torch.testing.assert_close(ours.cpu().double(), expected, atol=2e-2, rtol=2e-2)
+    for mine, other in zip(rounded, exact, strict=True):
+        torch.testing.assert_close(mine.grad.cpu().double(), other.grad, atol=5e-2, rtol=5e-2)
+
+
+def test_a_model_that_does_not_pass_on_where_documents_lie_is_refused():
+    model = testing.tiny_model("moshi", audio_vocab_size=8)
+    ids, positions = torch.tensor([5, 6, 7, 8]), torch.tensor([0, 1, 0, 1])
+
+    with pytest.raises(ValueError, match="is not given the documents that its model was called"):
+        loss.model_logprobs(model, ids, positions, ids)
+    assert loss.model_logprobs(model, ids, torch.arange(4), ids).shape == (4,)
+
+
+def test_a_model_that_attends_to_later_tokens_is_refused():
+    ids, positions = torch.tensor([5, 6, 7, 8]), torch.tensor([0, 1, 0, 1])
+
+    with pytest.raises(ValueError, match="attends to later tokens too"):
+        loss.model_logprobs(testing.tiny_model("bert"), ids, positions, ids)
+
+
+def test_a_model_that_takes_no_positions_is_refused():
+    ids, positions = torch.tensor([5, 6, 7, 8]), torch.tensor([0, 1, 0, 1])
+
+    with pytest.raises(ValueError, match="bart takes no position_ids"):
+        loss.model_logprobs(testing.tiny_model("bart"), ids, positions, ids)

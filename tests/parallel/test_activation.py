@@ -1,0 +1,178 @@
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from primerl import loss, parallel, testing
+from primerl._forward_passes import recomputing
+from primerl.parallel import activation
+
+IDS = torch.randint(2, 60, (48,), generator=torch.Generator().manual_seed(0))
+POSITIONS = torch.cat([torch.arange(20), torch.arange(28)])
+WAYS = [{}, {"selective": True}, {"every": 2}, {"offload": True}, {"every": 2, "offload": True}]
+
+
+@pytest.fixture(autouse=True)
+def small_activations_too(monkeypatch):
+    monkeypatch.setattr(activation, "SMALLEST_OFFLOADED", 1)
+
+
+def train(model):
+    """The loss, the gradients, and how many bytes were kept for the backward pass."""
+    kept, parameters = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        value = -loss.model_logprobs(model, IDS, POSITIONS, IDS.roll(-1)).sum()
+    value.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return value, gradients, sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("how", WAYS, ids=str)
+def test_gradients_are_the_same_to_the_bit(family, how):
+    value, gradients, kept = train(testing.tiny_model(family, num_hidden_layers=4))
+    model = parallel.recompute(testing.tiny_model(family, num_hidden_layers=4), **how)
+    again, others, less = train(model)
+
+    assert torch.equal(value, again)
+    assert len(gradients) == len(others)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
+    assert less < (0.7 if how.get("every") else 0.15) * kept
+
+
+def test_of_each_layer_its_input_is_kept():
+    """hidden_size floats for each token and layer, and as much around the layers each time."""
+    kept = {
+        layers: train(parallel.recompute(testing.tiny_model("llama", num_hidden_layers=layers)))[2]
+        for layers in (2, 5)
+    }
+
+    assert kept[5] - kept[2] == 3 * IDS.numel() * 32 * 4
+
+
+def test_what_is_offloaded_leaves_the_graph():
+    model = parallel.recompute(testing.tiny_model("llama"), offload=True)
+
+    assert train(model)[2] == 0  # an outer hook sees nothing of it
+
+
+def test_parameters_are_not_offloaded():
+    model = testing.tiny_model("llama")
+    weight = model.lm_head.weight
+
+    assert not activation._is_activation(weight)
+    assert not activation._is_activation(weight.T)
+    assert activation._is_activation(torch.zeros(4))
+
+
+def products(model):
+    """How often each operation runs in forward and backward."""
+    counts = {}
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            counts[function.name()] = counts.get(function.name(), 0) + 1
+            return function(*args, **(kwargs or {}))
+
+    with Count():
+        train(model)
+    return counts
+
+
+def test_selective_recomputation_repeats_no_product_no_attention_and_no_choice_of_experts():
+    plain, full, selective = (
+        products(parallel.recompute(model, **how) if how is not None else model)
+        for how in (None, {}, {"selective": True})
+        for model in [testing.tiny_model("qwen3_moe")]
+    )
+    dear = [
+        "aten::mm",
+        "aten::_grouped_mm",
+        "aten::topk",
+        "primerl::attend",
+    ]
+    assert all(plain[name] == selective[name] < full[name] for name in dear)
+    assert plain["aten::silu"] < selective["aten::silu"]
+
+
+def test_code_can_tell_that_it_runs_again():
+    model = parallel.recompute(testing.tiny_model("llama"))
+    seen = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: seen.append(recomputing()))
+
+    train(model)
+
+    assert seen == [False, True]
+    assert not recomputing()
+
+
+def test_without_gradients_nothing_is_kept_or_recomputed():
+    model = parallel.recompute(testing.tiny_model("llama"), offload=True)
+    expected = loss.model_logprobs(testing.tiny_model("llama"), IDS, POSITIONS, IDS.roll(-1))
+
+    with torch.no_grad():
+        logprobs = loss.model_logprobs(model, IDS, POSITIONS, IDS.roll(-1))
+
+    assert torch.equal(logprobs, expected)
+
+
+def test_a_failure_within_the_model_leaves_no_hooks_behind():
+    model = parallel.recompute(testing.tiny_model("llama"), offload=True)
+    handle = model.model.norm.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(input_ids=IDS[None])
+    handle.remove()
+
+    x = torch.ones(3, requires_grad=True)
+    assert isinstance((x * x).grad_fn._saved_self, torch.Tensor)
+    assert torch.equal(train(model)[0], train(testing.tiny_model("llama"))[0])
+
+
+def test_ranks_recompute_exactly_and_in_the_same_order(optimized):
+    """With ep=2; within the recomputation, experts' tokens are exchanged again, or not."""
+    for found in optimized:
+        ways = found["recomputed"]
+        assert all(way["equal"] for way in ways.values())
+        assert ways["kept"] == ways["selective"]
+        for name, again in (("full", 6), ("offloaded", 6), ("every second", 3)):
+            assert ways[name]["all"] == ways["kept"]["all"] + again
+
+
+def test_after_sharding_it_is_refused(optimized):
+    for found in optimized:
+        assert "sharded already" in found["refused"]
+        assert "recompute -> shard -> compile" in found["refused"]
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "message"),
+    [
+        (lambda: testing.tiny_model("llama").eval(), {}, "call model.train\\(\\) first"),
+        (lambda: testing.tiny_model("llama"), {"every": 0}, "every is 0"),
+        (lambda: torch.nn.Linear(2, 2), {}, "expected a model of transformers"),
+    ],
+)
+def test_what_would_not_work_is_refused(model, how, message):
+    with pytest.raises(ValueError, match=message):
+        parallel.recompute(model(), **how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", WAYS, ids=str)
+def test_on_a_gpu(how):
+    torch.manual_seed(0)
+    model = testing.tiny_model("llama", num_hidden_layers=4).cuda()
+    other = parallel.recompute(testing.tiny_model("llama", num_hidden_layers=4).cuda(), **how)
+    ids, positions = IDS.cuda(), POSITIONS.cuda()
+    for one in (model, other):
+        for _ in range(3):
+            (-loss.model_logprobs(one, ids, positions, ids.roll(-1)).sum()).backward()
+
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)

@@ -1,0 +1,19 @@
+"""Compiled models, in a pytest without checks of types, which can't be traced."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = Path(__file__).parents[1] / "ranks/compiled_models.py"
+
+
+def test_few_compilations_serve_every_pack_and_compute_what_eager_models_do():
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    assert "8 passed" in run.stdout

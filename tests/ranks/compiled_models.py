@@ -1,0 +1,132 @@
+"""Run by test_compiled.py: few compilations serve every pack, and gradients stay equal."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo
+
+from primerl import loss, parallel, testing
+
+# While it traces, torch warns itself of what it does.
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Backend:
+    """Counts what is compiled; dynamo's part and, unless it is "eager", autograd's are real."""
+
+    def __init__(self, name):
+        self.compile, self.graphs = torch._dynamo.lookup_backend(name), 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return self.compile(graph, inputs)
+
+
+def random_packs(count, *, longest=12):
+    """Token ids and positions of packs: some documents continue the one before."""
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        positions = np.arange(rng.integers(2, longest))  # a tensor of one row is traced apart
+        for _ in range(rng.integers(0, 6)):
+            begin = int(rng.integers(0, positions[-1] + 2)) if rng.random() < 0.4 else 0
+            begin = min(begin, longest - 1)
+            positions = np.append(positions, np.arange(begin, rng.integers(begin, longest) + 1))
+        ids = rng.integers(4, 30, len(positions))
+        yield torch.from_numpy(ids), torch.from_numpy(positions)
+
+
+def compiled(model, whole, backend):
+    if whole == "layers":
+        for layer in model.model.layers:
+            layer.compile(backend=backend, fullgraph=True)
+    elif whole == "in place":
+        model.compile(backend=backend, fullgraph=True)
+    else:
+        return torch.compile(model, backend=backend, fullgraph=True)
+    return model
+
+
+def train(model, ids, positions):
+    """Logprobs and entropies, and the gradients that they have."""
+    model.zero_grad()
+    found = loss.model_logprobs_and_entropy(
+        model, ids, positions, ids.roll(-1), rows=torch.arange(len(ids)) % 3 > 0
+    )
+    sum(x.sum() for x in found).backward()
+    return [*found, *(x.grad for x in model.parameters() if x.grad is not None)]
+
+
+def of_kind(family, how=None, **config):
+    torch.manual_seed(0)
+    model = testing.tiny_model(family, **config).train()
+    return parallel.recompute(model, **how) if how is not None else model
+
+
+@pytest.mark.parametrize("whole", ["layers", "in place", "model"])
+def test_two_compilations_serve_fifty_packs(whole):
+    eager, backend = of_kind("qwen3"), Backend("eager")
+    model = compiled(of_kind("qwen3"), whole, backend)
+
+    for ids, positions in random_packs(50):
+        for ours, expected in zip(
+            train(model, ids, positions), train(eager, ids, positions), strict=True
+        ):
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+    assert 1 <= backend.graphs <= 2
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [("qwen3", None), ("qwen3", {}), ("qwen3", {"selective": True})],
+)
+def test_gradients_are_those_of_the_eager_model(family, how):
+    eager, backend = of_kind(family, how), Backend("aot_eager")
+    model = compiled(of_kind(family, how), "layers", backend)
+
+    for ids, positions in random_packs(4):
+        for ours, expected in zip(
+            train(model, ids, positions), train(eager, ids, positions), strict=True
+        ):
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+    assert backend.graphs <= (2 if how is None else 4)  # recomputation has graphs of its own
+
+
+def test_a_model_with_windows_computes_what_it_does_eagerly():
+    backend = Backend("eager")
+    model = compiled(of_kind("mistral", sliding_window=8), "layers", backend)
+    eager = of_kind("mistral", sliding_window=8)
+
+    for ids, positions in random_packs(12, longest=8):
+        for ours, expected in zip(
+            train(model, ids, positions), train(eager, ids, positions), strict=True
+        ):
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    assert backend.graphs <= 3  # one more, where the longest document is what varies
+
+
+def test_lengths_of_runs_and_of_packs_that_agree_are_told_apart():
+    """No two lengths that a graph was compiled for are taken for one because they were equal."""
+    backend = Backend("eager")
+    model = compiled(of_kind("llama"), "layers", backend)
+
+    for lengths in ([6, 6, 6], [3], [1], [2, 2, 5], [1] * 9, [4, 3, 2, 1]):
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        logprobs = loss.model_logprobs(model, positions + 4, positions, positions + 5)
+
+        ends = np.cumsum([0, *lengths])
+        for begin, end in pairwise(ends):
+            alone = positions[begin:end]
+            expected = loss.model_logprobs(of_kind("llama"), alone + 4, alone, alone + 5)
+            torch.testing.assert_close(logprobs[begin:end], expected, atol=1e-5, rtol=1e-5)
+    assert backend.graphs <= 3  # one row alone is a case of its own to torch

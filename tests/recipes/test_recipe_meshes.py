@@ -1,0 +1,42 @@
+"""A recipe whose ranks divide experts and rows learns what one process learns."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import torchrun
+
+from primerl import testing
+
+STEPS = 12
+ARGUMENTS = ["--steps", STEPS, "--groups-per-step", 8, "--group-size", 8, "--max-tokens", 8]
+ARGUMENTS += ["--lr", 0.01, "--eval-tasks", 2, "--pack-tokens", 256]
+
+
+def rewards(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["staleness_max"] <= 2 for line in lines)
+    assert lines[0]["mismatch_kl"] < 1e-9
+    return [line["reward"] for line in lines]
+
+
+def test_four_ranks_with_ep_2_and_cp_2_learn_the_curve_of_one_process(root, tmp_path):
+    tokenizer = testing.character_tokenizer("abcdefghijklmnop")
+    config = {"vocab_size": len(tokenizer), "hidden_size": 64, "num_experts": 8, "head_dim": 16}
+    testing.tiny_model("qwen3_moe", **config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    command = [root / "tests/helpers/edited_recipe.py", root / "recipes" / "async_grpo.py"]
+    command += ["--model", tmp_path / "model", *ARGUMENTS, "--run-dir"]
+
+    alone = [sys.executable, *map(str, [*command, tmp_path / "alone"])]
+    subprocess.run(alone, cwd=tmp_path, env={**os.environ}, check=True, timeout=400)
+    torchrun(*command, tmp_path / "ranks", "--ep", 2, "--cp", 2, ranks=4, cwd=tmp_path)
+
+    expected, ours = rewards(tmp_path / "alone"), rewards(tmp_path / "ranks")
+    assert expected[0] < 0.15
+    assert min(expected[-1], ours[-1]) > 0.8
+    # When rollouts see new weights is up to the clock, so not exactly.
+    assert ours == pytest.approx(expected, abs=0.25)
+    assert sum(ours) / STEPS == pytest.approx(sum(expected) / STEPS, abs=0.08)

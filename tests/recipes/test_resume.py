@@ -1,0 +1,233 @@
+"""The asynchronous recipe, told to stop and resumed: on two ranks, then on one."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from primerl import models, testing
+
+TIMEOUT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    tokenizer = testing.character_tokenizer("What is 0123456789+? Reply with the number only.")
+    model = testing.tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=256)
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    models.save_pretrained(model, folder, tokenizer=tokenizer)
+    return folder
+
+
+def command(root, model, folder, *, steps, ranks, more=()):
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    words = [*(launch if ranks > 1 else []), root / "tests/helpers/recipe_with_signal.py"]
+    words += [root / "recipes" / "async_grpo.py", "--model", model, "--steps", steps]
+    words += ["--groups-per-step", 2, "--group-size", 4, "--eval-tasks", 4, "--lr", 1e-3]
+    words += ["--save-every", 1000, "--resume" if folder.exists() else "--run-dir", folder, *more]
+    return [sys.executable, *map(str, words)]
+
+
+def steps_logged(folder):
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line)["step"] for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+
+
+def stop(arguments, folder, *, after, how):
+    """Run until ``after`` steps are logged, send a signal, and return the exit code and output."""
+    with (folder.parent / "output").open("w+") as output:
+        process = subprocess.Popen(arguments, stdout=output, stderr=output, cwd=folder.parent)
+        deadline = time.monotonic() + TIMEOUT_S
+        try:
+            while len(steps_logged(folder)) < after:
+                assert process.poll() is None, output.seek(0) or output.read()
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            os.kill(process.pid, how)
+            code = process.wait(TIMEOUT_S)
+        finally:
+            process.kill()
+        output.seek(0)
+        return code, output.read()
+
+
+@pytest.fixture(scope="module")
+def told(root, model, tmp_path_factory):
+    """What a run left at each stop: SIGTERM to torchrun of two ranks, SIGUSR1 to one process."""
+    folder, found = tmp_path_factory.mktemp("runs") / "run", []
+    for ranks, more, how in [(2, 3, signal.SIGTERM), (1, 2, signal.SIGUSR1)]:
+        arguments = command(root, model, folder, steps=10_000, ranks=ranks)
+        code, output = stop(arguments, folder, after=len(steps_logged(folder)) + more, how=how)
+        found.append(
+            {
+                "code": code,
+                "output": output,
+                "steps": steps_logged(folder),
+                "summary": json.loads((folder / "summary.json").read_text()),
+                "checkpoints": sorted(p.name for p in (folder / "checkpoints").iterdir()),
+            }
+        )
+    last = len(found[-1]["steps"])
+    subprocess.run(
+        command(root, model, folder, steps=last + 2, ranks=1),
+        check=True,
+        timeout=TIMEOUT_S,
+        capture_output=True,
+        cwd=folder.parent,
+    )
+    return folder, found
+
+
+def test_a_run_that_is_told_to_stop_saves_after_its_step(told):
+    _, (two, one) = told
+
+    for left in (two, one):
+        taken = len(left["steps"])
+        assert left["steps"] == list(range(taken)), left["output"]
+        assert left["summary"]["error"].startswith(f"Stopped: told to stop after step {taken}")
+        assert left["checkpoints"][-1] == f"step-{taken:08d}"
+        assert left["summary"]["steps"] == taken
+    assert two["code"] != 0  # torchrun's own
+    assert "stopped: " not in two["output"]  # no rank failed because of another
+    assert one["code"] == 143
+
+
+def test_a_run_that_is_resumed_goes_on_at_the_same_step_with_the_same_worker(told):
+    folder, (two, one) = told
+
+    assert len(one["steps"]) >= len(two["steps"]) + 2
+    steps = steps_logged(folder)
+    assert steps == list(range(len(one["steps"]) + 2))
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    trained = {(line["step"], line["task_id"]) for line in lines}
+    assert {step for step, _ in trained} == set(steps)
+    assert len({task for _, task in trained}) == len(trained)  # a new worker would begin again
+    staleness = {
+        line["step"] - version
+        for line in lines
+        for version, trained in zip(line["versions"], line["loss_mask"], strict=True)
+        if trained
+    }
+    assert min(staleness) >= 0
+    assert max(staleness) <= 2
+
+
+def test_the_summary_is_of_the_whole_run(told):
+    folder, (two, one) = told
+    summary = json.loads((folder / "summary.json").read_text())
+
+    assert summary["steps"] == len(one["steps"]) + 2
+    assert summary["wall_s"] > one["summary"]["wall_s"] > two["summary"]["wall_s"]
+    assert summary["eval_before"] == two["summary"]["eval_before"]
+    assert summary["eval_after"] is not None
+    assert "error" not in summary
+    assert summary["finished"]
+    assert (folder / "final" / "model.safetensors").is_file()
+
+
+def contents(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def resume(root, model, told, monkeypatch):
+    """Resume the finished run in this process, as ``command`` does; expect an error.
+
+    Returns what it says, once nothing in the folder has changed.
+    """
+    spec = importlib.util.spec_from_file_location("recipe", root / "recipes" / "async_grpo.py")
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    # a run is of the script that began it
+    monkeypatch.setattr("sys.argv", ["recipe_with_signal.py"])
+    folder, _ = told
+    usual = {"model": str(model), "groups_per_step": 2, "group_size": 4, "eval_tasks": 4}
+    usual |= {"lr": 1e-3, "steps": 10_000, "resume": str(folder)}
+
+    def refused(**changes):
+        before = contents(folder)
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            recipe.main(recipe.Args(**usual | changes))
+        assert contents(folder) == before
+        return str(error.value)
+
+    return refused
+
+
+def test_a_finished_run_is_not_trained_again(told, resume):
+    folder, _ = told
+    taken = len(steps_logged(folder))
+
+    assert resume(steps=taken).startswith(
+        f"{folder} is finished: it took its {taken} steps, and {taken} are planned. To train it "
+        "further, resume it with more steps"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "now", "begun"),
+    [
+        ("seed", 3, 0),
+        ("lr", 1e-4, 1e-3),
+        ("eval_tasks", 5, 4),
+        ("group_size", 8, 4),
+        ("groups_per_step", 3, 2),
+    ],
+)
+def test_a_resumed_run_keeps_its_tasks_and_what_its_checkpoint_decides(resume, name, now, begun):
+    said = resume(**{name: now})
+
+    assert f"was begun with {name}={begun}, and is resumed with {name}={now}" in said
+
+
+def test_another_script_s_run_is_not_resumed(resume, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["sync_grpo.py"])
+
+    assert "is a run of recipe_with_signal, and this is sync_grpo" in resume()
+
+
+def test_a_folder_with_another_s_metrics_is_not_resumed(resume, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "accuracy": 0.9}\n')
+
+    assert "has no checkpoint to resume from" in resume(resume=str(tmp_path))
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "accuracy": 0.9}\n'
+
+
+def test_a_run_is_not_begun_in_the_folder_of_another(told, resume):
+    folder, _ = told
+
+    assert "holds a run already" in resume(resume=None, run_dir=str(folder))
+
+
+def handles_sigterm(pid):
+    with open(f"/proc/{pid}/status") as file:
+        (caught,) = (line.split()[1] for line in file if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_told_to_stop_before_the_first_step_it_leaves_a_summary(root, model, tmp_path):
+    folder = tmp_path / "run"
+    arguments = command(root, model, folder, steps=10, ranks=1)
+    with (tmp_path / "output").open("w+") as output:
+        process = subprocess.Popen(arguments, stdout=output, stderr=output, cwd=tmp_path)
+        deadline = time.monotonic() + TIMEOUT_S
+        try:
+            while not ((folder / "args.json").exists() and handles_sigterm(process.pid)):
+                assert process.poll() is None, output.seek(0) or output.read()
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(TIMEOUT_S)
+        finally:
+            process.kill()
+
+    assert code != 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert "this process was told to stop (SIGTERM)" in summary["error"]
+    assert not summary["finished"]

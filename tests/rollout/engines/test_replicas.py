@@ -1,0 +1,208 @@
+"""Which replica gets a request, and what version an engine of several serves."""
+
+import os
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from primerl.rollout.engines.replicas import Replicas
+from primerl.rollout.engines.vllm.members import Members
+
+URLS = [f"http://r{n}" for n in range(5)]
+SESSIONS = [f"session-{n}" for n in range(200)]
+
+
+def serving(urls=URLS, version=1):
+    replicas = Replicas(urls)
+    for one in replicas:
+        replicas.heard(one, f"run-{version}", version)
+    return replicas
+
+
+def home(replicas, session):
+    return replicas.choose(session).url
+
+
+def test_a_replica_serves_once_it_holds_weights_of_this_run():
+    replicas = Replicas(URLS[:2], version=7)
+    first, second = replicas
+    assert replicas.choose() is None
+    replicas.heard(first, "default", None)
+    assert replicas.choose() is None
+    assert replicas.version == 7
+    assert "http://r0 is up, but its weights ('default')" in replicas.describe()
+    assert "http://r1 is down (not reached yet)" in replicas.describe()
+    replicas.heard(second, "run-8", 8)
+    assert replicas.choose() is second
+    assert replicas.version == 8
+    assert replicas.live() == [first, second]
+
+
+def test_requests_without_a_session_go_where_there_is_least_to_do():
+    replicas = serving(URLS[:3])
+    a, b, c = replicas
+    a.in_flight, b.in_flight, c.in_flight = 4, 2, 3
+    assert replicas.choose() is b
+    assert replicas.choose(avoid={b.url}) is c
+    assert replicas.choose(avoid={a.url, b.url, c.url}) is b, "all are avoided: the least loaded"
+
+
+def test_sessions_are_spread_evenly_and_stay():
+    replicas = serving()
+    homes = {session: home(replicas, session) for session in SESSIONS}
+    counts = [list(homes.values()).count(url) for url in URLS]
+    assert all(20 <= count <= 65 for count in counts), counts  # 40 of 200 each
+    assert {session: home(replicas, session) for session in SESSIONS} == homes
+
+
+def test_when_a_replica_leaves_only_its_own_sessions_move_and_come_back():
+    replicas = serving()
+    before = {session: home(replicas, session) for session in SESSIONS}
+    replicas.lost(replicas.get(URLS[2]), "killed")
+    during = {session: home(replicas, session) for session in SESSIONS}
+    assert URLS[2] not in during.values()
+    assert all(during[s] == url for s, url in before.items() if url != URLS[2])
+    replicas.heard(replicas.get(URLS[2]), "run-1", 1)
+    assert {session: home(replicas, session) for session in SESSIONS} == before
+    replicas.join("http://new")
+    replicas.heard(replicas.get("http://new"), "run-1", 1)
+    moved = {s for s in SESSIONS if home(replicas, s) != before[s]}
+    assert {home(replicas, s) for s in moved} == {"http://new"}
+
+
+def test_a_home_with_far_more_to_do_is_left():
+    replicas = serving(URLS[:2])
+    at_home = replicas.choose("chat")
+    other = next(one for one in replicas if one is not at_home)
+    at_home.in_flight, other.in_flight = 4, 0  # 4 <= 0 * 1.5 + 4
+    assert replicas.choose("chat") is at_home
+    at_home.in_flight = 5
+    assert replicas.choose("chat") is other
+    other.in_flight = 4  # 5 <= 4 * 1.5 + 4
+    assert replicas.choose("chat") is at_home
+
+
+def test_version_is_that_of_the_slowest_and_laggards_are_not_used():
+    replicas = serving(URLS[:2], version=4)
+    fast, slow = replicas
+    replicas.serves(fast, "run-8", 8)
+    assert replicas.version == 4, "one publication behind is used"
+    assert set(replicas.serving()) == {fast, slow}
+    replicas.serves(fast, "run-12", 12)
+    assert replicas.serving() == [fast], "two publications behind is not"
+    assert replicas.version == 12
+    replicas.heard(slow, "run-8", 8)
+    assert replicas.serving() == [fast], "12 was reported; older weights may not serve any more"
+    replicas.heard(slow, "run-12", 12)
+    assert set(replicas.serving()) == {fast, slow}
+
+
+def test_what_another_copy_saw_is_a_floor():
+    replicas = serving(URLS[:1], version=1)
+    (only,) = replicas
+    replicas.learn(2)
+    assert replicas.version == 2
+    assert replicas.choose() is None
+    replicas.heard(only, "run-2", 2)
+    assert replicas.choose() is only
+
+
+def test_news_that_overtake_each_other():
+    replicas = serving(URLS[:1], version=3)
+    (only,) = replicas
+    replicas.heard(only, "run-2", 2)
+    assert (only.version, only.label) == (3, "run-3")
+    assert replicas.heard(only, "failed", None), "what is in flight there is lost"
+    assert (only.version, only.label) == (None, "failed")
+    assert not replicas.heard(only, "failed", None)
+    replicas.lost(only, "killed")
+    assert (only.alive, only.version) == (False, None)
+
+
+def test_who_left_is_given_nothing_and_may_come_back():
+    replicas = serving(URLS[:2])
+    replicas.leave(URLS[0])
+    replicas.leave("http://unknown")
+    assert replicas.get(URLS[0]) is None
+    assert [one.url for one in replicas.serving()] == URLS[1:2]
+    again = replicas.join(URLS[0])
+    assert not again.alive
+    assert replicas.join(URLS[1]).alive, "who is there already stays as it is"
+
+
+@given(loads=st.lists(st.integers(0, 50), min_size=1, max_size=5), session=st.text(max_size=5))
+def test_no_session_overloads_its_home(loads, session):
+    replicas = serving(URLS[: len(loads)])
+    for one, load in zip(replicas, loads, strict=True):
+        one.in_flight = load
+    chosen = replicas.choose(session)
+    assert chosen.in_flight <= min(loads) * 1.5 + 4
+    assert replicas.choose().in_flight == min(loads)
+
+
+class Fleet(RuleBasedStateMachine):
+    """Servers that are updated in order, die and return; the rules that hold at any time."""
+
+    def __init__(self):
+        super().__init__()
+        self.replicas = Replicas(URLS[:3])
+        self.newest = 0
+        self.reported = 0
+
+    urls = st.sampled_from(URLS[:3])
+
+    @rule(step=st.integers(1, 3))
+    def publish(self, step):
+        self.newest += step
+
+    @precondition(lambda self: self.newest)
+    @rule(url=urls)
+    def update(self, url):
+        one = self.replicas.get(url)
+        self.replicas.heard(one, f"run-{self.newest}", self.newest)
+
+    @rule(url=urls)
+    def die(self, url):
+        self.replicas.lost(self.replicas.get(url), "killed")
+
+    @rule(url=urls)
+    def restart(self, url):
+        self.replicas.heard(self.replicas.get(url), "default", None)
+
+    @invariant()
+    def holds(self):
+        version = self.replicas.version
+        assert version >= self.reported, "the version never goes back"
+        self.reported = version
+        serving = self.replicas.serving()
+        assert all(one.alive and one.version >= version for one in serving)
+        assert not serving or min(one.version for one in serving) == version
+        chosen = self.replicas.choose("session")
+        assert (chosen is None) == (not serving)
+
+
+TestFleet = Fleet.TestCase
+
+
+def test_writing_the_list_of_urls_follows_no_link_that_lies_in_its_folder(tmp_path, monkeypatch):
+    """The folder may be shared; every name that is opened there is made anew."""
+    precious, shared = tmp_path / "precious", tmp_path / "shared"
+    precious.write_text("of the user")
+    shared.mkdir()
+    urls = shared / "urls.txt"
+    urls.write_text("http://a\n")
+    (shared / f"urls.txt.{os.getpid()}.partial").symlink_to(precious)
+    opened = []
+    monkeypatch.setattr("os.replace", lambda old, new: opened.append(old) or Path(old).rename(new))
+    members = Members(urls)
+
+    for url in ("http://b", "http://c"):
+        members.write([url])
+
+    assert precious.read_text() == "of the user"
+    assert Members(urls).urls == ["http://c"]
+    assert len(set(opened)) == 2  # no name can be foreseen
+    assert urls.stat().st_mode & 0o777 == 0o600
+    assert len(list(shared.iterdir())) == 2

@@ -1,0 +1,1011 @@
+"""VLLMEngine against scripted servers: what it sends, what it makes of answers and of faults."""
+
+import asyncio
+import base64
+import contextlib
+import errno
+import io
+import math
+import threading
+import time
+
+import cloudpickle
+import numpy as np
+import pytest
+from scripted_vllm import DROP, GARBAGE, HANG, ScriptedVLLM
+
+from primerl import rollout, testing
+from primerl.rollout.engines.vllm import wire
+from primerl.rollout.engines.vllm.http import Http, ServerFailed
+from primerl.types import Rollout, Sample, SamplingParams
+
+P = SamplingParams
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+def until(condition, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def server():
+    with ScriptedVLLM() as one:
+        yield one
+
+
+@pytest.fixture
+def servers():
+    with ScriptedVLLM(token_s=0.002) as first, ScriptedVLLM(token_s=0.002) as second:
+        yield first, second
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def engine(*servers, adopt=0, **keywords):
+        keywords = {"down_timeout_s": 5.0, **keywords}
+        made.append(rollout.VLLMEngine([one.url for one in servers], **keywords))
+        if adopt is not None:
+            made[-1].adopt(adopt)
+        return made[-1]
+
+    yield engine
+    for one in made:
+        one.close()
+
+
+# ---- requests ----
+
+
+def test_what_is_sent(server, make):
+    engine = make(server, run="abc")
+    params = P(max_tokens=3, temperature=0.7, top_p=0.9, top_k=5, seed=11, stop_token_ids=[9, 8])
+    run(engine.generate(np.array([3, 4]), params))
+    request_id = server.bodies[0].pop("request_id")
+    assert len(request_id) == 32
+    assert server.bodies == [
+        {
+            "token_ids": [3, 4],
+            "sampling_params": {
+                "max_tokens": 3,
+                "temperature": 0.7,
+                "top_p": 0.9,
+                "top_k": 5,
+                "seed": 11,
+                "stop_token_ids": [9, 8],
+                "logprobs": 0,
+                "ignore_eos": True,
+                "detokenize": False,
+            },
+            "cache_salt": "abc-0",
+        }
+    ]
+
+
+def test_a_completion(server, make):
+    engine = make(server, adopt=4)
+    answer = run(engine.generate([3, 4], P(max_tokens=3, temperature=0)))
+    assert answer.token_ids.tolist() == [7, 8, 9]
+    assert answer.logprobs.tolist() == [-1.0, -1.0, -1.0]
+    assert answer.versions.tolist() == [4, 4, 4]
+    assert (answer.finish_reason, answer.routes) == ("length", None)
+    answer = run(engine.generate([3, 4], P(max_tokens=3, temperature=0, stop_token_ids=[8])))
+    assert (answer.token_ids.tolist(), answer.finish_reason) == ([7, 8], "stop")
+
+
+def test_scores(server, make):
+    scores = run(make(server).score([8, 16, 24]))
+    assert scores.dtype == np.float32
+    assert scores.tolist() == [0.0, -2.0, -3.0]
+
+
+def test_check_engine(server, make):
+    server.token_s = 0.002
+    engine = make(server)
+    outcomes = testing.check_engine(
+        engine, update=lambda version: engine.load_weights({"folder": "x"}, version=version)
+    )
+    assert set(outcomes.values()) == {"passed"}
+
+
+@pytest.mark.parametrize("on_update", ["keep", "drain"])
+def test_check_engine_with_other_policies(server, make, on_update):
+    server.token_s = 0.002
+    engine = make(server, on_update=on_update)
+    testing.check_engine(engine, update=lambda version: engine.load_weights({}, version=version))
+
+
+def test_refusals_of_the_client_send_nothing(server, make):
+    engine = make(server)
+    assert engine.context_length == 128
+    for prompt, params, words in [
+        ([], P(max_tokens=1), "empty"),
+        ([-1], P(max_tokens=1), "token -1"),
+        ([1] * 100, P(max_tokens=29), "100 tokens and max_tokens=29 exceed the context of 128"),
+        ([1], P(max_tokens=1, temperature=0.001), "temperature=0.001"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            run(engine.generate(prompt, params))
+    with pytest.raises(ValueError, match="exceed"):
+        run(engine.score([1] * 128))
+    assert server.bodies == []
+
+
+def test_what_a_server_refuses_is_not_sent_again(server, make):
+    engine = make(server)
+    with pytest.raises(ValueError, match="400: token is out of vocabulary"):
+        run(engine.generate([99], P(max_tokens=1)))
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("fault", [(500, "oh"), (503, "oh"), (429, "oh"), DROP])
+def test_what_fails_is_sent_again(server, make, fault):
+    engine = make(server)
+    server.faults["/inference/v1/generate"] = [fault] * 3
+    answer = run(engine.generate([3], P(max_tokens=2, temperature=0)))
+    assert answer.token_ids.tolist() == [3, 4]
+
+
+def test_what_one_replica_fails_goes_to_another(servers, make):
+    engine = make(*servers, retries=1)
+    servers[0].faults["/inference/v1/generate"] = [(500, "broken gpu")] * 100
+
+    async def scenario():
+        return await asyncio.gather(*(engine.generate([3], P(max_tokens=2)) for _ in range(8)))
+
+    assert len(run(scenario())) == 8
+    assert servers[0].faults["/inference/v1/generate"] != [(500, "broken gpu")] * 100
+
+
+def test_retries_are_bounded(server, make):
+    engine = make(server, retries=1)
+    server.faults["/inference/v1/generate"] = [(500, "broken gpu")] * 3
+    with pytest.raises(RuntimeError, match=r"failed 2 times: .* answered 500: broken gpu; .*500"):
+        run(engine.generate([3], P(max_tokens=1)))
+    assert len(server.faults["/inference/v1/generate"]) == 1
+
+
+def test_an_aborted_request_is_sent_again(server, make):
+    engine = make(server)
+    server.abort_next = 2
+    answer = run(engine.generate([3], P(max_tokens=4)))
+    assert len(answer.token_ids) == 4
+    assert len(server.bodies) == 3
+
+
+def test_a_request_has_a_deadline(server, make):
+    engine = make(server, request_timeout_s=0.3)
+    server.faults["/inference/v1/generate"] = [HANG]
+    with pytest.raises(RuntimeError, match=r"longer than 0.3 s: .* serves version 0"):
+        run(engine.generate([3], P(max_tokens=1)))
+    until(lambda: server.cancelled == 1)
+
+
+def test_an_answer_of_something_else(server, make):
+    engine = make(server)
+    server.faults["/inference/v1/generate"] = [GARBAGE]
+    with pytest.raises(rollout.BadCompletion, match="answered what no vLLM server does"):
+        run(engine.generate([3], P(max_tokens=1)))
+
+
+def test_cancellation_reaches_the_server(server, make):
+    server.token_s = 0.05
+    engine = make(server)
+
+    async def scenario():
+        requests = [
+            asyncio.ensure_future(engine.generate([3], P(max_tokens=100))) for _ in range(8)
+        ]
+        while server.running < 8:
+            await asyncio.sleep(0.01)
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+        return all(request.cancelled() for request in requests)
+
+    assert run(scenario())
+    until(lambda: server.running == 0, 1.0)
+    assert server.cancelled == 8
+
+
+def test_cancellation_before_any_server_was_reached_leaves_nothing_behind(server, make):
+    engine = make(server, adopt=None, down_timeout_s=60.0)
+    server.kill()
+    began = time.monotonic()
+
+    with pytest.raises(TimeoutError):  # asyncio.run waits for the threads of its loop, too
+        asyncio.run(asyncio.wait_for(engine.generate([3], P(max_tokens=1)), 0.5))
+
+    assert time.monotonic() - began < 30
+
+
+def test_routes_go_to_files(server, make, tmp_path):
+    routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    file = io.BytesIO()
+    np.save(file, routes)
+    server.routes = base64.b64encode(file.getvalue()).decode()
+
+    def found(**keywords):
+        # One engine at a time: a server holds the weights of one run.
+        with contextlib.closing(make(server, **keywords)) as engine:
+            return run(engine.generate([3], P(max_tokens=2))).routes
+
+    written = found(routes_folder=tmp_path / "r")
+    assert written.startswith("file:/")
+    assert (np.load(written.removeprefix("file:")) == routes).all()
+    assert found() is None
+    server.routes = "$$$"
+    with pytest.raises(RuntimeError, match="base64"):
+        found(routes_folder=tmp_path)
+
+
+def test_many_event_loops_and_threads(server, make):
+    engine = make(server)
+    answers = []
+
+    def use():
+        answers.append(run(engine.generate([3], P(max_tokens=2, temperature=0))))
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for one in [*threads]:
+        one.start()
+    for one in threads:
+        one.join(20)
+    use()
+    assert [one.token_ids.tolist() for one in answers] == [[3, 4]] * 5
+
+
+# ---- keys ----
+
+
+def test_the_key_is_sent_and_not_shown():
+    with ScriptedVLLM(key="s3cret") as server:
+        with rollout.VLLMEngine(server.url, api_key="s3cret") as engine:
+            engine.adopt(0)
+            run(engine.generate([3], P(max_tokens=1)))
+            assert "s3cret" not in repr(engine) + str(engine.replicas())
+        with rollout.VLLMEngine(server.url, api_key="wrong", down_timeout_s=0.3) as engine:
+            with pytest.raises(RuntimeError, match=r"401: Unauthorized; pass the server's key"):
+                run(engine.generate([3], P(max_tokens=1)))
+
+
+def test_the_key_of_the_environment(monkeypatch):
+    monkeypatch.setenv("PRIMERL_API_KEY", "s3cret")
+    with ScriptedVLLM(key="s3cret") as server, rollout.VLLMEngine(server.url) as engine:
+        engine.adopt(0)
+
+
+def test_servers_in_place_of_urls():
+    class Server:
+        def __init__(self, url, key):
+            self.url, self.api_key = url, key
+
+    with ScriptedVLLM(key="k") as server:
+        with rollout.VLLMEngine(Server(server.url, "k")) as engine:
+            engine.adopt(0)
+    with pytest.raises(ValueError, match="several keys"):
+        rollout.VLLMEngine([Server("http://a", "k"), Server("http://b", "l")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"urls": "localhost:8000"}, "can't be read"),
+        ({"urls": ["localhost:8000"]}, "no url of a server"),
+        ({"urls": []}, "no urls"),
+        ({"urls": ["http://a", "http://a/"]}, "twice"),
+        ({"urls": "http://a", "on_update": "abort"}, "on_update='abort'"),
+        ({"urls": "http://a", "run": "a-b"}, "run is 'a-b'"),
+        ({"urls": "http://a", "retries": -1}, "retries is -1"),
+        ({"urls": "http://a", "down_timeout_s": 0}, "down_timeout_s is 0"),
+        ({"urls": "http://a", "api_key": "a\nb"}, "api_key"),
+    ],
+)
+def test_wrong_arguments(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        rollout.VLLMEngine(**arguments)
+
+
+# ---- versions ----
+
+
+def test_weights_of_an_unknown_origin_do_not_serve(server, make):
+    server.label = "otherrun-57"
+    engine = make(server, adopt=None, down_timeout_s=0.3, request_timeout_s=2.0)
+    assert engine.version == 0
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"up, but its weights \('otherrun-57'\) are not this"):
+        run(engine.generate([3], P(max_tokens=1)))
+    assert time.monotonic() - began > 1.5, "the first publication may take long"
+    engine.load_weights({}, version=0)
+    assert run(engine.generate([3], P(max_tokens=1))).versions.tolist() == [0]
+
+
+def test_version_is_current_without_requests(server, make):
+    engine = make(server, run="abc")
+    copy = cloudpickle.loads(cloudpickle.dumps(engine))
+    try:
+        assert copy.version == 0
+        engine.load_weights({}, version=3)
+        assert engine.version == 3
+        until(lambda: copy.version == 3, 0.5)
+        assert run(copy.generate([3], P(max_tokens=1))).versions.tolist() == [3]
+    finally:
+        copy.close()
+
+
+def test_a_copy_knows_what_the_original_knew(server, make):
+    engine = make(server, adopt=7, version=5)
+    content = cloudpickle.dumps(engine)
+    server.faults["/weight_info"] = [HANG] * 20
+    copy = cloudpickle.loads(content)
+    try:
+        assert copy.version == 7
+        copy.learn(8)
+        assert copy.version == 8
+    finally:
+        copy.close()
+
+
+def test_versions_are_per_token(server, make):
+    server.token_s = 0.01
+    engine = make(server)
+
+    async def scenario():
+        request = asyncio.ensure_future(engine.generate([3], P(max_tokens=60)))
+        for version in (1, 2):
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(engine.load_weights, {}, version=version)
+        return await request
+
+    versions = run(scenario()).versions
+    assert set(versions.tolist()) == {0, 1, 2}
+    assert (np.diff(versions) >= 0).all()
+
+
+def test_kept_caches_have_epochs(server, make):
+    engine = make(server, on_update="keep", run="abc")
+    server.call = None
+    server._loop.call_soon_threadsafe(server._gate.clear)  # a request that can't begin yet
+
+    async def scenario():
+        request = asyncio.ensure_future(engine.generate([3], P(max_tokens=2)))
+        while not server.running:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(engine.load_weights, {}, version=1)
+        return await request
+
+    assert run(scenario()).versions.tolist() == [1, 1]
+    assert [body["cache_salt"] for body in server.bodies] == ["abc-0", "abc-1"], (
+        "a prefix that version 0 cached could have been used: the request was to be sent again"
+    )
+
+
+# ---- updates ----
+
+
+def routes_of(server):
+    return [
+        (path, body.get("method")) if path == "/collective_rpc" else path
+        for path, body in server.calls
+    ]
+
+
+@pytest.mark.parametrize(
+    ("on_update", "pause"),
+    [
+        ("recompute", {"mode": "keep", "clear_cache": "true"}),
+        ("keep", {"mode": "keep", "clear_cache": "false"}),
+        ("drain", {"mode": "wait", "clear_cache": "true"}),
+    ],
+)
+def test_the_order_of_an_update(server, make, on_update, pause):
+    engine = make(server, on_update=on_update, run="abc")
+    server.calls.clear()
+    receipts = engine.load_weights({"folder": "f", "version": 2}, version=2)
+    assert receipts == {server.url: [{"ok": True}]}
+    update = {"folder": "f", "version": 2}
+    ticket = server.calls[0][1]["kwargs"]["ticket"]
+    assert len(ticket) == 16
+    prepare = {"update": update, "ticket": ticket}
+    last = prepare | {"timeout_s": 60.0}
+    assert server.calls == [
+        ("/collective_rpc", {"method": "prepare_weights", "kwargs": prepare}),
+        ("/collective_rpc", {"method": "prepare_weights", "kwargs": last}),
+        ("/pause", pause),
+        ("/start_weight_update", {}),
+        ("/update_weights", {"update_info": update}),
+        ("/finish_weight_update", {"weight_version": "abc-2"}),
+        ("/resume", {}),
+        ("/collective_rpc", {"method": "weight_receipt", "kwargs": {}}),
+    ]
+    assert engine.version == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_version_that_is_sent_again_keeps_no_prefix_of_its_first_weights(server, make, fails):
+    engine = make(server, on_update="keep")
+    engine.load_weights({}, version=1)
+    if fails:
+        server.faults["/resume"] = [(500, "half way")]
+        with pytest.raises(RuntimeError, match="half way"):
+            engine.load_weights({}, version=2)
+    engine.load_weights({}, version=2 if fails else 1)
+    pauses = [query["clear_cache"] for path, query in server.calls if path == "/pause"]
+    assert pauses == (["false", "false", "true"] if fails else ["false", "true"])
+
+
+def test_an_update_is_asked_for_until_all_workers_have_prepared_it(server, make):
+    engine = make(server)
+    server.calls.clear()
+    server.unprepared = 3
+    engine.load_weights({}, version=1)
+    asked = [body for _, body in server.calls if body.get("method") == "prepare_weights"]
+    assert len(asked) == 5
+    assert all(one == asked[0] for one in asked[:4])
+    assert asked[4]["kwargs"] == asked[0]["kwargs"] | {"timeout_s": 60.0}
+    engine.load_weights({}, version=1)
+    again = [body for _, body in server.calls if body.get("method") == "prepare_weights"][-1]
+    assert again["kwargs"]["ticket"] != asked[0]["kwargs"]["ticket"]
+    server.unprepared = 1000
+    with pytest.raises(RuntimeError, match="version 2 was not prepared.* did not answer in time"):
+        engine.load_weights({}, version=2, timeout_s=0.3)
+    assert engine.version == 1
+
+
+def test_versions_do_not_go_back(server, make):
+    engine = make(server, adopt=5)
+    server.calls.clear()
+    with pytest.raises(ValueError, match="version 4 is older than 5"):
+        engine.load_weights({}, version=4)
+    with pytest.raises(ValueError, match="version 4 is older than 5"):
+        engine.adopt(4)
+    assert server.calls == []
+    engine.load_weights({}, version=5)
+
+
+def test_an_update_that_was_not_prepared_changes_nothing(servers, make):
+    first, second = servers
+    engine = make(*servers)
+    first.calls.clear(), second.calls.clear()
+    first.faults["/collective_rpc"] = [(500, "no such folder")]
+    with pytest.raises(RuntimeError, match=f"nothing is changed: {first.url}.* no such folder"):
+        engine.load_weights({}, version=1)
+    assert {*routes_of(first), *routes_of(second)} == {("/collective_rpc", "prepare_weights")}
+    assert engine.version == 0
+    run(engine.generate([3], P(max_tokens=1)))
+
+
+@pytest.mark.parametrize(
+    "path", ["/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+)
+def test_a_replica_in_which_loading_failed_does_not_serve_until_the_next(servers, make, path):
+    first, second = servers
+    engine = make(*servers)
+    copy = cloudpickle.loads(cloudpickle.dumps(engine))
+    first.faults[path] = [(500, "half way")]
+    with pytest.raises(RuntimeError, match=rf"not loaded everywhere: {first.url}{path}.* half way"):
+        engine.load_weights({}, version=1)
+    until(lambda: first.label == "failed")
+    for one in (engine, copy):
+        until(lambda one=one: one.version == 1)
+        for _ in range(4):
+            assert run(one.generate([3], P(max_tokens=1))).versions.tolist() == [1]
+    assert first.bodies == []
+    assert second.label == engine._labels.name(1)
+    time.sleep(0.4)
+    assert first.label == "failed", "it is not seeded by itself either"
+    engine.load_weights({}, version=2)
+    until(lambda: [row["version"] for row in copy.replicas()] == [2, 2])
+    copy.close()
+
+
+def test_a_failed_replica_is_not_used_though_it_says_otherwise(servers, make, monkeypatch):
+    monkeypatch.setattr("primerl.rollout.engines.vllm.updates.SEED_AGAIN_S", 0.3)
+    first, second = servers
+    engine = make(*servers)
+    first.faults["/update_weights"] = [(500, "half way")]
+    first.faults["/update_weight_version"] = [(500, "not now")] * 2
+    with pytest.raises(RuntimeError, match="half way"):
+        engine.load_weights({}, version=1)
+    time.sleep(0.4)
+    assert first.label == engine._labels.name(0), "it still says that it serves what it did"
+    assert [row["serving"] for row in engine.replicas()] == [False, True]
+    until(lambda: first.label == "failed")
+    with pytest.raises(RuntimeError, match=f"{first.url} failed to load weights"):
+        engine.adopt(1)
+    assert first.label == "failed"
+    engine.load_weights({}, version=2)
+    assert [row["version"] for row in engine.replicas()] == [2, 2]
+    time.sleep(0.5)
+    assert (first.label, second.label) == (engine._labels.name(2),) * 2
+
+
+def test_a_failed_replica_that_is_started_anew_is_seeded(servers, make, monkeypatch):
+    monkeypatch.setattr("primerl.rollout.engines.vllm.updates.SEED_AGAIN_S", 0.1)
+    first, _second = servers
+    engine = make(*servers)
+    first.faults["/update_weights"] = [(500, "half way")]
+    first.faults["/update_weight_version"] = [(500, "not now")] * 3
+    with pytest.raises(RuntimeError, match="half way"):
+        engine.load_weights({}, version=1)
+    first.restart()
+    until(lambda: [row["version"] for row in engine.replicas()] == [1, 1])
+
+
+def test_an_update_does_not_wait_for_one_that_is_being_seeded(servers, make):
+    first, _second = servers
+    engine = make(*servers)
+    engine.load_weights({}, version=1)
+    first.kill()
+    first.faults["/collective_rpc"] = [HANG]
+    first.restart()
+    until(lambda: not first.faults["/collective_rpc"])
+    engine.load_weights({}, version=2, timeout_s=3)
+    assert [row["version"] for row in engine.replicas()] == [2, 2]
+
+
+def test_what_is_in_flight_where_loading_failed_is_sent_elsewhere(servers, make):
+    first, second = servers
+    engine = make(*servers)
+    first.token_s = second.token_s = 0.02
+
+    async def scenario():
+        requests = [asyncio.ensure_future(engine.generate([3], P(max_tokens=30))) for _ in range(6)]
+        while first.running + second.running < 6:
+            await asyncio.sleep(0.01)
+        first.faults["/update_weights"] = [(500, "half way")]
+        with pytest.raises(RuntimeError, match="half way"):
+            await asyncio.to_thread(engine.load_weights, {}, version=1)
+        return await asyncio.gather(*requests)
+
+    assert [len(one.token_ids) for one in run(scenario())] == [30] * 6
+    until(lambda: first.running == 0)
+
+
+def test_a_pause_that_fails_leaves_the_weights_as_they_were(server, make):
+    engine = make(server)
+    server.faults["/pause"] = [(500, "not now")]
+    with pytest.raises(RuntimeError, match="not now"):
+        engine.load_weights({}, version=1)
+    assert run(engine.generate([3], P(max_tokens=1))).versions.tolist() == [0]
+
+
+def test_an_update_has_a_deadline(server, make):
+    engine = make(server)
+    server.load_s = 30.0
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="did not answer in time"):
+        engine.load_weights({}, version=1, timeout_s=0.5)
+    assert time.monotonic() - began < 5
+    until(lambda: server.label == "failed")
+
+
+def test_sending_happens_while_all_receive(servers, make):
+    engine = make(*servers)
+    for one in servers:
+        one.load_s = 0.2
+    seen = []
+
+    def send():
+        until(lambda: all("/update_weights" in routes_of(one) for one in servers))
+        seen.append(threading.current_thread())
+
+    receipts = engine.load_weights({}, version=1, send=send)
+    assert seen == [threading.current_thread()]
+    assert set(receipts) == {one.url for one in servers}
+
+
+def test_nothing_is_sent_where_one_cannot_receive(servers, make):
+    engine = make(*servers)
+    servers[0].faults["/start_weight_update"] = [(500, "no memory")]
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.load_weights({}, version=1, send=lambda: pytest.fail("it was sent"))
+    assert "/update_weights" not in routes_of(servers[1])
+
+
+def test_a_send_that_fails(server, make):
+    engine = make(server)
+    server.load_s = 30.0
+
+    def send():
+        raise RuntimeError("NCCL is gone")
+
+    with pytest.raises(RuntimeError, match="NCCL is gone"):
+        engine.load_weights({}, version=1, send=send)
+    until(lambda: server.label == "failed")
+
+
+def test_a_replica_that_dies_during_an_update_is_left_out(servers, make, caplog):
+    first, second = servers
+    engine = make(*servers)
+    second.faults["/update_weights"] = [DROP]
+    assert set(engine.load_weights({}, version=1)) == {first.url}
+    assert f"{second.url} is lost" in caplog.text
+    assert engine.version == 1
+
+
+def test_an_update_where_nobody_is_left(server, make):
+    engine = make(server)
+    server.kill()
+    with pytest.raises(RuntimeError, match=f"{server.url} is down"):
+        engine.load_weights({}, version=1)
+
+
+# ---- replicas that die and return ----
+
+
+def test_a_dead_replica_is_routed_around_and_nothing_is_lost(servers, make):
+    first, second = servers
+    engine = make(*servers)
+
+    async def scenario():
+        requests = [
+            asyncio.ensure_future(engine.generate([3], P(max_tokens=100, temperature=0)))
+            for _ in range(16)
+        ]
+        while not (first.running and second.running):
+            await asyncio.sleep(0.005)
+        await asyncio.to_thread(first.kill)
+        return await asyncio.gather(*requests)
+
+    answers = run(scenario())
+    assert [len(one.token_ids) for one in answers] == [100] * 16
+    assert [row["alive"] for row in engine.replicas()] == [False, True]
+
+
+def test_one_that_returns_is_seeded_before_it_serves(servers, make):
+    first, _second = servers
+    engine = make(*servers, run="abc")
+    copy = cloudpickle.loads(cloudpickle.dumps(engine))
+    engine.load_weights({"folder": "f"}, version=3)
+    first.kill()
+    until(lambda: not engine.replicas()[0]["alive"])
+    first.calls.clear()
+    first.restart()
+    until(lambda: engine.replicas()[0]["serving"])
+    assert first.label == "abc-3"
+    assert routes_of(first)[0] == ("/collective_rpc", "prepare_weights")
+    assert ("/update_weights", {"update_info": {"folder": "f"}}) in first.calls
+    until(lambda: copy.replicas()[0]["serving"])
+    copy.close()
+
+
+def test_a_checkpoint_that_was_adopted_is_adopted_again(server, make):
+    engine = make(server, adopt=2)
+    server.restart()
+    until(lambda: engine.replicas()[0]["serving"])
+    assert run(engine.generate([3], P(max_tokens=1))).versions.tolist() == [2]
+
+
+def test_weights_of_another_run_are_not_adopted_again(server, make):
+    """They may be any: only the checkpoint that a server starts with is known to be the same."""
+    first = make(server)
+    of_first = server.label
+    second = make(server)
+    until(lambda: not first.replicas()[0]["serving"])
+    time.sleep(0.5)  # in which it would name them its own
+    assert server.label != of_first
+    assert not first.replicas()[0]["serving"]
+    assert run(second.generate([3], P(max_tokens=1))).versions.tolist() == [0]
+
+
+def test_seeding_is_tried_again(servers, make, monkeypatch):
+    monkeypatch.setattr("primerl.rollout.engines.vllm.updates.SEED_AGAIN_S", 0.1)
+    engine = make(*servers)
+    engine.load_weights({}, version=1)
+    servers[0].faults["/collective_rpc"] = [(500, "not yet")]
+    servers[0].restart()
+    until(lambda: engine.replicas()[0]["serving"])
+
+
+def test_all_dead_is_a_clear_error_in_time_unless_one_returns(servers, make):
+    engine = make(*servers, down_timeout_s=1.0)
+    for one in servers:
+        one.kill()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"no replica has served for 1 s: .*Connect call failed"):
+        run(engine.generate([3], P(max_tokens=1)))
+    assert 0.9 < time.monotonic() - began < 3
+
+    async def scenario():
+        request = asyncio.ensure_future(engine.generate([3], P(max_tokens=1)))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(servers[1].start)
+        return await request
+
+    servers[1].label = servers[1].first_label
+    assert len(run(scenario()).token_ids) == 1
+
+
+def test_a_server_that_falls_silent_is_lost(servers, make, monkeypatch):
+    monkeypatch.setattr("primerl.rollout.engines.vllm.fleet.SILENT_S", 0.2)
+    first, _second = servers
+    engine = make(*servers)
+    first.faults["/inference/v1/generate"] = [HANG] * 10
+    first.faults["/weight_info"] = [HANG] * 1000
+    first.faults["/health"] = [HANG] * 1000
+
+    async def scenario():
+        return await asyncio.gather(*(engine.generate([3], P(max_tokens=2)) for _ in range(8)))
+
+    assert len(run(scenario())) == 8
+
+
+def test_requests_leave_a_host_that_vanished(servers, make, monkeypatch):
+    monkeypatch.setattr("primerl.rollout.engines.vllm.fleet.SILENT_S", 0.5)
+    first, second = servers
+    engine = make(*servers)
+    first.token_s = second.token_s = 0.05
+
+    async def scenario():
+        requests = [asyncio.ensure_future(engine.generate([3], P(max_tokens=60))) for _ in range(6)]
+        while not (first.running and second.running):
+            await asyncio.sleep(0.01)
+        first._loop.call_soon_threadsafe(first._gate.clear)  # no answer, and no new connection
+        first._loop.call_soon_threadsafe(first._server.close)
+        for path in ("/weight_info", "/health"):
+            first.faults[path] = [DROP] * 100
+        return await asyncio.gather(*requests)
+
+    assert [len(one.token_ids) for one in run(scenario())] == [60] * 6
+
+
+def test_ranks_of_a_server_that_differ_for_a_moment_are_not_its_end(server, make):
+    engine = make(server)
+    server.faults["/weight_info"] = [(500, "Engines returned different results")] * 3
+    until(lambda: not server.faults["/weight_info"])
+    assert engine.replicas()[0]["serving"]
+
+
+def test_a_server_that_is_busy_loading_is_not_lost(server, make, monkeypatch):
+    monkeypatch.setattr("primerl.rollout.engines.vllm.fleet.SILENT_S", 0.2)
+    engine = make(server)
+    server.faults["/weight_info"] = [HANG] * 5
+    time.sleep(0.6)
+    assert engine.replicas()[0]["serving"]
+
+
+# ---- members ----
+
+
+def test_replicas_join_and_leave_for_all_copies(servers, make):
+    first, second = servers
+    engine = make(first)
+    copy = cloudpickle.loads(cloudpickle.dumps(engine))
+    engine.join(second.url + "/")
+    for one in (engine, copy):
+        until(lambda one=one: [r["serving"] for r in one.replicas()] == [True, True])
+    engine.leave(first.url)
+    for one in (engine, copy):
+        until(lambda one=one: [r["url"] for r in one.replicas()] == [second.url])
+    first.bodies.clear()
+    run(copy.generate([3], P(max_tokens=1)))
+    assert first.bodies == []
+    copy.close()
+
+
+def test_the_private_file_goes_with_its_owner(server, make):
+    engine = make(server)
+    copy = cloudpickle.loads(cloudpickle.dumps(engine))
+    path = engine._members._path
+    assert path.read_text() == f"{server.url}\n"
+    assert path.stat().st_mode & 0o077 == 0
+    copy.close()
+    assert path.exists()
+    engine.close()
+    assert not path.exists()
+
+
+def test_a_file_of_urls_that_cannot_be_read_changes_nothing(server, tmp_path, monkeypatch):
+    file = tmp_path / "replicas.txt"
+    file.write_text(f"{server.url}\n")
+    with rollout.VLLMEngine(file) as engine:
+        engine.adopt(0)
+
+        def stale(*_, **__):
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine._members._path), "stat", stale)
+            time.sleep(0.4)
+        file.write_text("http://127.0.0.1:9\n")
+        until(lambda: [row["url"] for row in engine.replicas()] == ["http://127.0.0.1:9"])
+
+
+def test_a_file_of_urls(servers, tmp_path):
+    first, second = servers
+    file = tmp_path / "replicas.txt"
+    file.write_text(f"{first.url}\n")
+    with rollout.VLLMEngine(file) as engine:
+        assert [row["url"] for row in engine.replicas()] == [first.url]
+        file.write_text(f"{first.url}\n{second.url}\n")
+        until(lambda: len(engine.replicas()) == 2)
+        file.write_text("nonsense")
+        time.sleep(0.4)
+        assert len(engine.replicas()) == 2
+    assert file.exists()
+
+
+def test_metrics(servers, make):
+    values = make(*servers).metrics()
+    assert values == {one.url: {"vllm:num_requests_running": 1.0} for one in servers}
+
+
+def test_the_dtype_of_all_servers(servers, make):
+    engine = make(*servers)
+    assert engine.dtype == "bfloat16"
+    servers[1].dtype = "float32"
+    with pytest.raises(RuntimeError, match="differ in served_dtype: .*bfloat16.*float32"):
+        _ = engine.dtype
+
+
+def test_a_call_after_one_that_failed_does_not_find_the_server_dead(server):
+    async def calls():
+        http = Http(None)
+        try:
+            with pytest.raises(ServerFailed, match="the method failed"):
+                await http.post(server.url, "/collective_rpc", b"{}")
+            return await http.post(server.url, "/resume")
+        finally:
+            await http.close()
+
+    server.faults["/collective_rpc"] = [(500, "the method failed")]
+    assert run(calls()) == b'{"status": "done"}'
+
+
+def test_probe(servers, make):
+    engine = make(*servers)
+    answers = engine.probe([[8, 16], [24, 32, 40]], max_new_tokens=2)
+    assert set(answers) == {one.url for one in servers}
+    for replies in answers.values():
+        assert [one["scores"].tolist() for one in replies] == [[0, -2], [0, -4, -5]]
+        assert [one["token_ids"].tolist() for one in replies] == [[24, 25], [32, 33]]
+        assert [one["logprobs"].tolist() for one in replies] == [[-1, -1], [-1, -1]]
+    assert {body["priority"] for one in servers for body in one.bodies} == {-1}
+    with pytest.raises(ValueError, match="exceed the context"):
+        engine.probe([[1] * 127], max_new_tokens=2)
+
+
+def test_what_a_probe_samples_follows_its_scores_in_the_cache(server, make):
+    engine = make(server)
+    engine.probe([[8, 16]], max_new_tokens=2)
+    scored, continued = server.bodies
+    assert "prompt_logprobs" in scored["sampling_params"]
+    assert "prompt_logprobs" not in continued["sampling_params"]
+    assert scored["cache_salt"] == continued["cache_salt"]
+
+
+def test_a_server_without_the_route_says_so(server, make):
+    engine = make(server)
+    server.faults["/inference/v1/generate"] = [(403, "Restart with --enable-scale-out")]
+    with pytest.raises(RuntimeError, match="403: Restart with --enable-scale-out$"):
+        run(engine.generate([3], P(max_tokens=1)))
+
+
+def test_a_closed_engine_says_so(server, make):
+    engine = make(server)
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        run(engine.generate([3], P(max_tokens=1)))
+    assert not [t for t in threading.enumerate() if t.name == "primerl-vllm"]
+
+
+# ---- under a worker ----
+
+
+async def play(task, engine, params):
+    answer = await engine.generate([3, 4], params, session=task["id"])
+    sample = Sample(
+        token_ids=[3, 4, *answer.token_ids],
+        loss_mask=[False, False] + [True] * len(answer.token_ids),
+        behavior_logprobs=[0, 0, *answer.logprobs],
+        versions=[-1, -1, *answer.versions],
+    )
+    return Rollout(samples=[sample], reward=float(len(answer.token_ids)))
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_synchronous_run_publishes_and_takes(servers, make, isolation):
+    engine = make(*servers)
+    tasks = [{"id": str(n)} for n in range(8)]
+    with rollout.worker(
+        engine,
+        play,
+        tasks,
+        params=P(max_tokens=4),
+        group_size=2,
+        groups_per_step=2,
+        max_staleness=0,
+        isolation=isolation,
+        timeout_s=30,
+    ) as rollouts:
+        for version in range(4):
+            groups = rollouts.take(version)
+            assert {int(v) for group in groups for v in group.versions} == {version}
+            engine.load_weights({}, version=version + 1)
+            played = rollouts.evaluate(tasks[:2], P(max_tokens=2, temperature=0))
+            assert {int(v) for one in played for v in one.samples[0].versions[2:]} == {version + 1}
+        other = make(*servers, run=engine._labels.run, adopt=None)
+        played = rollouts.evaluate(tasks[:2], P(max_tokens=2, temperature=0), engine=other)
+        assert {int(v) for one in played for v in one.samples[0].versions[2:]} == {4}
+
+
+# ---- the wire ----
+
+
+def choice(**fields):
+    return wire.Choice(finish_reason="stop", token_ids=[5, 6, 7], **fields)
+
+
+def test_spans_become_versions():
+    labels = wire.Labels("abc")
+    spans = [wire.Span("abc-1", 0, 1), wire.Span("abc-3", 1, 3)]
+    assert wire.span_versions(choice(weight_versions=spans), labels.number) == [1, 3, 3]
+    spans[0].version = "default"
+    assert wire.span_versions(choice(weight_versions=spans), labels.number) == [None, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        None,
+        [("a-1", 0, 2)],
+        [("a-1", 1, 3)],
+        [("a-1", 0, 4)],
+        [("a-1", 0, 2), ("a-1", 1, 3)],
+        [("a-1", 0, -1)],
+        [("a-1", 0, 2**31 - 1)],
+    ],
+)
+def test_spans_that_do_not_cover_the_tokens(spans):
+    made = None if spans is None else [wire.Span(*span) for span in spans]
+    with pytest.raises(rollout.BadCompletion, match="span"):
+        wire.span_versions(choice(weight_versions=made), wire.Labels("a").number)
+
+
+@pytest.mark.parametrize(
+    ("label", "version"),
+    [
+        ("ab-0", 0),
+        ("ab-12", 12),
+        ("ab-2147483647", 2**31 - 1),
+        ("ab-2147483648", None),
+        ("ab-" + "9" * 5000, None),
+        ("ab-012", None),
+        ("ab-\u0663", None),
+        ("ab-", None),
+        ("12", None),
+        ("default", None),
+        (None, None),
+        ("ab--1", None),
+    ],
+)
+def test_labels(label, version):
+    assert wire.Labels("ab").number(label) == version
+
+
+@pytest.mark.parametrize("value", [-9999.0, -math.inf, math.nan])
+def test_damaged_weights_are_named(value):
+    logprobs = wire.Logprobs([wire.TokenLogprob(one) for one in (-1.0, value, -1.0)])
+    with pytest.raises(rollout.BadCompletion, match="damaged"):
+        wire.make_completion(choice(logprobs=logprobs), [0, 0, 0])
+
+
+def test_logprobs_of_every_token():
+    with pytest.raises(rollout.BadCompletion, match="0 logprobs for 3 tokens"):
+        wire.make_completion(choice(), [0, 0, 0])
+    logprobs = wire.Logprobs([wire.TokenLogprob(-1.0, token) for token in (5, 6, 8)])
+    with pytest.raises(rollout.BadCompletion, match="the logprob of 8 with token 7"):
+        wire.make_completion(choice(logprobs=logprobs), [0, 0, 0])
+    logprobs = wire.Logprobs([wire.TokenLogprob(one) for one in (-1.0, 1e-6, 0.0)])
+    made = wire.make_completion(choice(logprobs=logprobs), [0, 0, 0])
+    assert made.logprobs.tolist() == [-1.0, np.float32(1e-6), 0.0], "rounding is let pass"

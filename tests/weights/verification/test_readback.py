@@ -1,0 +1,212 @@
+"""Tensors that an engine computes with, compared with those that were published."""
+
+import json
+
+import attrs
+import pytest
+import torch
+from copy_engine import ReadableEngine
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primerl import models, testing, weights
+from primerl._digests import content_of, digest_of_contents
+from primerl.weights.transports.receipts import check_receipts
+from primerl.weights.verification.readback import (
+    Part,
+    as_builtins,
+    compare,
+    from_builtins,
+    reading_of,
+    rearranged_reading,
+)
+from primerl.weights.vllm.handed_over import HandedOver
+
+SIZES = {"count": 3, "length": 40, "new_tokens": 6}
+
+
+def matrix(*, dtype=torch.float32, seed=0, shape=(6, 8)):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def compared(tensors, readings, wire=torch.float32):
+    return compare(tensors.items(), {"replica": readings}, wire=wire)["replica"]
+
+
+# ---- readings ----
+
+
+@given(
+    row=st.integers(0, 5),
+    column=st.integers(0, 7),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_any_element_that_is_the_next_number_is_seen(row, column, dtype):
+    own = matrix(dtype=dtype)
+    held = own.clone()
+    bits = held.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    bits[row, column] += 1
+
+    assert compared({"w": own}, [reading_of(own.clone(), Part(name="w"))]).wrong == ()
+    assert compared({"w": own}, [reading_of(held, Part(name="w"))]).wrong == ("w",)
+    assert compared({"w": own}, [rearranged_reading(held, [Part(name="w")])]).wrong == ("w",)
+
+
+@given(
+    rows=st.tuples(st.integers(0, 2), st.integers(3, 6), st.integers(1, 2)),
+    columns=st.tuples(st.integers(0, 3), st.integers(4, 8), st.integers(1, 3)),
+)
+def test_a_part_is_compared_with_the_same_part(rows, columns):
+    own = matrix()
+    part = Part(name="w", rows=rows, columns=columns)
+    held = own[slice(*rows)][:, slice(*columns)].contiguous()
+
+    assert compared({"w": own}, [reading_of(held, part)]).wrong == ()
+    assert compared({"w": own}, [reading_of(held + 1e-3, part)]).wrong == ("w",)
+    assert compared({"w": own + 1e-3}, [reading_of(held, part)]).wrong == ("w",)
+
+
+@given(seed=st.integers(0, 9), padding=st.integers(0, 5))
+def test_rearranged_parts_are_compared_by_their_elements(seed, padding):
+    gate, up = matrix(seed=1), matrix(seed=2)
+    order = torch.randperm(96 + padding, generator=torch.Generator().manual_seed(seed))
+    held = torch.cat([gate.flatten(), up.flatten(), torch.zeros(padding)])[order]
+    parts = [Part(name="gate"), Part(name="up")]
+    tensors = {"up": up, "other": matrix(), "gate": gate}
+
+    found = compared(tensors, [rearranged_reading(held, parts)])
+    assert (found.published, found.compared, found.wrong) == (3, 2, ())
+    held[int(order.argmin())] *= 1.01
+    assert compared(tensors, [rearranged_reading(held, parts)]).wrong == ("gate", "up")
+
+
+def test_a_merged_tensor_with_a_part_that_was_never_published_is_wrong():
+    held = torch.cat([matrix(seed=1), matrix(seed=2)])
+    reading = rearranged_reading(held, [Part(name="gate"), Part(name="up")])
+
+    assert compared({"gate": matrix(seed=1)}, [reading]).wrong == ("gate", "up")
+
+
+def test_contents_are_sums_modulo_2_to_the_64():
+    first = torch.tensor([3, -5], dtype=torch.int16).view(torch.bfloat16)
+    # sum -2, sum of squares 34
+    assert content_of(first) == (-2, 34)
+    assert digest_of_contents([(-2, 34), (2, 2**64)]) == f"{0:016x}{34:016x}"
+
+
+def test_what_was_rounded_on_the_way_is_right_in_a_wider_dtype_and_so_is_what_was_not():
+    own = matrix()
+    for held in (own, own.bfloat16().float()):
+        part = Part(name="w")
+        assert compared({"w": own}, [reading_of(held, part)], torch.bfloat16).wrong == ()
+    cut_off = (own.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    for held in (cut_off, cut_off.bfloat16()):
+        assert compared({"w": own}, [reading_of(held, part)], torch.bfloat16).wrong == ("w",)
+
+
+def test_readings_cross_as_json():
+    held = matrix()
+    readings = [
+        reading_of(held[:2], Part(name="a", rows=(0, 2, 1))),
+        rearranged_reading(held, [Part(name="a"), Part(name="b", columns=(1, 8, 2))]),
+    ]
+
+    assert from_builtins(json.loads(json.dumps(as_builtins(readings)))) == readings
+    for broken in ({}, {"parts": []}, attrs.asdict(readings[0]) | {"dtype": "nn"}):
+        with pytest.raises(RuntimeError, match="malformed"):
+            from_builtins([broken])
+
+
+# ---- in the canary ----
+
+
+def watched(dtype, **faults):
+    model = testing.tiny_model("qwen3_moe")
+    engine = ReadableEngine(model, dtype=dtype, **faults)
+    watch = weights.Canary(model, engine, dtype=dtype, **SIZES)
+    assert watch.check(0).passed
+    return model, engine, watch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_change_far_below_the_noise_is_seen_in_any_tensor(dtype):
+    model, engine, watch = watched(dtype)
+    held = engine.replicas["replica 0"].model.state_dict()
+    for version, name in enumerate(model.state_dict(), start=1):
+        kept = held[name].clone()
+        held[name].mul_(1.01)
+        verdict = watch.check(version)
+        held[name].copy_(kept)
+
+        assert not verdict.passed, name
+        assert verdict.replicas[0].wrong_tensors, name
+        assert "tensors differ from the trainer's: " in verdict.reason
+    verdict = watch.check(99)
+    assert verdict.passed, verdict.reason
+    assert "tensors are the trainer's bit for bit" in verdict.reason
+    assert "by scores alone, a fault of" in verdict.reason
+    (one,) = verdict.replicas
+    assert one.read_back == one.tensors == len(dict(models.checkpoint_tensors(model)))
+
+
+def test_one_stale_layer_at_1e_6_is_seen_in_bfloat16():
+    model, engine, watch = watched(torch.bfloat16, skip=lambda name: "layers.1." in name)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1e-6 * torch.randn(parameter.shape, generator=generator).sign()
+    weights.SharedMemory(model, engine).publish(1)
+    verdict = watch.check(1)
+
+    assert verdict.replicas[0].difference < verdict.tolerance, "scores don't tell"
+    assert {name.split(".")[2] for name in verdict.replicas[0].wrong_tensors} == {"1"}
+
+
+def test_an_engine_that_cannot_read_back_is_judged_by_its_scores(caplog):
+    class Unable(ReadableEngine):
+        def read_weights(self, names, *, turn=0, timeout_s=60.0):
+            raise RuntimeError("there is no such method")
+
+    model = testing.tiny_model("llama")
+    watch = weights.Canary(model, Unable(model), **SIZES)
+
+    for version in range(2):
+        assert "no tensor was read back" in watch.check(version).reason
+    assert [one.message for one in caplog.records] == [
+        "the engine's tensors can't be read back, only its scores: there is no such method"
+    ]
+
+
+# ---- what a server ignores ----
+
+
+def test_tensors_that_a_loader_skips_are_named():
+    kept = {name: torch.zeros(2, 2) for name in ("a", "b", "c", "d")}
+    handed = HandedOver((name, torch.ones(2, 2)) for name in (*kept, "skipped", "inv_freq"))
+    for name, tensor in handed:
+        if name == "a":
+            kept[name].copy_(tensor)
+        elif name == "b":
+            kept[name][:1] = tensor.narrow(0, 0, 1)
+        elif name == "c":
+            kept[name] = tensor.to(torch.bfloat16)
+        elif name == "d":
+            kept[name] = torch.cat([tensor, tensor])
+
+    assert handed.ignored == ["inv_freq", "skipped"]
+    assert all(type(one) is torch.Tensor for one in kept.values())
+    assert all(float(one.sum()) in (4.0, 2.0, 8.0) for one in kept.values())
+
+
+def receipt(**fields):
+    return {"version": 1, "digest": "d", "tensors": 2, **fields}
+
+
+def test_a_tensor_that_every_rank_ignores_did_not_arrive():
+    def check(*workers):
+        check_receipts({"url": list(workers)}, version=1, digest="d", tensors=2)
+
+    check(receipt(), receipt(ignored=["a"]))
+    check(receipt(ignored=["b"]), receipt(ignored=["a"]))
+    with pytest.raises(RuntimeError, match=r"lm_head.weight is not served by url.*tied"):
+        check(receipt(ignored=["lm_head.weight"]), receipt(ignored=["a", "lm_head.weight"]))

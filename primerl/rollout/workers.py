@@ -16,8 +16,8 @@ from primerl.rollout.collection.staleness import check_schedule
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.engines.remote import portable
 from primerl.rollout.environments.environment import Environment, Task
-from primerl.rollout.processes.crossing import pickle_arguments
 from primerl.rollout.processes.hosts import BLOCKED_S, InProcess, InThread
+from primerl.rollout.processes.pickling import pickle_arguments
 from primerl.rollout.tasks.streams import InOrder, TaskStream
 from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
@@ -222,7 +222,7 @@ class Worker:
         if self._loop is not None:
             self._last_stats = self._stop()
         if kind is KeyboardInterrupt and self._host.interrupted:
-            raise RuntimeError(self._host.death) from None  # nobody pressed Ctrl-C
+            raise RuntimeError(self._host.cause_of_death) from None  # nobody pressed Ctrl-C
 
     def take(self, version: PolicyVersion) -> list[Group]:
         """The groups of one policy step, oldest first; blocks until they are there.
@@ -355,7 +355,7 @@ class Worker:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while not self._done(future, deadline):
-                silent = time.monotonic() - self._host.last_beat
+                silent = time.monotonic() - self._host.last_heartbeat
                 if silent > self._plan.timeout_s:
                     raise RuntimeError(
                         f"{what}: the worker's event loop has been blocked for {silent:.0f} s; "
@@ -385,7 +385,7 @@ class Worker:
         loop, thread, self._loop = self._loop, self._thread, None
         assert loop is not None
         assert thread is not None
-        blocked = time.monotonic() - self._host.last_beat > BLOCKED_S
+        blocked = time.monotonic() - self._host.last_heartbeat > BLOCKED_S
         patience_s = 1.0 if blocked else JOIN_S
         stopping = asyncio.run_coroutine_threadsafe(self._host.stop(), loop)
         try:

@@ -221,7 +221,7 @@ def test_lambdas_and_local_classes_cross():
     ],
 )
 def test_an_argument_that_cannot_cross_is_named_before_anything_starts(change, name):
-    with pytest.raises(ValueError, match=f"the argument '{name}' .*can't cross.*isolation='thr"):
+    with pytest.raises(ValueError, match=f"the argument '{name}' .*can't be sent.*isolation='thr"):
         make_worker(**change)
 
 
@@ -231,7 +231,7 @@ def test_an_environment_that_cannot_cross_is_named():
     async def environment(task, engine, params):
         lock.acquire()
 
-    with pytest.raises(ValueError, match="the argument 'environment' .*can't cross"):
+    with pytest.raises(ValueError, match="the argument 'environment' .*can't be sent"):
         make_worker(environment=environment)
 
 

@@ -304,9 +304,9 @@ class Collector:
         return self._environment.members() if hasattr(self._environment, "members") else []
 
     @property
-    def last_beat(self) -> float:
+    def last_heartbeat(self) -> float:
         """When the event loop last turned, by the monotonic clock."""
-        return self._lag.last_beat
+        return self._lag.last_heartbeat
 
     def _restore(self, content: bytes) -> None:
         try:
@@ -513,7 +513,7 @@ class Collector:
 
     async def _beat(self, channel: Channel) -> None:
         while True:
-            channel.notify("beat")
+            channel.notify("heartbeat")
             await asyncio.sleep(BEAT_S)
 
 

@@ -9,7 +9,7 @@ from primerl.rollout.engines.remote import EngineHost
 from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.environments.process_pool import ProcessPool
 from primerl.rollout.processes.child import ProcessDied
-from primerl.rollout.processes.crossing import pickle_arguments
+from primerl.rollout.processes.pickling import pickle_arguments
 from primerl.types import Rollout, SamplingParams
 
 SHARED_TRIES = 2  # a process may have died for another's sake

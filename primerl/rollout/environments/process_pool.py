@@ -11,7 +11,7 @@ import attrs
 from primerl.rollout.environments.host import EnvironmentHost
 from primerl.rollout.processes.channel import Handlers
 from primerl.rollout.processes.child import Child, ProcessDied
-from primerl.rollout.processes.supervised import Surroundings
+from primerl.rollout.processes.launch import LaunchContext
 
 ANSWER_S = 5.0  # what an event loop that is not blocked needs to answer
 SETTLED_S = 5.0  # a process that lived so long did not die of its start
@@ -59,7 +59,7 @@ class ProcessPool:
         self._threads = threads
         self._most_each = most_each
         # Now, because code of an environment in this process may change what there is.
-        self._surroundings = Surroundings.now()
+        self._context = LaunchContext.current()
         self._places: list[_Place] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._checks: dict[Child, asyncio.Task[None]] = {}
@@ -125,9 +125,7 @@ class ProcessPool:
         build_failures = deaths = 0
         while place.broken is None:
             name = f"environment process {number}"
-            place.child = Child(
-                name, EnvironmentHost, threads=self._threads, surroundings=self._surroundings
-            )
+            place.child = Child(name, EnvironmentHost, threads=self._threads, context=self._context)
             try:
                 began = time.monotonic()
                 await place.child.start(self._arguments, self._handlers)

@@ -24,7 +24,7 @@ from primerl.rollout.engines.vllm import child as vllm_child
 from primerl.rollout.engines.vllm import readiness as vllm_readiness
 from primerl.rollout.engines.vllm import server as vllm_server
 from primerl.rollout.engines.vllm.middleware import RequireKey
-from primerl.rollout.processes import supervised, supervisor
+from primerl.rollout.processes import launch, supervisor
 
 TREE = Path(__file__).parents[2] / "helpers/process_tree.py"
 
@@ -572,9 +572,9 @@ def gone(pid, timeout_s=15.0):
 
 PARENT = """
 import subprocess, sys
-from primerl.rollout.processes import supervised
-folder = supervised.make_folder("", within=sys.argv[1])
-child = supervised.start([sys.executable, *sys.argv[2:]], folder=folder, grace_s=1.0)
+from primerl.rollout.processes import launch
+folder = launch.make_folder("", within=sys.argv[1])
+child = launch.start([sys.executable, *sys.argv[2:]], folder=folder, grace_s=1.0)
 print(child.pid, flush=True)
 code = child.wait()
 sys.exit(code if code >= 0 else 99)
@@ -683,9 +683,9 @@ def test_when_both_supervisors_are_killed_at_once_the_server_dies(tree):
 
 def test_a_server_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
     source = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
-    folder = supervised.make_folder("", within=str(tmp_path))
+    folder = launch.make_folder("", within=str(tmp_path))
     command = [sys.executable, "-c", source + "time.sleep(60)"]
-    child = supervised.start(command, folder=folder, grace_s=0.5, stdout=subprocess.PIPE)
+    child = launch.start(command, folder=folder, grace_s=0.5, stdout=subprocess.PIPE)
     with child.stdout:
         child.stdout.readline()
     started = time.monotonic()
@@ -711,9 +711,9 @@ while True:
     os.environ["MARK"] = "1"
     time.sleep(0.002)
 """
-    folder = supervised.make_folder("", within=str(tmp_path))
+    folder = launch.make_folder("", within=str(tmp_path))
     command = [sys.executable, "-c", source, str(tmp_path)]
-    child = supervised.start(command, folder=folder, grace_s=0.0, stdout=subprocess.PIPE)
+    child = launch.start(command, folder=folder, grace_s=0.0, stdout=subprocess.PIPE)
     with child.stdout:
         child.stdout.readline()
     time.sleep(0.5)
@@ -736,7 +736,7 @@ def cmdline(process):
 
 def test_a_folder_is_removed_only_if_it_is_the_one_that_was_made(tmp_path):
     def made():
-        folder = Path(supervised.make_folder("ours-", within=str(tmp_path)))
+        folder = Path(launch.make_folder("ours-", within=str(tmp_path)))
         (folder / "file").write_text("temporary")
         return folder
 
@@ -753,7 +753,7 @@ def test_a_folder_is_removed_only_if_it_is_the_one_that_was_made(tmp_path):
     (trap / ".primerl-folder").unlink()
     os.mkfifo(trap / ".primerl-folder")  # opened, it would wait for a writer
     for folder in (ours, precious, moved, replaced, linked, trap):
-        supervised.remove_folder(str(folder))
+        supervisor.remove_folder(str(folder))
 
     assert not ours.exists()
     for kept in (precious, tmp_path / "elsewhere", replaced, linked, trap):
@@ -763,12 +763,12 @@ def test_a_folder_is_removed_only_if_it_is_the_one_that_was_made(tmp_path):
 def test_a_folder_can_be_used_whatever_the_umask_says(tmp_path):
     before = os.umask(0o777)
     try:
-        folder = Path(supervised.make_folder("", within=str(tmp_path)))
+        folder = Path(launch.make_folder("", within=str(tmp_path)))
     finally:
         os.umask(before)
 
     assert folder.stat().st_mode & 0o777 == 0o700
-    supervised.remove_folder(str(folder))
+    supervisor.remove_folder(str(folder))
     assert not folder.exists()
 
 

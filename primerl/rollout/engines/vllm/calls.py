@@ -9,6 +9,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
+from primerl._vllm_names import COLLECTIVE_RPC, METRICS
 from primerl.rollout.engines.contract import Limits, check_completion
 from primerl.rollout.engines.replicas import Replica
 from primerl.rollout.engines.vllm import wire
@@ -83,7 +84,7 @@ async def read_metrics(fleet: Fleet, timeout_s: float) -> dict[str, dict[str, fl
     pages = await call_all(
         fleet,
         await fleet.live(),
-        lambda replica: fleet.http.get(replica.url, "/metrics", max_bytes=METRICS_BYTES),
+        lambda replica: fleet.http.get(replica.url, METRICS, max_bytes=METRICS_BYTES),
         time.monotonic() + timeout_s,
         "there are no metrics",
     )
@@ -169,7 +170,7 @@ async def rpc_results(
 ) -> list[Any]:
     """As ``rpc``, where the results may be anything."""
     body = encode({"method": method, "kwargs": arguments})
-    answer = decode(await post(fleet, replica, "/collective_rpc", body), replica.url)
+    answer = decode(await post(fleet, replica, COLLECTIVE_RPC, body), replica.url)
     results = answer.get("results") if isinstance(answer, dict) else None
     return results if isinstance(results, list) else []
 

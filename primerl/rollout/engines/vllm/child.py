@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from primerl._vllm_names import FOLDER_BACKEND
 from primerl.rollout.engines.vllm.arguments import (
     argument_names,
     check_vllm_version,
@@ -47,7 +48,7 @@ class VLLMServer:
         host: str = "127.0.0.1",
         port: int | None = None,
         api_key: str | None = None,
-        weight_transfer: str | None = "primerl",
+        weight_transfer: str | None = FOLDER_BACKEND,
         log_path: Path | None = None,
         start_timeout_s: float = 600.0,
         env: Mapping[str, str] | None = None,

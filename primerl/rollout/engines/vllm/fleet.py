@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
+from primerl._vllm_names import GENERATE, HEALTH, MODELS, WEIGHT_INFO
 from primerl.rollout.engines.replicas import Replica, Replicas
 from primerl.rollout.engines.vllm import wire
 from primerl.rollout.engines.vllm.http import Http, ServerFailed, Unreachable
@@ -16,7 +17,6 @@ from primerl.types import PolicyVersion
 
 POLL_S = 0.15  # how soon a newly served version is known where no request is in flight
 SILENT_S = 30.0  # a server that does not even say that it is healthy for this long is lost
-GENERATE = "/inference/v1/generate"
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -148,16 +148,16 @@ class Fleet:
         # served.
         try:
             async with asyncio.timeout(SILENT_S):
-                content = await self.http.get(replica.url, "/weight_info")
+                content = await self.http.get(replica.url, WEIGHT_INFO)
         except (TimeoutError, ServerFailed):
             async with asyncio.timeout(SILENT_S):
-                await self.http.get(replica.url, "/health")
+                await self.http.get(replica.url, HEALTH)
             return replica.label
         return wire.decode(wire.weight_infos, content, replica.url).weight_version
 
     async def _read_context(self, replica: Replica) -> None:
         async with asyncio.timeout(SILENT_S):
-            content = await self.http.get(replica.url, "/v1/models")
+            content = await self.http.get(replica.url, MODELS)
         cards = wire.decode(wire.model_cards, content, replica.url).data
         lengths = [card.max_model_len for card in cards]
         self.context_length = min([one for one in lengths if one], default=None)

@@ -10,6 +10,7 @@ from uuid import uuid4
 import attrs
 import numpy as np
 
+from primerl._vllm_names import SERVED_VOCAB_SIZE
 from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
 from primerl.rollout.engines.replicas import Replica
 from primerl.rollout.engines.vllm import wire
@@ -198,7 +199,7 @@ class Requests:
                 return
             try:
                 async with asyncio.timeout(VOCAB_SIZE_S):
-                    found = await rpc_results(self._fleet, replica, "served_vocab_size", {})
+                    found = await rpc_results(self._fleet, replica, SERVED_VOCAB_SIZE, {})
             except Unreachable:
                 return  # the next answer's server is asked
             except (RuntimeError, ValueError, TimeoutError) as error:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from primerl._vllm_names import FOLDER_BACKEND
 from primerl.rollout.engines.vllm.child import VLLMServer
 from primerl.rollout.engines.vllm.middleware import KEY_VARIABLE
 
@@ -23,7 +24,7 @@ def serve_vllm(
     host: str = "127.0.0.1",
     port: int | None = None,
     api_key: str | None = None,
-    weight_transfer: str | None = "primerl",
+    weight_transfer: str | None = FOLDER_BACKEND,
     log_path: str | os.PathLike[str] | None = None,
     start_timeout_s: float = 600.0,
     env: Mapping[str, str] | None = None,
@@ -84,7 +85,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("model", help="a folder, or an id on the Hugging Face hub")
     parser.add_argument("--host", default="127.0.0.1", help="beyond this computer only if given")
     parser.add_argument("--port", type=int, help="any free one by default")
-    parser.add_argument("--weight-transfer", default="primerl", help="its backend, or 'none'")
+    parser.add_argument("--weight-transfer", default=FOLDER_BACKEND, help="its backend, or 'none'")
     parser.add_argument("--start-timeout-s", type=float, default=600.0)
     ours, flags = parser.parse_known_args(words)
     key = os.environ.get(KEY_VARIABLE, "")

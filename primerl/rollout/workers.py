@@ -14,7 +14,6 @@ from primerl.rollout.collection.buffer import ON_STALE
 from primerl.rollout.collection.collector import Plan
 from primerl.rollout.collection.staleness import check_schedule
 from primerl.rollout.engines.protocol import Engine
-from primerl.rollout.engines.remote import portable
 from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.processes.crossing import pickle_arguments
 from primerl.rollout.processes.hosts import BLOCKED_S, InProcess, InThread
@@ -119,8 +118,6 @@ def worker(
     }
     if isolation == "thread":
         return Worker(engine, InThread(engine, arguments), plan)
-    if portable(engine):
-        arguments["engine"] = engine
     pickle_arguments(params=params, tasks=tasks)  # under the names that the caller knows
     return Worker(engine, InProcess(engine, pickle_arguments(**arguments), threads), plan)
 
@@ -245,7 +242,7 @@ class Worker:
         with self._taking:
             delivery = next(self._deliveries)
             try:
-                groups: list[Group] = self._wait("take", version, delivery, self._engine.version)
+                groups: list[Group] = self._wait("take", version, delivery)
             except BaseException:  # they may be on their way
                 self._notify("give_back", delivery)
                 raise
@@ -263,7 +260,7 @@ class Worker:
         Raises:
             ValueError: the worker was made without ``await_proof``.
         """
-        self._wait("settle", version, proven, self._engine.version)
+        self._wait("settle", version, proven)
 
     def evaluate(
         self,
@@ -296,11 +293,9 @@ class Worker:
                 only before an evaluation. Training's own would move on under the evaluation,
                 which is an error.
         """
-        if engine is None and not portable(self._engine):
-            engine = self._engine  # so that what it serves now is known in the worker
-        served = self._engine.version if engine is None else None
+        other = None if engine is self._engine else engine
         played = [dict(task) for task in tasks]
-        return Evaluation(self, self._call("evaluate", played, params, engine, served))
+        return Evaluation(self, self._call("evaluate", played, params, other))
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start (of the run, where it went on from a ``state``).

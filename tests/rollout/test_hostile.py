@@ -208,14 +208,14 @@ def test_an_engine_that_cannot_say_its_version_is_reported_and_asked_again(caplo
     from primerl.rollout.engines.remote import EngineHost
 
     engine, host, told = Hesitates(), EngineHost(), []
-    host.address(engine)
+    host.add(engine, lambda *news: told.append(news))
 
     async def scenario():
-        reports = asyncio.create_task(host.report_versions(lambda *news: told.append(news)))
+        reports = asyncio.create_task(host.keep_reporting())
         while engine.asked < 50:
             await asyncio.sleep(0.01)
         engine._updates.append((time.monotonic(), 7))
-        while ("serves", 0, 7) not in told:
+        while ("serves", 0, 7, 7) not in told:
             assert not reports.done()
             await asyncio.sleep(0.01)
         reports.cancel()

@@ -151,15 +151,12 @@ class Collector:
                 log.exception("the environment could not be closed")
         return self.stats()
 
-    async def take(
-        self, version: PolicyVersion, delivery: int, served: PolicyVersion | None
-    ) -> list[Group]:
-        """The groups of one step; ``served`` is the engine's version as the trainer sees it.
+    async def take(self, version: PolicyVersion, delivery: int) -> list[Group]:
+        """The groups of one step.
 
         They are buffered until ``deliver`` says that they arrived. ``delivery`` numbers the calls:
         one that was given up before, or while, it ran reserves nothing for a later one to lose.
         """
-        self._learn(served)
         began = time.monotonic()
         wait = Wait(self._plan.timeout_s, self._buffer.dropped)
         self._cancel_unusable(version)
@@ -191,11 +188,8 @@ class Collector:
         self._buffer.give_back()
         self._changed.set()
 
-    async def settle(
-        self, version: PolicyVersion, proven: bool, served: PolicyVersion | None
-    ) -> None:
+    def settle(self, version: PolicyVersion, proven: bool) -> None:
         """Say whether engines that serve ``version`` were proven to; see ``Worker.settle``."""
-        self._learn(served)
         self._buffer.settle(version, proven=proven)
         if not proven:
             now = self._engine.version
@@ -211,10 +205,8 @@ class Collector:
         tasks: Iterable[Task],
         params: SamplingParams,
         engine: Engine | EngineAddress | None,
-        served: PolicyVersion | None,
     ) -> list[Rollout]:
         """Play each task once, in order, with one version of the weights."""
-        self._learn(served)
         evaluated = self._engine if engine is None else self._engines.find(engine)
         health = self._health
         if evaluated is not self._engine:
@@ -286,18 +278,10 @@ class Collector:
         }
         return msgspec.msgpack.encode(content)
 
-    def serves(self, index: int, version: PolicyVersion) -> None:
+    def serves(self, index: int, version: PolicyVersion, newest: PolicyVersion) -> None:
         """The trainer's side says which version an engine serves now."""
-        self._engines.serves(index, version)
+        self._engines.serves(index, version, newest)
         self._changed.set()
-
-    def _learn(self, served: PolicyVersion | None) -> None:
-        """The trainer saw ``served``: a copy of its engine may not have, yet."""
-        if served is None:
-            return
-        self._engines.serves(0, served)
-        if hasattr(self._engine, "learn"):
-            self._engine.learn(served)
 
     def members(self) -> list[dict[str, Any]]:
         """The processes that the environment started."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from primerl.rollout.collection.collector import Collector
 from primerl.rollout.engines.protocol import Engine
-from primerl.rollout.engines.remote import EngineHost, portable
+from primerl.rollout.engines.remote import EngineHost, is_portable
 from primerl.rollout.processes.child import Child
 from primerl.rollout.processes.crossing import pickle_arguments
 
@@ -45,8 +45,6 @@ class InThread:
 
     async def call(self, name: str, *args: Any) -> Any:
         """The result of a method of the collector."""
-        if name in ("take", "settle"):
-            args = (*args[:-1], None)  # the engine itself says what it serves
         result = getattr(self._collector, name)(*args)
         return await result if asyncio.iscoroutine(result) else result
 
@@ -66,10 +64,10 @@ class InProcess:
     """Runs the collector in a child process and serves this process's engines to it."""
 
     def __init__(self, engine: Engine, arguments: dict[str, bytes], threads: int) -> None:
-        self._engine = engine
-        self._arguments = arguments
         self._engines = EngineHost()
         self._child = Child("the rollout worker", Collector, threads=threads, by_value=True)
+        address = self._engines.add(engine, self._child.notify, portable=is_portable(engine))
+        self._arguments = arguments | pickle_arguments(engine=address)
         self._background: list[asyncio.Task[None]] = []
         self._trainer = threading.current_thread()
         self.death = ""
@@ -83,13 +81,12 @@ class InProcess:
 
     async def start(self) -> None:
         """Begin to collect."""
-        arguments = dict(self._arguments)
-        if "engine" not in arguments:
-            arguments |= pickle_arguments(engine=self._engines.address(self._engine))
-        await self._child.start(arguments, {"generate": self._engines.generate, "beat": self._beat})
+        await self._child.start(
+            self._arguments, {"generate": self._engines.generate, "beat": self._beat}
+        )
         self._beat()
         self._background = [
-            asyncio.create_task(self._engines.report_versions(self._child.notify)),
+            asyncio.create_task(self._engines.keep_reporting()),
             asyncio.create_task(self._mourn()),
         ]
 
@@ -98,6 +95,7 @@ class InProcess:
         try:
             with contextlib.ExitStack() as stack:
                 crossing = [self._crossing(one, stack) for one in args]
+                self._engines.report()  # what the trainer saw before it called
                 return await self._child.call(name, *crossing)
         except RuntimeError:
             self._told = self._told or not self._child.alive
@@ -139,11 +137,11 @@ class InProcess:
         self._child.kill_and_wait()
 
     def _crossing(self, value: Any, stack: contextlib.ExitStack) -> Any:
-        if not isinstance(value, Engine) or portable(value):
+        if not isinstance(value, Engine):
             return value
-        if value is self._engine:
-            return self._engines.address(value)
-        return stack.enter_context(self._engines.lease(value))
+        return stack.enter_context(
+            self._engines.lease(value, self._child.notify, portable=is_portable(value))
+        )
 
     def _beat(self) -> None:
         self.last_beat = time.monotonic()

@@ -28,9 +28,9 @@ from primerl.rollout.workers import Evaluation, Worker, worker
 
 if TYPE_CHECKING:
     from primerl.rollout.engines.transformers.engine import TransformersEngine
-    from primerl.rollout.engines.vllm.child import VLLMServer
-    from primerl.rollout.engines.vllm.engine import VLLMEngine
-    from primerl.rollout.engines.vllm.server import serve_vllm
+    from primerl.rollout.engines.vllm.client.engine import VLLMEngine
+    from primerl.rollout.engines.vllm.server.child import VLLMServer
+    from primerl.rollout.engines.vllm.server.launch import serve_vllm
     from primerl.rollout.environments.verifiers_adapter import verifiers
 
 __all__ = [
@@ -69,9 +69,9 @@ __all__ = [
 
 _LAZY = {
     "TransformersEngine": "engines.transformers.engine",
-    "VLLMEngine": "engines.vllm.engine",
-    "VLLMServer": "engines.vllm.child",
-    "serve_vllm": "engines.vllm.server",
+    "VLLMEngine": "engines.vllm.client.engine",
+    "VLLMServer": "engines.vllm.server.child",
+    "serve_vllm": "engines.vllm.server.launch",
     "verifiers": "environments.verifiers_adapter",
 }
 

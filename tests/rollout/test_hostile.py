@@ -16,7 +16,7 @@ import pytest
 
 from primerl import rollout, testing
 from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
-from primerl.rollout.engines.vllm import readiness as vllm_readiness
+from primerl.rollout.engines.vllm.server import readiness as vllm_readiness
 from primerl.testing import hostile, hostile_server
 from primerl.types import LOGPROB_ROUNDING, Completion, Rollout, Sample, SamplingParams
 

@@ -21,9 +21,9 @@ from primerl._vllm_names import (
     WEIGHT_RECEIPT,
 )
 from primerl.rollout.engines.replicas import FAILED, Replica
-from primerl.rollout.engines.vllm.calls import call_all, encode, post, rpc
-from primerl.rollout.engines.vllm.fleet import Fleet
-from primerl.rollout.engines.vllm.http import ServerFailed, Unreachable
+from primerl.rollout.engines.vllm.client.calls import call_all, encode, post, rpc
+from primerl.rollout.engines.vllm.client.fleet import Fleet
+from primerl.rollout.engines.vllm.client.http import ServerFailed, Unreachable
 from primerl.rollout.errors import summary
 from primerl.types import PolicyVersion
 

@@ -13,13 +13,18 @@ from types import TracebackType
 from typing import Any
 
 from primerl._vllm_names import FOLDER_BACKEND
-from primerl.rollout.engines.vllm.arguments import (
+from primerl.rollout.engines.vllm.server.arguments import (
     argument_names,
     check_vllm_version,
     server_command,
     server_environment,
 )
-from primerl.rollout.engines.vllm.readiness import PortTaken, free_port, log_tail, wait_until_ready
+from primerl.rollout.engines.vllm.server.readiness import (
+    PortTaken,
+    free_port,
+    log_tail,
+    wait_until_ready,
+)
 from primerl.rollout.processes import supervised, supervisor
 
 PORT_TRIES = 5

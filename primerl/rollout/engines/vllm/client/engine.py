@@ -19,12 +19,13 @@ import msgspec
 import numpy as np
 
 from primerl._vllm_names import COLLECTIVE_RPC, READ_WEIGHTS, SERVED_DTYPE
-from primerl.rollout.engines.vllm.calls import agreed, call_route, probe, read_metrics
-from primerl.rollout.engines.vllm.fleet import Fleet
-from primerl.rollout.engines.vllm.members import Members, tidy
-from primerl.rollout.engines.vllm.requests import Requests
-from primerl.rollout.engines.vllm.updates import ON_UPDATE, Rendezvous, Updates
-from primerl.rollout.engines.vllm.wire import LEAST_TEMPERATURE, Labels
+from primerl.rollout.engines.vllm.client.calls import agreed, call_route, probe, read_metrics
+from primerl.rollout.engines.vllm.client.fleet import Fleet
+from primerl.rollout.engines.vllm.client.members import Members, tidy
+from primerl.rollout.engines.vllm.client.requests import Requests
+from primerl.rollout.engines.vllm.client.updates import ON_UPDATE, Rendezvous, Updates
+from primerl.rollout.engines.vllm.protocol.bodies import LEAST_TEMPERATURE
+from primerl.rollout.engines.vllm.protocol.labels import Labels
 from primerl.rollout.errors import summary
 from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.types import Completion, PolicyVersion, SamplingParams

@@ -14,7 +14,6 @@ from primerl.rollout.collection.buffer import ON_STALE
 from primerl.rollout.collection.plan import Plan
 from primerl.rollout.collection.staleness import check_schedule
 from primerl.rollout.engines.protocol import Engine
-from primerl.rollout.engines.remote import portable
 from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.processes.hosts import BLOCKED_S, InProcess, InThread
 from primerl.rollout.processes.pickling import pickle_arguments
@@ -43,7 +42,7 @@ def worker(
     quarantine_after: int = 3,
     group_timeout_s: float = 1800.0,
     timeout_s: float = 600.0,
-    await_proof: bool = False,
+    await_verification: bool = False,
     state: bytes | None = None,
     isolation: str = "process",
     threads: int = 1,
@@ -77,8 +76,8 @@ def worker(
         group_timeout_s: how long a group may take; its stragglers are then cancelled.
         timeout_s: how long a wait may see no further group that its step can use, and how long the
             engine may fail every request, before that is an error.
-        await_proof: whether a version is provisional until ``Worker.mark_version`` has named it,
-            the one that is served at the start included.
+        await_verification: whether a version is provisional until ``Worker.mark_version`` has named
+            it, the one that is served at the start included.
         state: what ``Worker.state`` returned, to go on from there; refused where its groups or
             tasks are not what this worker would make (another ``group_size``, say).
         isolation: ``"process"``: in a process of its own, so that environments never take the
@@ -107,7 +106,7 @@ def worker(
         quarantine_after=quarantine_after,
         group_timeout_s=group_timeout_s,
         timeout_s=timeout_s,
-        await_verification=await_proof,
+        await_verification=await_verification,
     )
     _check(plan, engine, tasks, isolation)
     arguments: dict[str, Any] = {
@@ -119,8 +118,6 @@ def worker(
     }
     if isolation == "thread":
         return Worker(engine, InThread(engine, arguments), plan)
-    if portable(engine):
-        arguments["engine"] = engine
     pickle_arguments(params=params, tasks=tasks)  # under the names that the caller knows
     return Worker(engine, InProcess(engine, pickle_arguments(**arguments), threads), plan)
 
@@ -245,7 +242,7 @@ class Worker:
         with self._taking:
             delivery = next(self._deliveries)
             try:
-                groups: list[Group] = self._wait("take", version, delivery, self._engine.version)
+                groups: list[Group] = self._wait("take", version, delivery)
             except BaseException:  # they may be on their way
                 self._notify("give_back", delivery)
                 raise
@@ -253,17 +250,17 @@ class Worker:
             return groups
 
     def mark_version(self, version: PolicyVersion, *, verified: bool) -> None:
-        """Say whether the engines were proven to serve ``version``'s weights (``await_proof``).
+        """Say whether engines were verified to serve the weights of ``version``.
 
         Until then no ``take`` returns a group with a token that it sampled, trained or not. When it
         is rejected, such groups are dropped as ``"unverified"``, those in flight are cancelled, and
-        none is started until it, published again and repaired, or a later version is proven. A
-        proven version may be rejected later.
+        none is started until it, published again and repaired, or a later version is verified. A
+        verified version may be rejected later.
 
         Raises:
-            ValueError: the worker was made without ``await_proof``.
+            ValueError: the worker was made with ``await_verification=False``.
         """
-        self._wait("mark_version", version, verified, self._engine.version)
+        self._wait("mark_version", version, verified)
 
     def evaluate(
         self,
@@ -296,11 +293,9 @@ class Worker:
                 only before an evaluation. Training's own would move on under the evaluation,
                 which is an error.
         """
-        if engine is None and not portable(self._engine):
-            engine = self._engine  # so that what it serves now is known in the worker
-        served = self._engine.version if engine is None else None
+        other = None if engine is self._engine else engine
         played = [dict(task) for task in tasks]
-        return Evaluation(self, self._call("evaluate", played, params, engine, served))
+        return Evaluation(self, self._call("evaluate", played, params, other))
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start (of the run, where it went on from a ``state``).

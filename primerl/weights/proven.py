@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Settles(Protocol):
     """The rollout worker, which holds what versions sampled until they are settled."""
 
-    def settle(self, version: int, *, proven: bool) -> None:
+    def mark_version(self, version: int, *, verified: bool) -> None:
         """Release what ``version`` sampled, or drop it."""
         ...
 
@@ -40,7 +40,7 @@ class Proven:
     Args:
         transport: that publishes.
         canary: of the same model and engine.
-        worker: that is told, by ``settle``; None on other ranks.
+        worker: that is told, by ``mark_version``; None on other ranks.
         wiring: whether the first publication tests that each group of tensors reaches the engines
             (``wiring_test``): one publication for each group, and one more, once.
         repairs: how often a version that fails is published again.
@@ -94,7 +94,7 @@ class Proven:
 
     def _settle(self, version: int, *, proven: bool) -> None:
         if self._worker is not None:
-            self._worker.settle(version, proven=proven)
+            self._worker.mark_version(version, verified=proven)
 
 
 def transport_to(

@@ -107,15 +107,12 @@ class Collector:
                 log.exception("the environment could not be closed")
         return self.stats()
 
-    async def take(
-        self, version: PolicyVersion, delivery: int, served: PolicyVersion | None
-    ) -> list[Group]:
-        """The groups of one step; ``served`` is the engine's version as the trainer sees it.
+    async def take(self, version: PolicyVersion, delivery: int) -> list[Group]:
+        """The groups of one step.
 
         They are buffered until ``deliver`` says that they arrived. ``delivery`` numbers the calls:
         one that was given up, before or while it runs, reserves nothing.
         """
-        self._update_served(served)
         began = time.monotonic()
         stall = StallTimer(self._plan.timeout_s, self._buffer.dropped)
         self._scheduler.cancel_unusable(version)
@@ -148,11 +145,8 @@ class Collector:
         self._buffer.give_back()
         self._scheduler.notify_change()
 
-    async def mark_version(
-        self, version: PolicyVersion, verified: bool, served: PolicyVersion | None
-    ) -> None:
+    def mark_version(self, version: PolicyVersion, verified: bool) -> None:
         """Record whether ``version`` is verified; see ``Worker.mark_version``."""
-        self._update_served(served)
         self._buffer.mark_version(version, verified=verified)
         if not verified:
             self._scheduler.cancel_rejected(version)
@@ -163,10 +157,8 @@ class Collector:
         tasks: Iterable[Task],
         params: SamplingParams,
         engine: Engine | EngineAddress | None,
-        served: PolicyVersion | None,
     ) -> list[Rollout]:
         """Play each task once, in order, with one version of the weights."""
-        self._update_served(served)
         evaluated = self._engine if engine is None else self._engines.find(engine)
         health = self._health
         if evaluated is not self._engine:
@@ -219,9 +211,9 @@ class Collector:
         }
         return encode_state(self._plan, parts)
 
-    def serves(self, index: int, version: PolicyVersion) -> None:
-        """The trainer's side reports the version that an engine serves now."""
-        self._engines.serves(index, version)
+    def serves(self, index: int, version: PolicyVersion, newest: PolicyVersion) -> None:
+        """The trainer's side reports the versions that an engine serves now."""
+        self._engines.serves(index, version, newest)
         self._scheduler.notify_change()
 
     def members(self) -> list[dict[str, Any]]:
@@ -232,14 +224,6 @@ class Collector:
     def last_heartbeat(self) -> float:
         """When the event loop last turned, by the monotonic clock."""
         return self._lag.last_heartbeat
-
-    def _update_served(self, served: PolicyVersion | None) -> None:
-        """Update the version that is served: a copy of the trainer's engine may lag behind."""
-        if served is None:
-            return
-        self._engines.serves(0, served)
-        if hasattr(self._engine, "learn"):
-            self._engine.learn(served)
 
     def _restore(self, content: bytes) -> None:
         try:

@@ -102,7 +102,7 @@ class IsolatedEnvironment:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline, pool.process() as child:
-                with self._engines.lease(engine) as address:
+                with self._engines.lease(engine, child.notify) as address:
                     rollout: Rollout = await child.call("play", dict(task), address, params)
                 return rollout
         except asyncio.CancelledError:

@@ -10,7 +10,7 @@ from typing import Any
 
 from primerl.rollout.collection.collector import Collector
 from primerl.rollout.engines.protocol import Engine
-from primerl.rollout.engines.remote import EngineHost, portable
+from primerl.rollout.engines.remote import EngineHost, is_portable
 from primerl.rollout.processes.child import Child
 from primerl.rollout.processes.pickling import pickle_arguments
 
@@ -45,8 +45,6 @@ class InThread:
 
     async def call(self, name: str, *args: Any) -> Any:
         """The result of a method of the collector."""
-        if name in ("take", "mark_version"):
-            args = (*args[:-1], None)  # the engine itself has the served version
         result = getattr(self._collector, name)(*args)
         return await result if asyncio.iscoroutine(result) else result
 
@@ -66,10 +64,10 @@ class InProcess:
     """Runs the collector in a child process and serves this process's engines to it."""
 
     def __init__(self, engine: Engine, arguments: dict[str, bytes], threads: int) -> None:
-        self._engine = engine
-        self._arguments = arguments
         self._engines = EngineHost()
         self._child = Child("the rollout worker", Collector, threads=threads, by_value=True)
+        address = self._engines.add(engine, self._child.notify, portable=is_portable(engine))
+        self._arguments = arguments | pickle_arguments(engine=address)
         self._background: list[asyncio.Task[None]] = []
         self._trainer = threading.current_thread()
         self.cause_of_death = ""
@@ -83,15 +81,12 @@ class InProcess:
 
     async def start(self) -> None:
         """Start collecting."""
-        arguments = dict(self._arguments)
-        if "engine" not in arguments:
-            arguments |= pickle_arguments(engine=self._engines.address(self._engine))
         await self._child.start(
-            arguments, {"generate": self._engines.generate, "heartbeat": self._heartbeat}
+            self._arguments, {"generate": self._engines.generate, "heartbeat": self._heartbeat}
         )
         self._heartbeat()
         self._background = [
-            asyncio.create_task(self._engines.report_versions(self._child.notify)),
+            asyncio.create_task(self._engines.keep_reporting()),
             asyncio.create_task(self._watch_child()),
         ]
 
@@ -100,6 +95,7 @@ class InProcess:
         try:
             with contextlib.ExitStack() as stack:
                 sent = [self._sendable(one, stack) for one in args]
+                self._engines.report()  # what the trainer saw before it called
                 return await self._child.call(name, *sent)
         except RuntimeError:
             self._death_reported = self._death_reported or not self._child.alive
@@ -141,11 +137,11 @@ class InProcess:
         self._child.kill_and_wait()
 
     def _sendable(self, value: Any, stack: contextlib.ExitStack) -> Any:
-        if not isinstance(value, Engine) or portable(value):
+        if not isinstance(value, Engine):
             return value
-        if value is self._engine:
-            return self._engines.address(value)
-        return stack.enter_context(self._engines.lease(value))
+        return stack.enter_context(
+            self._engines.lease(value, self._child.notify, portable=is_portable(value))
+        )
 
     def _heartbeat(self) -> None:
         self.last_heartbeat = time.monotonic()

@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl import rollout
-from primerl.rollout.engines.vllm import arguments as vllm_arguments
-from primerl.rollout.engines.vllm import child as vllm_child
-from primerl.rollout.engines.vllm import readiness as vllm_readiness
-from primerl.rollout.engines.vllm import server as vllm_server
-from primerl.rollout.engines.vllm.middleware import RequireKey
+from primerl.rollout.engines.vllm.server import __main__ as vllm_server
+from primerl.rollout.engines.vllm.server import arguments as vllm_arguments
+from primerl.rollout.engines.vllm.server import child as vllm_child
+from primerl.rollout.engines.vllm.server import readiness as vllm_readiness
+from primerl.rollout.engines.vllm.server.middleware import RequireKey
 from primerl.rollout.processes import launch, supervisor
 
 TREE = Path(__file__).parents[2] / "helpers/process_tree.py"
@@ -123,7 +123,7 @@ def test_the_command_sets_what_training_needs():
         "--scheduling-policy=priority",
         '--weight-transfer-config={"backend": "primerl"}',
         "--worker-extension-cls=primerl.weights.vllm.receiver.WeightReceiver",
-        "--middleware=primerl.rollout.engines.vllm.middleware.RequireKey",
+        "--middleware=primerl.rollout.engines.vllm.server.middleware.RequireKey",
     }
 
 
@@ -509,8 +509,8 @@ def test_the_command_line_serves_until_it_is_told_to_end(tmp_path, how, code):
         source = "import os, threading; threading.Timer(2, os._exit, [6]).start()\n" + source
     program = f"""
 import sys
-from primerl.rollout.engines.vllm import child as vllm_child
-from primerl.rollout.engines.vllm import server as vllm_server
+from primerl.rollout.engines.vllm.server import child as vllm_child
+from primerl.rollout.engines.vllm.server import __main__ as vllm_server
 vllm_child.check_vllm_version = lambda: True
 vllm_child.server_command = lambda model, *, port, flags_as_given, **_: (
     print(model, flags_as_given, flush=True)
@@ -875,7 +875,7 @@ def test_a_websocket_without_the_key_is_closed(guarded):
 
 def test_the_key_is_taken_from_standard_input_which_nobody_inherits():
     program = (
-        "from primerl.rollout.engines.vllm.middleware import RequireKey; "
+        "from primerl.rollout.engines.vllm.server.middleware import RequireKey; "
         "one, two = (RequireKey(None) for _ in range(2)); "
         "print(one._expected == two._expected == b'Bearer the-key')"
     )

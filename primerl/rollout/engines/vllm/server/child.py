@@ -12,13 +12,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from primerl.rollout.engines.vllm.arguments import (
+from primerl._vllm_names import FOLDER_BACKEND
+from primerl.rollout.engines.vllm.server.arguments import (
     argument_names,
     check_vllm_version,
     server_command,
     server_environment,
 )
-from primerl.rollout.engines.vllm.readiness import PortTaken, free_port, log_tail, wait_until_ready
+from primerl.rollout.engines.vllm.server.readiness import (
+    PortTaken,
+    free_port,
+    log_tail,
+    wait_until_ready,
+)
 from primerl.rollout.processes import launch, supervisor
 
 PORT_TRIES = 5
@@ -47,7 +53,7 @@ class VLLMServer:
         host: str = "127.0.0.1",
         port: int | None = None,
         api_key: str | None = None,
-        weight_transfer: str | None = "primerl",
+        weight_transfer: str | None = FOLDER_BACKEND,
         log_path: Path | None = None,
         start_timeout_s: float = 600.0,
         env: Mapping[str, str] | None = None,

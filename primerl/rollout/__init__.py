@@ -15,8 +15,9 @@ from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.conversation import Conversation
 from primerl.rollout.environments.environment import Environment, RewardError, single_turn
 from primerl.rollout.environments.isolation import isolated
+from primerl.rollout.environments.routing import route
 from primerl.rollout.tasks.difficulty_pools import DifficultyPools
-from primerl.rollout.tasks.mixtures import Mixture, route
+from primerl.rollout.tasks.mixtures import Mixture
 from primerl.rollout.tasks.streams import InOrder, Shuffled, TaskStream
 from primerl.rollout.workers import Evaluation, Worker, worker
 

@@ -444,8 +444,8 @@ def test_a_portable_engine_crosses_as_a_copy():
 
 SCRIPT = """
 import asyncio, dataclasses, os, sys, time
-sys.path.insert(0, {tests!r})
-from conftest import CharacterCodes
+sys.path.insert(0, {helpers!r})
+from character_codes import CharacterCodes
 from primerl import rollout, testing
 from primerl.types import SamplingParams
 
@@ -488,7 +488,7 @@ def script(tmp_path, temporary):
 
     def start(then):
         path = tmp_path / "recipe.py"
-        path.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1]), then=then))
+        path.write_text(SCRIPT.format(helpers=str(Path(__file__).parents[1] / "helpers"), then=then))
         child = subprocess.Popen(
             [sys.executable, path],
             stdin=subprocess.PIPE,

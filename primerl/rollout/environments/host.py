@@ -1,4 +1,4 @@
-"""What runs in an environment's own process."""
+"""The child process of ``isolated``, which plays rollouts."""
 
 from primerl.rollout.collection.rollouts import attempt
 from primerl.rollout.engines.remote import EngineAddress, RemoteEngines
@@ -6,7 +6,7 @@ from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.processes.channel import Channel
 from primerl.types import PolicyVersion, Rollout, SamplingParams
 
-MAX_REPLY_BYTES = 1 << 31  # a rollout that is larger is a mistake, and would exhaust the worker
+MAX_REPLY_BYTES = 1 << 31  # a larger rollout is a mistake, and would exhaust the worker's memory
 
 
 class EnvironmentHost:
@@ -18,7 +18,7 @@ class EnvironmentHost:
         self._environment = environment
 
     async def astart(self) -> None:
-        """Nothing to do: environments prepare themselves."""
+        """Do nothing: environments set themselves up."""
 
     async def aclose(self) -> None:
         """Close the environment."""
@@ -33,9 +33,9 @@ class EnvironmentHost:
             self._engines.forget(engine)
 
     def serves(self, index: int, version: PolicyVersion, newest: PolicyVersion) -> None:
-        """The parent says which version an engine serves now."""
+        """The parent reports the versions that an engine serves now."""
         self._engines.serves(index, version, newest)
 
     def ping(self) -> bool:
-        """Answer, if the event loop turns."""
+        """Answer, which shows that the event loop is not blocked."""
         return True

@@ -26,7 +26,7 @@ ISOLATION = ("process", "thread")
 
 
 def worker(
-    engine: Engine,
+    engine: Engine | None,
     environment: Environment,
     tasks: Iterable[Task] | TaskStream,
     *,
@@ -42,7 +42,7 @@ def worker(
     quarantine_after: int = 3,
     group_timeout_s: float = 1800.0,
     timeout_s: float = 600.0,
-    await_verification: bool = False,
+    await_verification: bool | None = None,
     state: bytes | None = None,
     isolation: str = "process",
     threads: int = 1,
@@ -56,6 +56,8 @@ def worker(
     Args:
         engine: samples; its ``version`` says which weights it serves. It stays in this process and
             is called from the worker's, unless it is ``portable``: a client of a server elsewhere.
+            None, as on ranks other than 0, is for a worker that does nothing: ``take`` and
+            ``evaluate`` return no rollouts.
         environment: ``async (task, engine, params) -> Rollout``.
         tasks: a stream (``Shuffled``, ``Mixture``, ``DifficultyPools``), or any iterable of
             mappings, iterated again from the start when it runs out.
@@ -77,7 +79,8 @@ def worker(
         timeout_s: how long a wait may see no further group that its step can use, and how long the
             engine may fail every request, before that is an error.
         await_verification: whether a version is provisional until ``Worker.mark_version`` has named
-            it, the one that is served at the start included.
+            it, the one that is served at the start included. None: if the engine can be probed, as
+            vLLM's servers can, to which ``weights.transport_to(..., worker=)`` publishes.
         state: what ``Worker.state`` returned, to go on from there; refused where its groups or
             tasks are not what this worker would make (another ``group_size``, say).
         isolation: ``"process"``: in a process of its own, so that environments never take the
@@ -91,6 +94,8 @@ def worker(
             greedy), the schedule could only stand still, or an argument can't cross into the
             worker's process.
     """
+    if engine is None:
+        return IdleWorker()
     _check_parts(engine, environment, params, keep, threads)
     check_schedule(
         publish_every=publish_every, max_staleness=max_staleness, groups_per_step=groups_per_step
@@ -106,7 +111,9 @@ def worker(
         quarantine_after=quarantine_after,
         group_timeout_s=group_timeout_s,
         timeout_s=timeout_s,
-        await_verification=await_verification,
+        await_verification=(
+            hasattr(engine, "probe") if await_verification is None else await_verification
+        ),
     )
     _check(plan, engine, tasks, isolation)
     arguments: dict[str, Any] = {
@@ -250,7 +257,7 @@ class Worker:
             return groups
 
     def mark_version(self, version: PolicyVersion, *, verified: bool) -> None:
-        """Say whether engines were verified to serve the weights of ``version``.
+        """Say whether the engines were verified to serve the weights of ``version``.
 
         Until then no ``take`` returns a group with a token that it sampled, trained or not. When it
         is rejected, such groups are dropped as ``"unverified"``, those in flight are cancelled, and
@@ -394,6 +401,61 @@ class Worker:
         if not thread.is_alive():
             loop.close()
         return stopping.result() if stopping.done() else None
+
+
+class IdleWorker(Worker):
+    """The worker on ranks other than 0: does nothing, so that a loop needs no test of its rank."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __enter__(self) -> "IdleWorker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def take(self, version: PolicyVersion) -> list[Group]:  # noqa: ARG002
+        """No groups: rank 0 has them."""
+        return []
+
+    def mark_version(self, version: PolicyVersion, *, verified: bool) -> None:
+        """Nothing to release or drop."""
+
+    def evaluate(
+        self,
+        tasks: Iterable[Task],  # noqa: ARG002
+        params: SamplingParams,  # noqa: ARG002
+        *,
+        engine: Engine | None = None,  # noqa: ARG002
+        timeout_s: float = 600.0,  # noqa: ARG002
+    ) -> list[Rollout]:
+        """No rollouts: rank 0 has them."""
+        return []
+
+    def start_evaluation(
+        self,
+        tasks: Iterable[Task],  # noqa: ARG002
+        params: SamplingParams,  # noqa: ARG002
+        *,
+        engine: Engine | None = None,  # noqa: ARG002
+    ) -> "Evaluation":
+        """An evaluation without rollouts."""
+        done: Future[Any] = Future()
+        done.set_result([])
+        return Evaluation(self, done)
+
+    def stats(self) -> dict[str, Any]:
+        """No counts."""
+        return {}
+
+    def state(self) -> bytes | None:  # type: ignore[override]
+        """Nothing: rank 0 saves."""
+        return None
+
+    def members(self) -> list[dict[str, Any]]:
+        """No processes."""
+        return []
 
 
 class Evaluation:

@@ -488,7 +488,9 @@ def script(tmp_path, temporary):
 
     def start(then):
         path = tmp_path / "recipe.py"
-        path.write_text(SCRIPT.format(helpers=str(Path(__file__).parents[1] / "helpers"), then=then))
+        path.write_text(
+            SCRIPT.format(helpers=str(Path(__file__).parents[1] / "helpers"), then=then)
+        )
         child = subprocess.Popen(
             [sys.executable, path],
             stdin=subprocess.PIPE,

@@ -22,7 +22,7 @@ from primerl.weights.transports.broadcast_group import (
     new_unique_id,
 )
 from primerl.weights.transports.folder_transport import check_engines
-from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts
+from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts, on_all_ranks
 
 _POLL_S = 0.001
 
@@ -96,16 +96,15 @@ class NCCL:
         self._unique_id = unique_id
         self._group: _Group | None = None
 
-    def publish(self, version: int) -> Receipt | None:
+    def publish(self, version: int) -> Receipt:
         """Put the weights of ``version`` into every replica and check that they arrived.
-
-        Returns None on ranks other than 0.
 
         Raises:
             RuntimeError: they did not arrive; the message says what was caught, and where.
         """
         tensors = checkpoint_tensors(self._model, dtype=self._dtype)
-        return together(lambda: self._publish(version, tensors), tensors)
+        receipt = together(lambda: self._publish(version, tensors), tensors)
+        return on_all_ranks(receipt or Receipt(version=version))
 
     def _publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
         started = time.perf_counter()

@@ -48,6 +48,10 @@ def test_every_replica_holds_the_checkpoint_of_the_trainer(family, encoding, tmp
         assert receipt.tensors == len(sent(model))
         assert {r[0]["digest"] for r in receipt.replicas.values()} == {receipt.digest}
         assert set(receipt.seconds) == {"gather", "encode", "write", "load"}
+        assert receipt.metrics == {
+            "publish_s": sum(receipt.seconds.values()),
+            "publish_bytes": receipt.bytes,
+        }
         assert min(receipt.seconds.values()) >= 0
     assert kinds == (["full"] * 3 if encoding == "full" else ["full", "delta", "delta"])
     if encoding == "delta":
@@ -365,7 +369,9 @@ def found(root, tmp_path_factory):
 def test_ranks_publish_what_an_unsharded_trainer_would(found):
     assert found[0]["same"] == {"llama full": True, "qwen3_moe full": True, "qwen3_moe delta": True}
     assert found[0]["kinds"] == ["full", "delta"]
-    assert found[1]["receipts"] == [None, None, None, None]
+    assert found[1]["receipts"] == found[0]["receipts"]
+    assert found[1]["metrics"] == found[0]["metrics"]
+    assert min(found[1]["metrics"].values()) > 0
 
 
 def test_no_rank_holds_more_than_a_layer(found):

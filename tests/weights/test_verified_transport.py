@@ -1,4 +1,4 @@
-"""Publications that the worker is told about once a canary has passed, or failed."""
+"""Publications that a canary checks, and what the worker is told."""
 
 import re
 
@@ -12,8 +12,8 @@ from primerl import testing, weights
 SIZES = {"count": 2, "length": 40, "new_tokens": 4}
 
 
-class Settled:
-    """Stands for the worker: what it was told, in order."""
+class Worker:
+    """Records what it was told, in order."""
 
     def __init__(self):
         self.told = []
@@ -22,31 +22,40 @@ class Settled:
         self.told.append((version, verified))
 
 
-def proven(model, engine, *, wiring=False, **settings):
-    worker = Settled()
+def verified(model, engine, **settings):
+    worker = Worker()
     canary = weights.Canary(model, engine, **SIZES)
     transport = weights.SharedMemory(model, engine)
-    return worker, weights.Proven(transport, canary, worker=worker, wiring=wiring, **settings)
+    return worker, weights.VerifiedTransport(transport, canary, worker=worker, **settings)
 
 
-def test_a_version_that_passes_is_settled_once():
+def test_a_version_that_passes_is_reported_once():
     model = testing.tiny_model("llama")
     engine = CopyEngine(model)
-    worker, transport = proven(model, engine)
+    worker, transport = verified(model, engine)
 
     for version in range(3):
         receipt = transport.publish(version)
         assert receipt.version == version
+        assert receipt.metrics.keys() == {
+            "publish_s",
+            "publish_bytes",
+            "mismatch_kl",
+            "canary_difference",
+        }
+        assert receipt.metrics["publish_s"] > receipt.seconds["verify"] > 0
+        assert 0 <= receipt.metrics["mismatch_kl"] < 1e-9
+        assert all(type(value) is float for value in receipt.metrics.values())
         trained(model, seed=version, lr=1e-3)
 
     assert worker.told == [(0, True), (1, True), (2, True)]
     assert engine.updates == [0, 1, 2]
 
 
-def test_a_version_that_fails_is_rejected_first_and_repaired_under_its_number():
+def test_a_version_that_fails_is_published_again_under_its_number():
     model = testing.tiny_model("llama")
     engine = CopyEngine(model)
-    worker, transport = proven(model, engine)
+    worker, transport = verified(model, engine)
     transport.publish(0)
     trained(model, seed=1, lr=1e-2)
     lost = []
@@ -59,10 +68,10 @@ def test_a_version_that_fails_is_rejected_first_and_repaired_under_its_number():
     assert worker.told == [(0, True), (1, False), (1, True)]
 
 
-def test_a_version_that_no_repair_helps_raises():
+def test_a_version_that_fails_each_retry_raises():
     model = testing.tiny_model("llama")
     engine = CopyEngine(model)
-    worker, transport = proven(model, engine, repairs=2)
+    worker, transport = verified(model, engine, retries=2)
     transport.publish(0)
     trained(model, seed=1, lr=1e-2)
     engine.skip = lambda name: True
@@ -74,11 +83,11 @@ def test_a_version_that_no_repair_helps_raises():
     assert worker.told == [(0, True), (1, False), (1, False), (1, False)]
 
 
-def test_the_first_publication_tests_the_wiring_and_rejects_what_was_sampled_meanwhile():
+def test_the_wiring_is_tested_once_on_request_and_what_was_sampled_meanwhile_is_dropped():
     model = testing.tiny_model("llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     engine = CopyEngine(model)
-    worker, transport = proven(model, engine, wiring=True)
+    worker, transport = verified(model, engine, wiring_test=True)
 
     transport.publish(4)
     publications = len(engine.updates)
@@ -91,10 +100,10 @@ def test_the_first_publication_tests_the_wiring_and_rejects_what_was_sampled_mea
     assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
 
 
-def test_weights_that_do_not_reach_the_engine_end_the_run_at_its_start():
+def test_the_wiring_test_refuses_a_tensor_that_never_arrives():
     model = testing.tiny_model("llama")
     engine = CopyEngine(model, skip=lambda name: "q_proj" in name)
-    worker, transport = proven(model, engine, wiring=True)
+    worker, transport = verified(model, engine, wiring_test=True)
 
     with pytest.raises(RuntimeError, match="q_proj"):
         transport.publish(0)
@@ -107,17 +116,23 @@ class Bf16Engine(CopyEngine):
     dtype = "bfloat16"
 
 
-def test_the_usual_transport_proves_what_can_be_probed():
+@pytest.mark.parametrize("settings", [{}, {"wiring_test": True}])
+def test_the_usual_transport_verifies_engines_that_can_be_probed(settings):
     model = testing.tiny_model("llama")
-    worker = Settled()
+    worker = Worker()
     engine = Bf16Engine(model, dtype=torch.bfloat16)
 
-    transport = weights.transport_to(model, engine, worker=worker, wiring=False)
+    transport = weights.transport_to(model, engine, worker=worker, **settings)
     transport.publish(0)
 
-    assert isinstance(transport, weights.Proven)
+    assert isinstance(transport, weights.VerifiedTransport)
     assert transport.canary.dtype == torch.bfloat16  # in float32, its noise would be refused
-    assert worker.told == [(0, True)]
+    if settings:
+        assert worker.told == [(0, False), (0, True)]
+        assert len(engine.updates) > 10  # one for each group of tensors
+    else:
+        assert worker.told == [(0, True)]
+        assert engine.updates == [0]
 
 
 def test_the_usual_transport_of_an_engine_in_this_process_is_its_memory():
@@ -127,7 +142,9 @@ def test_the_usual_transport_of_an_engine_in_this_process_is_its_memory():
 
     engine = Plain()
     transport = weights.transport_to(testing.tiny_model("llama"), engine)
-    transport.publish(3)
+    receipt = transport.publish(3)
 
     assert isinstance(transport, weights.SharedMemory)
     assert engine.version == 3
+    assert receipt.metrics.keys() == {"publish_s", "publish_bytes"}
+    assert receipt.metrics["publish_bytes"] == 0

@@ -16,7 +16,7 @@ from primerl.rollout.engines.health import EngineHealth
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.engines.remote import EngineAddress, RemoteEngines
 from primerl.rollout.environments.environment import Environment, Task
-from primerl.rollout.errors import words
+from primerl.rollout.errors import message
 from primerl.rollout.processes.channel import Channel
 from primerl.rollout.processes.loop_lag import LoopLag
 from primerl.rollout.tasks.streams import TaskStream
@@ -241,7 +241,7 @@ class Collector:
     def _require_fillable(self, version: PolicyVersion) -> None:
         error = self._scheduler.error
         if error is not None:
-            raise RuntimeError(f"rollouts stopped: {words(error)}") from error
+            raise RuntimeError(f"rollouts stopped: {message(error)}") from error
         if self._health.reason is not None:
             raise RuntimeError(f"step {version} cannot be filled: {self._health.reason}")
         reason = unfillable(

@@ -16,7 +16,7 @@ from scripted_vllm import DROP, GARBAGE, HANG, ScriptedVLLM
 
 from primerl import rollout, testing
 from primerl.rollout.engines.vllm.client.http import Http, ServerFailed
-from primerl.rollout.engines.vllm.protocol import answers
+from primerl.rollout.engines.vllm.protocol import responses
 from primerl.rollout.engines.vllm.protocol.labels import Labels
 from primerl.types import Rollout, Sample, SamplingParams
 
@@ -356,11 +356,11 @@ def test_a_copy_knows_what_the_original_knew(server, make):
 
 
 def test_versions_are_per_token(server, make):
-    server.token_s = 0.01
+    server.token_s = 0.02
     engine = make(server)
 
     async def scenario():
-        request = asyncio.ensure_future(engine.generate([3], P(max_tokens=60)))
+        request = asyncio.ensure_future(engine.generate([3], P(max_tokens=120)))
         for version in (1, 2):
             await asyncio.sleep(0.2)
             await asyncio.to_thread(engine.load_weights, {}, version=version)
@@ -944,15 +944,15 @@ def test_a_synchronous_run_publishes_and_takes(servers, make, isolation):
 
 
 def choice(**fields):
-    return answers.Choice(finish_reason="stop", token_ids=[5, 6, 7], **fields)
+    return responses.Choice(finish_reason="stop", token_ids=[5, 6, 7], **fields)
 
 
 def test_spans_become_versions():
     labels = Labels("abc")
-    spans = [answers.Span("abc-1", 0, 1), answers.Span("abc-3", 1, 3)]
-    assert answers.span_versions(choice(weight_versions=spans), labels.number) == [1, 3, 3]
+    spans = [responses.Span("abc-1", 0, 1), responses.Span("abc-3", 1, 3)]
+    assert responses.span_versions(choice(weight_versions=spans), labels.number) == [1, 3, 3]
     spans[0].version = "default"
-    assert answers.span_versions(choice(weight_versions=spans), labels.number) == [None, 3, 3]
+    assert responses.span_versions(choice(weight_versions=spans), labels.number) == [None, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -968,9 +968,9 @@ def test_spans_become_versions():
     ],
 )
 def test_spans_that_do_not_cover_the_tokens(spans):
-    made = None if spans is None else [answers.Span(*span) for span in spans]
+    made = None if spans is None else [responses.Span(*span) for span in spans]
     with pytest.raises(rollout.BadCompletion, match="span"):
-        answers.span_versions(choice(weight_versions=made), Labels("a").number)
+        responses.span_versions(choice(weight_versions=made), Labels("a").number)
 
 
 @pytest.mark.parametrize(
@@ -996,17 +996,17 @@ def test_labels(label, version):
 
 @pytest.mark.parametrize("value", [-9999.0, -math.inf, math.nan])
 def test_damaged_weights_are_named(value):
-    logprobs = answers.Logprobs([answers.TokenLogprob(one) for one in (-1.0, value, -1.0)])
+    logprobs = responses.Logprobs([responses.TokenLogprob(one) for one in (-1.0, value, -1.0)])
     with pytest.raises(rollout.BadCompletion, match="damaged"):
-        answers.make_completion(choice(logprobs=logprobs), [0, 0, 0])
+        responses.make_completion(choice(logprobs=logprobs), [0, 0, 0])
 
 
 def test_logprobs_of_every_token():
     with pytest.raises(rollout.BadCompletion, match="0 logprobs for 3 tokens"):
-        answers.make_completion(choice(), [0, 0, 0])
-    logprobs = answers.Logprobs([answers.TokenLogprob(-1.0, token) for token in (5, 6, 8)])
+        responses.make_completion(choice(), [0, 0, 0])
+    logprobs = responses.Logprobs([responses.TokenLogprob(-1.0, token) for token in (5, 6, 8)])
     with pytest.raises(rollout.BadCompletion, match="the logprob of 8 with token 7"):
-        answers.make_completion(choice(logprobs=logprobs), [0, 0, 0])
-    logprobs = answers.Logprobs([answers.TokenLogprob(one) for one in (-1.0, 1e-6, 0.0)])
-    made = answers.make_completion(choice(logprobs=logprobs), [0, 0, 0])
+        responses.make_completion(choice(logprobs=logprobs), [0, 0, 0])
+    logprobs = responses.Logprobs([responses.TokenLogprob(one) for one in (-1.0, 1e-6, 0.0)])
+    made = responses.make_completion(choice(logprobs=logprobs), [0, 0, 0])
     assert made.logprobs.tolist() == [-1.0, np.float32(1e-6), 0.0], "rounding is let pass"

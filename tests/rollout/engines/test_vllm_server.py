@@ -419,8 +419,10 @@ def test_a_server_leaves_nothing_in_the_folder_for_temporary_files(
         with server:
             (_,) = folder.glob("**/a-socket")
             if how == "kill -9":
-                for one in family(server):
+                processes = family(server)
+                for one in processes:
                     one.kill()
+                psutil.wait_procs(processes, timeout=10)
 
     left = [path for path in folder.glob("**/*") if path.is_file()]
     failed = how != "close"

@@ -14,7 +14,7 @@ from primerl.rollout.engines.contract import Limits, check_completion
 from primerl.rollout.engines.replicas import Replica
 from primerl.rollout.engines.vllm.client.fleet import Fleet
 from primerl.rollout.engines.vllm.client.http import Unreachable
-from primerl.rollout.engines.vllm.protocol import answers, bodies
+from primerl.rollout.engines.vllm.protocol import requests, responses
 from primerl.types import SamplingParams
 
 METRICS_BYTES = 1 << 24
@@ -66,7 +66,7 @@ async def call_all(
 
 
 async def call_route(
-    fleet: Fleet, path: str, body: bytes, timeout_s: float, *, max_bytes: int
+    fleet: Fleet, path: str, body: bytes, *, timeout_s: float, max_bytes: int
 ) -> dict[str, Any]:
     """The answers of all live replicas to a POST, decoded, by url."""
     answers = await call_all(
@@ -79,7 +79,7 @@ async def call_route(
     return {replica.url: decode(answer, replica.url) for replica, answer in answers.items()}
 
 
-async def read_metrics(fleet: Fleet, timeout_s: float) -> dict[str, dict[str, float]]:
+async def read_metrics(fleet: Fleet, *, timeout_s: float) -> dict[str, dict[str, float]]:
     """The metrics of all live replicas, by url and name."""
     pages = await call_all(
         fleet,
@@ -111,24 +111,24 @@ async def probe(
         params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, seed=0)
         # Two requests: vLLM scores without reading its prefix cache, and what serves reads it. It
         # reads the oldest of equal blocks: those of older weights, or else what scoring computed.
-        how: dict[str, Any] = {"salt": replica.label or "", "priority": bodies.FIRST}
+        how: dict[str, Any] = {"salt": replica.label or "", "priority": requests.FIRST}
 
-        async def ask(body: bytes, request_id: str, scored: int) -> answers.Answer:
-            most = answers.most_bytes(max_new_tokens, scored=scored)
+        async def ask(body: bytes, request_id: str, scored: int) -> responses.Answer:
+            most = responses.most_bytes(max_new_tokens, scored=scored)
             content = await fleet.ask(replica, body, max_bytes=most)
-            return answers.read_answer(
+            return responses.read_answer(
                 content, replica.url, request_id=request_id, prompt_length=len(token_ids)
             )
 
         name = uuid4().hex
         scored = await ask(
-            bodies.score_body(token_ids, request_id=name, **how), name, len(token_ids)
+            requests.score_body(token_ids, request_id=name, **how), name, len(token_ids)
         )
         name = uuid4().hex
-        body = bodies.generate_body(token_ids, params, request_id=name, **how)
+        body = requests.generate_body(token_ids, params, request_id=name, **how)
         choice = (await ask(body, name, 0)).choices[0]
-        versions = [one or 0 for one in answers.span_versions(choice, fleet.number)]
-        completion = answers.make_completion(choice, versions)
+        versions = [one or 0 for one in responses.span_versions(choice, fleet.number)]
+        completion = responses.make_completion(choice, versions)
         limits = Limits(
             context_length=len(token_ids) + max_new_tokens,
             vocab_size=None,
@@ -137,7 +137,7 @@ async def probe(
         )
         check_completion(completion, len(token_ids), params, limits)
         return {
-            "scores": answers.prompt_scores(scored, token_ids),
+            "scores": responses.prompt_scores(scored, token_ids),
             "token_ids": completion.token_ids,
             "logprobs": completion.logprobs,
         }
@@ -177,7 +177,7 @@ async def rpc_results(
     return results if isinstance(results, list) else []
 
 
-async def agreed(fleet: Fleet, method: str, timeout_s: float) -> Any:
+async def agreed(fleet: Fleet, method: str, *, timeout_s: float) -> Any:
     """What all workers of all live replicas answer to a method of the worker extension.
 
     Raises:
@@ -208,7 +208,7 @@ def decode(content: bytes, where: str) -> Any:
     Raises:
         RuntimeError: it is no JSON, or nested too deeply.
     """
-    return answers.decode(answers.anything, content, where) if content else None
+    return responses.decode(responses.anything, content, where) if content else None
 
 
 def _parse_metrics(text: str) -> dict[str, float]:

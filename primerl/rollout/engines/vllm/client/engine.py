@@ -1,48 +1,26 @@
 """A client of vLLM servers."""
 
 import asyncio
-import contextlib
-import logging
 import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotInTime
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import attrs
 import msgspec
 import numpy as np
 
 from primerl._vllm_names import COLLECTIVE_RPC, READ_WEIGHTS, SERVED_DTYPE
 from primerl.rollout.engines.vllm.client.calls import agreed, call_route, probe, read_metrics
-from primerl.rollout.engines.vllm.client.fleet import Fleet
-from primerl.rollout.engines.vllm.client.members import Members, tidy
-from primerl.rollout.engines.vllm.client.requests import Requests
-from primerl.rollout.engines.vllm.client.updates import ON_UPDATE, Rendezvous, Updates
-from primerl.rollout.engines.vllm.protocol.bodies import LEAST_TEMPERATURE
+from primerl.rollout.engines.vllm.client.connection import Connection, Settings
+from primerl.rollout.engines.vllm.client.members import Members, key_of, url_of
+from primerl.rollout.engines.vllm.client.updates import Rendezvous
 from primerl.rollout.engines.vllm.protocol.labels import Labels
-from primerl.rollout.errors import summary
-from primerl.rollout.processes.background_loop import BackgroundLoop
+from primerl.rollout.engines.vllm.protocol.requests import LEAST_TEMPERATURE
 from primerl.types import Completion, PolicyVersion, SamplingParams
-
-log = logging.getLogger(__name__)
-
-LOOK_S = 2.0  # in which servers are let say what they serve when an engine is first used
-
-
-@attrs.frozen
-class _Parts:
-    """What talks to the servers."""
-
-    loop: BackgroundLoop
-    fleet: Fleet
-    requests: Requests
-    updates: Updates
 
 
 class VLLMEngine:
@@ -100,40 +78,30 @@ class VLLMEngine:
         routes_folder: str | os.PathLike[str] | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        if on_update not in ON_UPDATE:
-            raise ValueError(f"on_update={on_update!r}; expected one of {', '.join(ON_UPDATE)}")
-        numbers = {"retries": retries, "version": version}
-        for name, value in numbers.items():
-            if value < 0:
-                raise ValueError(f"{name} is {value}, expected at least 0")
-        seconds = {"request_timeout_s": request_timeout_s, "down_timeout_s": down_timeout_s}
-        for name, time_s in seconds.items():
-            if not time_s > 0:
-                raise ValueError(f"{name} is {time_s}, expected a positive time")
-        self._members, known_key = _members(urls)
+        if version < 0:
+            raise ValueError(f"version is {version}, expected at least 0")
+        self._members = Members.of(urls)
         self._labels = Labels(secrets.token_hex(4) if run is None else run)
-        self._api_key = api_key or known_key or os.environ.get("PRIMERL_API_KEY")
-        if self._api_key is not None and not self._api_key.isprintable():
-            raise ValueError("the api_key has characters that a header can't hold")
-        self._on_update = on_update
-        self._request_timeout_s = request_timeout_s
-        self._down_timeout_s = down_timeout_s
-        self._retries = retries
-        self._routes_folder = None if routes_folder is None else Path(routes_folder).absolute()
-        if self._routes_folder is not None:
-            self._routes_folder.mkdir(parents=True, exist_ok=True)
-        if vocab_size is not None and vocab_size < 1:
-            raise ValueError(f"vocab_size is {vocab_size}, expected at least 1")
+        self._settings = Settings(
+            api_key=api_key or key_of(urls) or os.environ.get("PRIMERL_API_KEY"),
+            on_update=on_update,
+            request_timeout_s=request_timeout_s,
+            down_timeout_s=down_timeout_s,
+            retries=retries,
+            routes_folder=None if routes_folder is None else Path(routes_folder).absolute(),
+            vocab_size=vocab_size,
+        )
+        if self._settings.routes_folder is not None:
+            self._settings.routes_folder.mkdir(parents=True, exist_ok=True)
         self._told = version
-        self._vocab_size = vocab_size
         self._context_length: int | None = None
-        self._parts: _Parts | None = None
+        self._connection: Connection | None = None
         self._closed = False
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is known crosses; connections, the thread and what was published last do not.
-        state = {**self.__dict__, "_told": self.version, "_parts": None}
+        # What is known crosses; the connection and what was published last do not.
+        state = {**self.__dict__, "_told": self.version, "_connection": None}
         del state["_lock"]
         return state
 
@@ -146,23 +114,25 @@ class VLLMEngine:
     @property
     def version(self) -> PolicyVersion:
         """The version of the slowest server in use; known within 0.2 s of a change."""
-        return max(self._told, self._running().fleet.version)
+        return max(self._told, self._connected().fleet.version)
 
     @property
     def newest_version(self) -> PolicyVersion:
         """The newest version that a server is known to serve; others may be behind it."""
-        return max(self.version, self._running().fleet.newest_version)
+        return max(self.version, self._connected().fleet.newest_version)
 
     @property
     def vocab_size(self) -> int | None:
         """The number of token ids; None where it was not given and no server has said it yet."""
-        return self._vocab_size if self._parts is None else self._parts.requests.vocab_size
+        if self._connection is None:
+            return self._settings.vocab_size
+        return self._connection.dispatcher.vocab_size
 
     def learn(self, version: PolicyVersion) -> None:
         """Another copy of this engine saw ``version`` served by every replica in use."""
         self._told = max(self._told, version)
-        parts = self._running()
-        parts.loop.call_soon(parts.fleet.learn, version)
+        connection = self._connected()
+        connection.loop.call_soon(connection.fleet.learn, version)
 
     @property
     def context_length(self) -> int:
@@ -172,8 +142,8 @@ class VLLMEngine:
             RuntimeError: none could be reached.
         """
         if self._context_length is None:
-            parts = self._running()
-            self._context_length = parts.loop.submit(parts.fleet.context()).result()
+            connection = self._connected()
+            self._context_length = connection.run(connection.fleet.context())
         return self._context_length
 
     @property
@@ -183,8 +153,8 @@ class VLLMEngine:
         Raises:
             RuntimeError: none could be reached, or they differ.
         """
-        parts = self._running()
-        return str(parts.loop.submit(agreed(parts.fleet, SERVED_DTYPE, 60.0)).result())
+        connection = self._connected()
+        return str(connection.run(agreed(connection.fleet, SERVED_DTYPE, timeout_s=60.0)))
 
     # ---- requests ----
 
@@ -212,9 +182,8 @@ class VLLMEngine:
                 f"temperature={params.temperature}: vLLM samples with {LEAST_TEMPERATURE} where "
                 "less is asked for; use 0 (greedy), or at least that"
             )
-        completion: Completion = await self._request(
-            lambda parts: parts.requests.generate(prompt, params, session)
-        )
+        dispatcher = self._connected().dispatcher
+        completion: Completion = await self._request(dispatcher.generate(prompt, params, session))
         return completion
 
     async def score(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -226,26 +195,25 @@ class VLLMEngine:
         tokens = [int(token) for token in token_ids]
         await self._learn_context()
         self._check(tokens, 1)
-        scores: np.ndarray = await self._request(lambda parts: parts.requests.score(tokens))
+        scores: np.ndarray = await self._request(self._connected().dispatcher.score(tokens))
         return scores
 
-    async def _request(self, coroutine: Callable[[_Parts], Any]) -> Any:
-        parts = self._running()
+    async def _request(self, request: Coroutine[Any, Any, Any]) -> Any:
+        connection = self._connected()
         try:
-            async with asyncio.timeout(self._request_timeout_s):
-                return await asyncio.wrap_future(parts.loop.submit(coroutine(parts)))
+            async with asyncio.timeout(self._settings.request_timeout_s):
+                return await connection.run_async(request)
         except TimeoutError:
             raise RuntimeError(
-                f"a request took longer than {self._request_timeout_s:g} s: "
-                f"{parts.fleet.replicas.describe()}"
+                f"a request took longer than {self._settings.request_timeout_s:g} s: "
+                f"{connection.fleet.replicas.describe()}"
             ) from None
 
     async def _learn_context(self) -> None:
-        # In no thread of the loop's: one that waits for a server would outlive a cancelled task.
+        # Not `context_length` in a thread: waiting for a server, it would outlive a cancelled task.
         if self._context_length is None:
-            parts = await asyncio.to_thread(self._running)
-            future = parts.loop.submit(parts.fleet.context())
-            self._context_length = await asyncio.wrap_future(future)
+            connection = await asyncio.to_thread(self._connected)
+            self._context_length = await connection.run_async(connection.fleet.context())
 
     def _check(self, tokens: list[int], most: int) -> None:
         if not tokens:
@@ -287,12 +255,12 @@ class VLLMEngine:
             RuntimeError: a server did not prepare it (then none has changed anything), or did not
                 load it (then that one stays paused and is not used until a later load succeeds).
         """
-        parts = self._running()
-        if version < self.version:
-            raise ValueError(f"version {version} is older than {self.version}, which is served")
+        connection = self._connected()
+        self._refuse_older(version)
         meetings: queue.Queue[Rendezvous | None] = queue.Queue()
-        future = parts.loop.submit(
-            parts.updates.load(update, version, timeout_s, None if send is None else meetings.put)
+        ready = None if send is None else meetings.put
+        future = connection.loop.submit(
+            connection.updates.load(update, version, timeout_s=timeout_s, ready=ready)
         )
         try:
             if send is not None:
@@ -316,10 +284,13 @@ class VLLMEngine:
             ValueError: ``version`` is older than what is served.
             RuntimeError: a server did not take it, or one failed to load weights before.
         """
-        parts = self._running()
+        connection = self._connected()
+        self._refuse_older(version)
+        connection.run(connection.updates.adopt(version, timeout_s=timeout_s))
+
+    def _refuse_older(self, version: PolicyVersion) -> None:
         if version < self.version:
             raise ValueError(f"version {version} is older than {self.version}, which is served")
-        parts.loop.submit(parts.updates.adopt(version, timeout_s)).result()
 
     def call(
         self,
@@ -335,10 +306,11 @@ class VLLMEngine:
             RuntimeError: one failed, or answered more than ``max_bytes``.
             ValueError: one refused it.
         """
-        parts = self._running()
+        connection = self._connected()
         content = b"" if body is None else msgspec.json.encode(body)
-        coroutine = call_route(parts.fleet, path, content, timeout_s, max_bytes=max_bytes)
-        answers: dict[str, Any] = parts.loop.submit(coroutine).result()
+        answers: dict[str, Any] = connection.run(
+            call_route(connection.fleet, path, content, timeout_s=timeout_s, max_bytes=max_bytes)
+        )
         return answers
 
     def probe(
@@ -372,16 +344,16 @@ class VLLMEngine:
         tokens = [[int(token) for token in sequence] for sequence in sequences]
         for one in tokens:
             self._check(one, max_new_tokens)
-        parts = self._running()
-        answers: dict[str, list[dict[str, np.ndarray]]] = parts.loop.submit(
+        connection = self._connected()
+        answers: dict[str, list[dict[str, np.ndarray]]] = connection.run(
             probe(
-                parts.fleet,
+                connection.fleet,
                 tokens,
                 max_new_tokens=max_new_tokens,
                 temperatures=[0.0] * len(tokens) if temperatures is None else temperatures,
                 timeout_s=timeout_s,
             )
-        ).result()
+        )
         return answers
 
     def read_weights(
@@ -412,8 +384,8 @@ class VLLMEngine:
 
     def replicas(self) -> list[dict[str, Any]]:
         """Each server: ``url``, ``alive``, ``serving``, ``version``, ``in_flight``, ``error``."""
-        parts = self._running()
-        rows: list[dict[str, Any]] = parts.loop.submit(parts.fleet.report()).result()
+        connection = self._connected()
+        rows: list[dict[str, Any]] = connection.run(connection.fleet.report())
         return rows
 
     def metrics(self, *, timeout_s: float = 60.0) -> dict[str, dict[str, float]]:
@@ -422,30 +394,31 @@ class VLLMEngine:
         Raises:
             RuntimeError: a server failed.
         """
-        parts = self._running()
-        coroutine = read_metrics(parts.fleet, timeout_s)
-        values: dict[str, dict[str, float]] = parts.loop.submit(coroutine).result()
+        connection = self._connected()
+        values: dict[str, dict[str, float]] = connection.run(
+            read_metrics(connection.fleet, timeout_s=timeout_s)
+        )
         return values
 
     def join(self, url: Any) -> None:
         """Add a server, for all copies of this engine."""
         with self._lock:
-            self._members.write(dict.fromkeys([*self._members.urls, _url(url)]))
+            self._members.write(dict.fromkeys([*self._members.urls, url_of(url)]))
 
     def leave(self, url: Any) -> None:
         """Give a server no more requests, from any copy of this engine; those it has may end."""
         with self._lock:
-            self._members.write(one for one in self._members.urls if one != _url(url))
+            self._members.write(one for one in self._members.urls if one != url_of(url))
 
     # ---- life ----
 
     def close(self) -> None:
-        """End the requests in flight and stop watching the servers, which go on."""
+        """Cancel the requests in flight and disconnect; the servers keep running."""
         with self._lock:
             self._closed = True
-            parts, self._parts = self._parts, None
-            if parts is not None:
-                parts.loop.stop()
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.close()
             self._members.close()
 
     def __enter__(self) -> "VLLMEngine":
@@ -459,60 +432,15 @@ class VLLMEngine:
     ) -> None:
         self.close()
 
-    def _running(self) -> _Parts:
-        """What talks to the servers, from the first use on; each copy has its own thread."""
-        if (parts := self._parts) is not None:
-            return parts
+    def _connected(self) -> Connection:
+        """The connection, which the first use opens; each copy of the engine has its own."""
+        if (connection := self._connection) is not None:
+            return connection
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine was closed")
-            if self._parts is None:
-                self._parts = self._start()
-            return self._parts
-
-    def _start(self) -> _Parts:
-        loop = BackgroundLoop("primerl-vllm")
-
-        async def build() -> _Parts:
-            fleet = Fleet(
-                self._members,
-                self._labels,
-                api_key=self._api_key,
-                version=self._told,
-                down_timeout_s=self._down_timeout_s,
-            )
-            requests = Requests(
-                fleet,
-                keeps=self._on_update == "keep",
-                retries=self._retries,
-                routes_folder=self._routes_folder,
-                vocab_size=self._vocab_size,
-            )
-            return _Parts(loop, fleet, requests, Updates(fleet, on_update=self._on_update))
-
-        parts: _Parts = loop.submit(build()).result()
-        loop.submit(parts.fleet.run()).add_done_callback(_report)
-        with contextlib.suppress(NotInTime):
-            loop.submit(parts.fleet.first_look()).result(LOOK_S)
-        return parts
-
-
-def _report(watch: "Future[None]") -> None:
-    """Say that the watch over the servers has ended, unless it was cancelled."""
-    if not watch.cancelled() and (error := watch.exception()) is not None:
-        log.error("the servers are not watched any more: %s", summary(error))
-
-
-def _members(urls: Any) -> tuple[Members, str | None]:
-    """The urls, and the key that goes with servers that were given in place of urls."""
-    servers = [urls] if hasattr(urls, "url") else urls
-    if isinstance(servers, str | os.PathLike):
-        return Members(servers), None
-    keys = {one.api_key for one in servers if hasattr(one, "api_key")} - {None}
-    if len(keys) > 1:
-        raise ValueError("the servers have several keys; give them one: serve_vllm(..., api_key=)")
-    return Members([_url(one) for one in servers]), next(iter(keys), None)
-
-
-def _url(server: Any) -> str:
-    return tidy(server.url if hasattr(server, "url") else server)
+            if self._connection is None:
+                self._connection = Connection.open(
+                    self._members, self._labels, self._settings, version=self._told
+                )
+            return self._connection

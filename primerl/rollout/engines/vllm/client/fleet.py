@@ -11,7 +11,7 @@ from primerl._vllm_names import GENERATE, HEALTH, MODELS, WEIGHT_INFO
 from primerl.rollout.engines.replicas import Replica, Replicas
 from primerl.rollout.engines.vllm.client.http import Http, Refused, ServerFailed, Unreachable
 from primerl.rollout.engines.vllm.client.members import Members
-from primerl.rollout.engines.vllm.protocol import answers
+from primerl.rollout.engines.vllm.protocol import responses
 from primerl.rollout.engines.vllm.protocol.labels import Labels
 from primerl.rollout.errors import summary
 from primerl.types import PolicyVersion
@@ -54,7 +54,7 @@ class Fleet:
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
         self.http = Http(api_key)
 
-    async def run(self) -> None:
+    async def watch(self) -> None:
         """Watch the servers until cancelled."""
         try:
             while True:
@@ -65,7 +65,7 @@ class Fleet:
                 task.cancel()
             await self.http.close()
 
-    async def first_look(self) -> None:
+    async def look_at_all(self) -> None:
         """Ask every server once what it serves."""
         await asyncio.gather(*(self.look(replica) for replica in self.replicas))
 
@@ -154,12 +154,12 @@ class Fleet:
             async with asyncio.timeout(SILENT_S):
                 await self.http.get(replica.url, HEALTH)
             return replica.label
-        return answers.decode(answers.weight_infos, content, replica.url).weight_version
+        return responses.decode(responses.weight_infos, content, replica.url).weight_version
 
     async def _read_context(self, replica: Replica) -> None:
         async with asyncio.timeout(SILENT_S):
             content = await self.http.get(replica.url, MODELS)
-        cards = answers.decode(answers.model_cards, content, replica.url).data
+        cards = responses.decode(responses.model_cards, content, replica.url).data
         lengths = [card.max_model_len for card in cards]
         self.context_length = min([one for one in lengths if one], default=None)
 

@@ -1,4 +1,4 @@
-"""Requests to vLLM servers, and what their failures mean.
+"""Dispatcher to vLLM servers, and what their failures mean.
 
 No answer is read beyond what its request can be answered with, and none is decompressed: what a
 server sends decides neither how much memory the client takes nor for how long it reads.

@@ -37,6 +37,13 @@ class Members:
             if len(set(self.urls)) < len(self.urls):
                 raise ValueError(f"a server is given twice: {', '.join(self.urls)}")
 
+    @classmethod
+    def of(cls, servers: Any) -> "Members":
+        """Those of a url, a server with a ``url``, several of them, or a file of urls."""
+        if isinstance(servers, str | os.PathLike):
+            return cls(servers)
+        return cls([url_of(one) for one in _several(servers)])
+
     def changed(self) -> bool:
         """Read the file again if it was written since; whether it was."""
         if self._path is None or (stamp := self._stamp()) is None or stamp == self._seen:
@@ -106,3 +113,26 @@ def tidy(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url!r} is no url of a server; expected http://host:port")
     return url.rstrip("/")
+
+
+def url_of(server: Any) -> str:
+    """The url of a server, or the url itself."""
+    return tidy(server.url if hasattr(server, "url") else server)
+
+
+def key_of(servers: Any) -> str | None:
+    """The API key of servers that know it, such as ``VLLMServer`` objects.
+
+    Raises:
+        ValueError: they have several.
+    """
+    keys = {getattr(one, "api_key", None) for one in _several(servers)} - {None}
+    if len(keys) > 1:
+        raise ValueError("the servers have several keys; give them one: serve_vllm(..., api_key=)")
+    return next(iter(keys), None)
+
+
+def _several(servers: Any) -> Sequence[Any]:
+    return (
+        [servers] if isinstance(servers, str | os.PathLike) or hasattr(servers, "url") else servers
+    )

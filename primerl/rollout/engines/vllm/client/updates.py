@@ -94,6 +94,7 @@ class Updates:
         self,
         update: Mapping[str, Any],
         version: PolicyVersion,
+        *,
         timeout_s: float,
         ready: Callable[[Rendezvous], None] | None,
     ) -> dict[str, list[dict[str, Any]]]:
@@ -131,7 +132,7 @@ class Updates:
             )
             return {replica.url: receipt for replica, receipt in receipts.items()}
 
-    async def adopt(self, version: PolicyVersion, timeout_s: float) -> None:
+    async def adopt(self, version: PolicyVersion, *, timeout_s: float) -> None:
         """Call what the live replicas hold now ``version``."""
         async with self._busy:
             replicas = await self._fleet.live()

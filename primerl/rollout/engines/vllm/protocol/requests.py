@@ -1,4 +1,4 @@
-"""Requests of vLLM's token-in, token-out route."""
+"""Dispatcher of vLLM's token-in, token-out route."""
 
 from collections.abc import Sequence
 from typing import Any

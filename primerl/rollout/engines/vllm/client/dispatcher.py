@@ -1,4 +1,4 @@
-"""Requests of completions: to whichever replica serves, until one has answered."""
+"""Dispatcher of completions: to whichever replica serves, until one has answered."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from primerl.rollout.engines.replicas import Replica
 from primerl.rollout.engines.vllm.client.calls import rpc_results
 from primerl.rollout.engines.vllm.client.fleet import Fleet
 from primerl.rollout.engines.vllm.client.http import BadAnswer, ServerFailed, Unreachable
-from primerl.rollout.engines.vllm.protocol import answers, bodies
+from primerl.rollout.engines.vllm.protocol import requests, responses
 from primerl.rollout.errors import summary
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
@@ -36,12 +36,13 @@ class _Again(Exception):
         self.wait = wait
 
 
-class Requests:
+class Dispatcher:
     """Sends requests to the servers of a fleet, on its event loop.
 
     Args:
         fleet: the servers.
-        keeps: updates leave the prefix cache as it is, so that a prefix may be of older weights.
+        keeps_prefixes: updates leave the prefix cache as it is, so that a prefix may be of older
+            weights.
         retries: how often a request is sent again.
         routes_folder: where the experts go that tokens were routed to.
         vocab_size: the number of token ids; None has it asked of the servers.
@@ -51,7 +52,7 @@ class Requests:
         self,
         fleet: Fleet,
         *,
-        keeps: bool,
+        keeps_prefixes: bool,
         retries: int,
         routes_folder: Path | None,
         vocab_size: int | None,
@@ -59,7 +60,7 @@ class Requests:
         self.vocab_size = vocab_size
         """The number of token ids, where it is known; read from other threads."""
         self._fleet = fleet
-        self._keeps = keeps
+        self._keeps_prefixes = keeps_prefixes
         self._retries = retries
         self._routes_folder = routes_folder
         self._asked_vocab_size = vocab_size is not None
@@ -74,22 +75,22 @@ class Requests:
             BadCompletion: the answer breaks the contract of engines.
         """
         routed = 0 if self._routes_folder is None else len(prompt) + params.max_tokens
-        max_bytes = answers.most_bytes(params.max_tokens, routed=routed)
+        max_bytes = responses.most_bytes(params.max_tokens, routed=routed)
 
         async def ask(replica: Replica) -> Completion:
             label, request_id = replica.label, uuid4().hex
             # The salt names the weights that the replica had when it was last asked: prefixes
             # that other weights computed are never used.
-            body = bodies.generate_body(prompt, params, salt=label or "", request_id=request_id)
+            body = requests.generate_body(prompt, params, salt=label or "", request_id=request_id)
             content = await self._attempt(replica, body, max_bytes)
-            answer = answers.read_answer(
+            answer = responses.read_answer(
                 content, replica.url, request_id=request_id, prompt_length=len(prompt)
             )
             choice = answer.choices[0]
             if choice.finish_reason in _UNFINISHED:
                 raise _Again(f"{replica.url} ended a request by {choice.finish_reason!r}")
             versions = await self._versions(choice, replica)
-            completion = answers.make_completion(choice, versions)
+            completion = responses.make_completion(choice, versions)
             await self._learn_vocab_size(replica)
             limits = Limits(
                 context_length=self._fleet.context_length or len(prompt) + params.max_tokens,
@@ -107,16 +108,16 @@ class Requests:
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
         """The logprobs of a sequence, from whichever replica serves."""
-        max_bytes = answers.most_bytes(1, scored=len(token_ids))
+        max_bytes = responses.most_bytes(1, scored=len(token_ids))
 
         async def ask(replica: Replica) -> np.ndarray:
             request_id = uuid4().hex
-            body = bodies.score_body(token_ids, request_id=request_id)
+            body = requests.score_body(token_ids, request_id=request_id)
             content = await self._attempt(replica, body, max_bytes)
-            answer = answers.read_answer(
+            answer = responses.read_answer(
                 content, replica.url, request_id=request_id, prompt_length=len(token_ids)
             )
-            return answers.prompt_scores(answer, token_ids)
+            return responses.prompt_scores(answer, token_ids)
 
         scores: np.ndarray = await self._dispatch(None, ask)
         return scores
@@ -175,14 +176,14 @@ class Requests:
         except TimeoutError as error:
             raise _Again(f"{replica.url} was lost with the request", wait=False) from error
 
-    async def _versions(self, choice: answers.Choice, replica: Replica) -> list[PolicyVersion]:
+    async def _versions(self, choice: responses.Choice, replica: Replica) -> list[PolicyVersion]:
         """The version of each token, as the answer says.
 
         Raises:
             BadCompletion: the answer does not say it for each token.
             _Again: the server sampled with weights that are not this run's.
         """
-        known = answers.span_versions(choice, self._fleet.number)
+        known = responses.span_versions(choice, self._fleet.number)
         versions = [one for one in known if one is not None]
         if len(versions) < len(known):
             raise _Again(f"{replica.url} sampled with weights that are not this run's")
@@ -223,12 +224,12 @@ class Requests:
             last = versions[-1]
             self._fleet.replicas.serves(replica, self._fleet.labels.name(last), last)
             self._fleet.tell()
-        if self._keeps and versions[0] != self._fleet.number(label):
+        if self._keeps_prefixes and versions[0] != self._fleet.number(label):
             # Its prompt may have met a prefix in the cache that older weights computed.
             raise _Again(f"{replica.url} was updated before it began a request", wait=False)
 
-    async def _store_routes(self, choice: answers.Choice) -> str | None:
-        content = answers.routed_experts(choice) if self._routes_folder is not None else None
+    async def _store_routes(self, choice: responses.Choice) -> str | None:
+        content = responses.routed_experts(choice) if self._routes_folder is not None else None
         if content is None or self._routes_folder is None:
             return None
         path = self._routes_folder / f"{uuid4().hex}.npy"

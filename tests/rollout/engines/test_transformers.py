@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from primerl import loss, rollout, testing, weights
+from primerl.rollout.engines.transformers.batcher import Batcher
 from primerl.types import SamplingParams
 
 TOLERANCE = 1e-5
@@ -77,7 +78,7 @@ def test_logprobs_equal_the_packed_forward_of_the_trainer(family, temperature):
 
 
 def require_pause(engine):
-    if not hasattr(engine._batcher.manager, "pause"):
+    if not engine._batcher.can_pause:
         pytest.skip("this transformers cannot pause; updates wait until requests have ended")
 
 
@@ -171,10 +172,12 @@ def test_keep_continues_on_the_cache_of_the_earlier_weights(family):
 
 
 class Draining(rollout.TransformersEngine):
-    """Updates as with transformers 5.17, which has no pause."""
+    """Updates as with a transformers that cannot pause."""
 
-    async def _update(self, pairs, version):
-        await self._drain_and_load(pairs, version)
+    def start(self):
+        super().start()
+        self._batcher.can_pause = False
+        return self
 
 
 def test_without_a_pause_an_update_waits_for_what_is_in_flight_and_holds_back_the_rest():
@@ -340,11 +343,11 @@ def test_generation_that_breaks_is_an_error_with_its_cause():
                 asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
 
 
-def test_an_update_that_fails_half_way_fails_the_requests_that_it_withdrew():
-    class Broken(rollout.TransformersEngine):
-        def _load(self, pairs, version):
-            raise MemoryError("no room for the weights")
+def test_an_update_that_fails_half_way_fails_the_requests_that_it_cancelled(monkeypatch):
+    def broken(*arguments):
+        raise MemoryError("no room for the weights")
 
+    monkeypatch.setattr(Batcher, "_load", broken)
     model = wide_model()
 
     async def main(engine):
@@ -356,7 +359,7 @@ def test_an_update_that_fails_half_way_fails_the_requests_that_it_withdrew():
         with pytest.raises(RuntimeError, match="update failed: no room"):
             await asyncio.wait_for(running, 5)
 
-    with Broken(model) as engine:
+    with rollout.TransformersEngine(model) as engine:
         require_pause(engine)
         asyncio.run(main(engine))
 

@@ -298,15 +298,15 @@ def test_servers_in_place_of_urls():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"urls": "localhost:8000"}, "can't be read"),
-        ({"urls": ["localhost:8000"]}, "no url of a server"),
-        ({"urls": []}, "no urls"),
-        ({"urls": ["http://a", "http://a/"]}, "twice"),
-        ({"urls": "http://a", "on_update": "abort"}, "on_update='abort'"),
-        ({"urls": "http://a", "run": "a-b"}, "run is 'a-b'"),
-        ({"urls": "http://a", "retries": -1}, "retries is -1"),
-        ({"urls": "http://a", "down_timeout_s": 0}, "down_timeout_s is 0"),
-        ({"urls": "http://a", "api_key": "a\nb"}, "api_key"),
+        ({"servers": "localhost:8000"}, "can't be read"),
+        ({"servers": ["localhost:8000"]}, "not the url of a server"),
+        ({"servers": []}, "no urls"),
+        ({"servers": ["http://a", "http://a/"]}, "twice"),
+        ({"servers": "http://a", "on_update": "abort"}, "on_update='abort'"),
+        ({"servers": "http://a", "run": "a-b"}, "run is 'a-b'"),
+        ({"servers": "http://a", "retries": -1}, "retries is -1"),
+        ({"servers": "http://a", "down_timeout_s": 0}, "down_timeout_s is 0"),
+        ({"servers": "http://a", "api_key": "a\nb"}, "api_key"),
     ],
 )
 def test_wrong_arguments(arguments, words):

@@ -40,6 +40,7 @@ class Batcher:
 
     def __init__(self, manager: Any, *, recompute: bool, version: PolicyVersion) -> None:
         self.manager = manager
+        self.can_pause = hasattr(manager, "pause")  # since transformers 5.19
         self.version = version
         self.requests: dict[str, _Request] = {}
         self.open = asyncio.Event()
@@ -69,7 +70,7 @@ class Batcher:
 
     async def update(self, pairs: list[tuple[Tensor, Tensor]], version: PolicyVersion) -> None:
         """Copy new values into served tensors, ``(served, new)``, between two tokens."""
-        if not hasattr(self.manager, "pause"):  # transformers < 5.19
+        if not self.can_pause:
             return await self._drain_and_load(pairs, version)
         restart = list(self.requests.values()) if self._recompute else []
         for request in restart:

@@ -477,7 +477,7 @@ def test_an_update_that_was_not_prepared_changes_nothing(servers, make):
     engine = make(*servers)
     first.calls.clear(), second.calls.clear()
     first.faults["/collective_rpc"] = [(500, "no such folder")]
-    with pytest.raises(RuntimeError, match=f"nothing is changed: {first.url}.* no such folder"):
+    with pytest.raises(RuntimeError, match=f"no server was changed: {first.url}.* no such folder"):
         engine.load_weights({}, version=1)
     assert {*routes_of(first), *routes_of(second)} == {("/collective_rpc", "prepare_weights")}
     assert engine.version == 0

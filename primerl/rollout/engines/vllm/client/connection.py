@@ -88,7 +88,7 @@ class Connection:
         connection: Connection = loop.submit(build()).result()
         loop.submit(connection.fleet.watch()).add_done_callback(_log_end_of_watch)
         with contextlib.suppress(TimeoutError):
-            loop.submit(connection.fleet.look_at_all()).result(FIRST_LOOK_S)
+            loop.submit(connection.fleet.poll_all()).result(FIRST_LOOK_S)
         return connection
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -347,7 +347,7 @@ def until(condition, timeout_s=30.0):
 
 def test_a_watcher_that_fails_takes_its_replica_out_of_service(monkeypatch, caplog):
     with testing.HostileServer(None) as server, engine_of(server) as engine:
-        fleet = engine._running().fleet
+        fleet = engine._connected().fleet
         number = fleet.labels.number
         broken = True
 

@@ -16,7 +16,7 @@ from scripted_vllm import DROP, GARBAGE, HANG, ScriptedVLLM
 
 from primerl import rollout, testing
 from primerl.rollout.engines.vllm.client.http import Http, ServerFailed
-from primerl.rollout.engines.vllm.protocol import answers
+from primerl.rollout.engines.vllm.protocol import responses
 from primerl.rollout.engines.vllm.protocol.labels import Labels
 from primerl.types import Rollout, Sample, SamplingParams
 
@@ -298,15 +298,15 @@ def test_servers_in_place_of_urls():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"urls": "localhost:8000"}, "can't be read"),
-        ({"urls": ["localhost:8000"]}, "no url of a server"),
-        ({"urls": []}, "no urls"),
-        ({"urls": ["http://a", "http://a/"]}, "twice"),
-        ({"urls": "http://a", "on_update": "abort"}, "on_update='abort'"),
-        ({"urls": "http://a", "run": "a-b"}, "run is 'a-b'"),
-        ({"urls": "http://a", "retries": -1}, "retries is -1"),
-        ({"urls": "http://a", "down_timeout_s": 0}, "down_timeout_s is 0"),
-        ({"urls": "http://a", "api_key": "a\nb"}, "api_key"),
+        ({"servers": "localhost:8000"}, "can't be read"),
+        ({"servers": ["localhost:8000"]}, "not the url of a server"),
+        ({"servers": []}, "no urls"),
+        ({"servers": ["http://a", "http://a/"]}, "twice"),
+        ({"servers": "http://a", "on_update": "abort"}, "on_update='abort'"),
+        ({"servers": "http://a", "run": "a-b"}, "run is 'a-b'"),
+        ({"servers": "http://a", "retries": -1}, "retries is -1"),
+        ({"servers": "http://a", "down_timeout_s": 0}, "down_timeout_s is 0"),
+        ({"servers": "http://a", "api_key": "a\nb"}, "api_key"),
     ],
 )
 def test_wrong_arguments(arguments, words):
@@ -356,11 +356,11 @@ def test_a_copy_knows_what_the_original_knew(server, make):
 
 
 def test_versions_are_per_token(server, make):
-    server.token_s = 0.01
+    server.token_s = 0.02
     engine = make(server)
 
     async def scenario():
-        request = asyncio.ensure_future(engine.generate([3], P(max_tokens=60)))
+        request = asyncio.ensure_future(engine.generate([3], P(max_tokens=120)))
         for version in (1, 2):
             await asyncio.sleep(0.2)
             await asyncio.to_thread(engine.load_weights, {}, version=version)
@@ -477,7 +477,7 @@ def test_an_update_that_was_not_prepared_changes_nothing(servers, make):
     engine = make(*servers)
     first.calls.clear(), second.calls.clear()
     first.faults["/collective_rpc"] = [(500, "no such folder")]
-    with pytest.raises(RuntimeError, match=f"nothing is changed: {first.url}.* no such folder"):
+    with pytest.raises(RuntimeError, match=f"no server was changed: {first.url}.* no such folder"):
         engine.load_weights({}, version=1)
     assert {*routes_of(first), *routes_of(second)} == {("/collective_rpc", "prepare_weights")}
     assert engine.version == 0
@@ -944,15 +944,15 @@ def test_a_synchronous_run_publishes_and_takes(servers, make, isolation):
 
 
 def choice(**fields):
-    return answers.Choice(finish_reason="stop", token_ids=[5, 6, 7], **fields)
+    return responses.Choice(finish_reason="stop", token_ids=[5, 6, 7], **fields)
 
 
 def test_spans_become_versions():
     labels = Labels("abc")
-    spans = [answers.Span("abc-1", 0, 1), answers.Span("abc-3", 1, 3)]
-    assert answers.span_versions(choice(weight_versions=spans), labels.number) == [1, 3, 3]
+    spans = [responses.Span("abc-1", 0, 1), responses.Span("abc-3", 1, 3)]
+    assert responses.span_versions(choice(weight_versions=spans), labels.number) == [1, 3, 3]
     spans[0].version = "default"
-    assert answers.span_versions(choice(weight_versions=spans), labels.number) == [None, 3, 3]
+    assert responses.span_versions(choice(weight_versions=spans), labels.number) == [None, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -968,9 +968,9 @@ def test_spans_become_versions():
     ],
 )
 def test_spans_that_do_not_cover_the_tokens(spans):
-    made = None if spans is None else [answers.Span(*span) for span in spans]
+    made = None if spans is None else [responses.Span(*span) for span in spans]
     with pytest.raises(rollout.BadCompletion, match="span"):
-        answers.span_versions(choice(weight_versions=made), Labels("a").number)
+        responses.span_versions(choice(weight_versions=made), Labels("a").number)
 
 
 @pytest.mark.parametrize(
@@ -996,17 +996,17 @@ def test_labels(label, version):
 
 @pytest.mark.parametrize("value", [-9999.0, -math.inf, math.nan])
 def test_damaged_weights_are_named(value):
-    logprobs = answers.Logprobs([answers.TokenLogprob(one) for one in (-1.0, value, -1.0)])
+    logprobs = responses.Logprobs([responses.TokenLogprob(one) for one in (-1.0, value, -1.0)])
     with pytest.raises(rollout.BadCompletion, match="damaged"):
-        answers.make_completion(choice(logprobs=logprobs), [0, 0, 0])
+        responses.make_completion(choice(logprobs=logprobs), [0, 0, 0])
 
 
 def test_logprobs_of_every_token():
     with pytest.raises(rollout.BadCompletion, match="0 logprobs for 3 tokens"):
-        answers.make_completion(choice(), [0, 0, 0])
-    logprobs = answers.Logprobs([answers.TokenLogprob(-1.0, token) for token in (5, 6, 8)])
+        responses.make_completion(choice(), [0, 0, 0])
+    logprobs = responses.Logprobs([responses.TokenLogprob(-1.0, token) for token in (5, 6, 8)])
     with pytest.raises(rollout.BadCompletion, match="the logprob of 8 with token 7"):
-        answers.make_completion(choice(logprobs=logprobs), [0, 0, 0])
-    logprobs = answers.Logprobs([answers.TokenLogprob(one) for one in (-1.0, 1e-6, 0.0)])
-    made = answers.make_completion(choice(logprobs=logprobs), [0, 0, 0])
+        responses.make_completion(choice(logprobs=logprobs), [0, 0, 0])
+    logprobs = responses.Logprobs([responses.TokenLogprob(one) for one in (-1.0, 1e-6, 0.0)])
+    made = responses.make_completion(choice(logprobs=logprobs), [0, 0, 0])
     assert made.logprobs.tolist() == [-1.0, np.float32(1e-6), 0.0], "rounding is let pass"

@@ -140,7 +140,7 @@ def test_users_settings_come_after_ours_and_our_middleware_is_the_outermost():
 
 @pytest.mark.parametrize("name", ["api_key", "hf_token"])
 def test_a_secret_never_becomes_a_flag(name):
-    with pytest.raises(ValueError, match=f"{name} would stand on vLLM's command line"):
+    with pytest.raises(ValueError, match=f"{name} would be visible on vLLM's command line"):
         command(**{name: "secret"})
     for flags in ([f"--{name.replace('_', '-')}", "secret"], [f"--{name}=secret"]):
         with pytest.raises(ValueError, match="command line"):
@@ -306,7 +306,7 @@ def test_an_unusable_key_is_refused(installed, key):
 
 
 def test_a_folder_that_is_not_there_is_refused(installed):
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         rollout.serve_vllm("/no/such/model")
 
 
@@ -419,8 +419,10 @@ def test_a_server_leaves_nothing_in_the_folder_for_temporary_files(
         with server:
             (_,) = folder.glob("**/a-socket")
             if how == "kill -9":
-                for one in family(server):
+                processes = family(server)
+                for one in processes:
                     one.kill()
+                psutil.wait_procs(processes, timeout=10)
 
     left = [path for path in folder.glob("**/*") if path.is_file()]
     failed = how != "close"
@@ -454,7 +456,7 @@ def test_a_server_that_ends_while_starting_says_why(stand_in):
     with pytest.raises(RuntimeError) as caught:
         server.start()
 
-    assert "ended while starting (exit code 1): ValueError: no such dtype" in str(caught.value)
+    assert "exited while starting (exit code 1): ValueError: no such dtype" in str(caught.value)
     assert "starting\nTraceback" in str(caught.value)
     server.close()
     assert "no such dtype" in server.log_tail()  # what happened stays readable
@@ -472,7 +474,7 @@ def test_what_an_earlier_start_said_is_not_blamed(stand_in, tmp_path):
 
 def test_a_server_that_is_open_is_ended(stand_in, tmp_path):
     server = stand_in(SERVER.format(open=True), log_path=tmp_path / "log")
-    with pytest.raises(RuntimeError, match="does not guard its routes: /weight_info answers 200"):
+    with pytest.raises(RuntimeError, match="does not protect its routes: /weight_info answers 200"):
         server.start()
     assert not server.alive
 
@@ -880,7 +882,7 @@ def test_the_key_is_taken_from_standard_input_which_nobody_inherits():
         "print(one._expected == two._expected == b'Bearer the-key')"
     )
     environment = {**os.environ, "PRIMERL_API_KEY_FROM": "stdin", "PRIMERL_API_KEY": "another"}
-    for sent, said in (("the-key", "True"), ("", "standard input holds no key")):
+    for sent, said in (("the-key", "True"), ("", "standard input has no key")):
         done = subprocess.run(
             [sys.executable, "-c", program],
             input=sent, env=environment, text=True, capture_output=True, check=False,
@@ -893,5 +895,5 @@ def test_without_a_key_the_server_does_not_start(monkeypatch):
         monkeypatch.setenv("PRIMERL_API_KEY", key) if key is not None else monkeypatch.delenv(
             "PRIMERL_API_KEY", raising=False
         )
-        with pytest.raises(RuntimeError, match="PRIMERL_API_KEY holds no key"):
+        with pytest.raises(RuntimeError, match="PRIMERL_API_KEY has no key"):
             RequireKey(inner)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from primerl.attention.packed import find_documents
+from primerl.attention import find_documents
 from primerl.parallel.balancing import divide_attention
 from primerl.parallel.context import spans_of
 

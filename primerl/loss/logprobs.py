@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from primerl._forward_passes import attempt
+from primerl.attention import attend_by_document, require_documents
 from primerl.attention.admission import refuse_virtual_tokens
-from primerl.attention.packed import attend_by_document, passing_on
 from primerl.loss.arguments import checked
 from primerl.loss.linear_head import FLOOR, check_rows, check_values, head_logprobs
 from primerl.loss.ratio import upcast
@@ -129,7 +129,7 @@ def _score(
     documents = attend_by_document(model, position_ids)
 
     def run() -> Tensor:
-        with passing_on(documents, position_ids):
+        with require_documents(documents, position_ids):
             return model(  # type: ignore[no-any-return]
                 input_ids=token_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),

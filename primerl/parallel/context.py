@@ -15,16 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from primerl._optional import require
-from primerl.attention.documents import Document, Span, lay_out
-from primerl.attention.packed import (
+from primerl.attention.admission import (
     CONTEXT_ATTENTION,
-    find_documents,
     is_sparse,
-    lengths_that_rotate_otherwise,
-    no_mask,
-    other_layers,
     require_positions,
+    unpackable_layers,
+    unsupported_rope_lengths,
 )
+from primerl.attention.documents import Document, Span, find_documents, lay_out
+from primerl.attention.packed import no_mask
 from primerl.parallel.balancing import divide_attention
 from primerl.parallel.collectives import all_gather
 from primerl.parallel.context_attention import ATTENTION, SharedRows, Work
@@ -99,7 +98,7 @@ def _require_only_attention(model: nn.Module) -> None:
     config: Any = model.config
     text = config.get_text_config()
     reason = None
-    kinds = other_layers(model)
+    kinds = unpackable_layers(model)
     if getattr(text, "index_topk", None) is not None:
         reason = "sparse attention, whose indexer scores the keys of all rows"
     elif kinds:
@@ -108,7 +107,7 @@ def _require_only_attention(model: nn.Module) -> None:
         reason = "convolutions over rows, which would not see those of other ranks"
     elif getattr(config, "is_encoder_decoder", False):
         reason = "an encoder, whose attention looks ahead"
-    elif lengths_that_rotate_otherwise(config) < float("inf"):
+    elif unsupported_rope_lengths(config) < float("inf"):
         reason = "rotary embeddings that depend on the longest position, which ranks differ in"
     if reason:
         raise ValueError(f"{config.model_type} has {reason}; use a mesh with cp=1")

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from primerl.attention.documents import Document, Layout, attend
+from primerl.attention.documents import Document, Layout
+from primerl.attention.kernels import attend
 from primerl.attention.packed import not_passed_on, refuse_other_attention
 from primerl.parallel.collectives import all_gather, reduce_scatter
 from primerl.parallel.dispatch import exchange

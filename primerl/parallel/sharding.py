@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from primerl.attention.admission import refuse_virtual_tokens
-from primerl.attention.packed import refuse_unpackable
+from primerl.attention.admission import refuse_unpackable, refuse_virtual_tokens
 from primerl.parallel.context import share_context
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.device_mesh import mesh as make_mesh

@@ -13,7 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from primerl._optional import require
-from primerl.attention.indexer import CONTEXT_SPARSE_ATTENTION, parts_of
+from primerl.attention.admission import CONTEXT_SPARSE_ATTENTION
+from primerl.attention.documents import spans_within
 from primerl.attention.sparse import attend_sparsely, attend_to_chosen
 from primerl.parallel.collectives import all_gather
 from primerl.parallel.context_attention import SharedRows, checked_rows, gather_rows
@@ -23,7 +24,7 @@ def share_sparse_context(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Let a model choose keys and attend over the rows of all ranks of a group."""
     transformers = require("transformers", extra="transformers")
     transformers.AttentionInterface.register(CONTEXT_SPARSE_ATTENTION, _sparse)
-    attend_sparsely(model, others=functools.partial(_rows_of_all, group))
+    attend_sparsely(model, gather=functools.partial(_rows_of_all, group))
 
 
 def _rows_of_all(group: dist.ProcessGroup, rows: Tensor) -> tuple[Tensor, int]:
@@ -47,6 +48,6 @@ def _sparse(
     rows = checked_rows(module, query, key, None, documents, asked)
     q = query[0].transpose(0, 1)
     k, v = gather_rows(key, value, rows.group)
-    parts = parts_of(rows.documents, dist.get_rank(rows.group) * len(q), len(q))
-    attended = attend_to_chosen(q, k, v, parts, indices[0], scaling=scaling)
+    spans = spans_within(rows.documents, dist.get_rank(rows.group) * len(q), len(q))
+    attended = attend_to_chosen(q, k, v, spans, indices[0], scaling=scaling)
     return attended.unsqueeze(0), None

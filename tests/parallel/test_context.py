@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl import packing, parallel, testing
-from primerl.attention.packed import find_documents
+from primerl.attention import find_documents
 from primerl.parallel.balancing import divide_attention
 from primerl.parallel.context import share_context, spans_of
 from primerl.types import NOT_SAMPLED, TrainingSample

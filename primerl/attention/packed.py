@@ -129,7 +129,7 @@ def _layout_by_positions(
     if not usable and (marked or _PACKED.get()):
         raise ValueError(not_passed_on(module))
     if position_ids is None or not usable:
-        position_ids = torch.arange(length)
+        position_ids = torch.arange(length).unsqueeze(0)
     return batch_layout(position_ids, batch, query.device)
 
 

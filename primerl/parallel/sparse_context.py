@@ -1,8 +1,7 @@
-"""Sparse attention over the rows of several ranks, for unmodified Hugging Face models.
+"""Context-parallel sparse attention, for unmodified Hugging Face models.
 
-Each rank chooses keys and attends for its own rows. The keys of the indexer, and the keys and
-values of attention, are gathered from all ranks that share documents, so every row chooses among
-the keys of its whole document.
+Each rank chooses keys and computes attention for its own rows. The keys of the indexer, and the
+keys and values of attention, are gathered from all ranks that share documents.
 """
 
 import functools
@@ -21,13 +20,13 @@ from primerl.parallel.context_attention import SharedRows, checked_rows, gather_
 
 
 def share_sparse_context(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let a model choose keys and attend over the rows of all ranks of a group."""
+    """Make a model's sparse attention context parallel, over the ranks of a group."""
     transformers = require("transformers", extra="transformers")
     transformers.AttentionInterface.register(CONTEXT_SPARSE_ATTENTION, _sparse)
-    attend_sparsely(model, gather=functools.partial(_rows_of_all, group))
+    attend_sparsely(model, gather=functools.partial(_gather_from_all, group))
 
 
-def _rows_of_all(group: dist.ProcessGroup, rows: Tensor) -> tuple[Tensor, int]:
+def _gather_from_all(group: dist.ProcessGroup, rows: Tensor) -> tuple[Tensor, int]:
     every = rows.new_empty(dist.get_world_size(group) * len(rows), *rows.shape[1:])
     all_gather(every, rows.contiguous(), group=group)
     return every, dist.get_rank(group)

@@ -307,9 +307,9 @@ def test_a_model_without_an_indexer_has_none_to_freeze():
 
 @pytest.fixture(scope="session")
 def found(root, tmp_path_factory):
-    """What tests/ranks/ranks_that_attend_sparsely.py found on each of four ranks, in one launch."""
+    """What tests/ranks/sparse_attention.py found on each of four ranks, in one launch."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = root / "tests/ranks/ranks_that_attend_sparsely.py"
+    script = root / "tests/ranks/sparse_attention.py"
     done = torchrun(script, folder, ranks=4, cwd=folder, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(4)]

@@ -161,6 +161,15 @@ def test_the_reference_imports_nothing_of_this_package():
     assert [name for name in loaded if name.partition(".")[0] == "primerl"] == []
 
 
+@pytest.mark.parametrize("command", ["primerl.parity", "primerl.testing.parity"])
+def test_both_names_of_the_command_say_what_they_take(command):
+    shown = subprocess.run(
+        [sys.executable, "-m", command, "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "--ep INT" in shown
+    assert "--cp INT" in shown
+
+
 def test_the_references_objective_by_hand():
     document = parity_reference.Document(
         token_ids=[5, 6, 7, 8],

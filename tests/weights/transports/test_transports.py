@@ -358,9 +358,9 @@ def test_nccl_carries_a_tensor_between_two_communicators():
 
 @pytest.fixture(scope="session")
 def found(root, tmp_path_factory):
-    """What tests/ranks/ranks_that_publish.py found on each of two ranks."""
+    """What tests/ranks/weight_publishing.py found on each of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = root / "tests/ranks/ranks_that_publish.py"
+    script = root / "tests/ranks/weight_publishing.py"
     done = torchrun(script, folder, ranks=2, cwd=folder, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]

@@ -1,6 +1,6 @@
 """Run by torchrun in test_checkpoint_ranks.py: trains a mixture of experts, and saves.
 
-    ranks_that_resume.py FOLDER kill|resume
+    checkpoint_resume.py FOLDER kill|resume
 
 ``kill`` trains without and with interruption, and is killed while it saves. ``resume`` goes on from
 what is left, with another number of ranks.

@@ -209,9 +209,9 @@ def _first_failure(
         return None
     if killed:
         named = " and ".join(f"rank {one}" for one in killed)
-        return f"{named} died without a word, perhaps killed for want of memory ({error})"
+        return f"{named} died without a word, perhaps killed for lack of memory ({error})"
     return first or (
-        f"{error}; no rank said why, so one was probably killed, perhaps for want of memory: "
+        f"{error}; no rank said why, so one was probably killed, perhaps for lack of memory: "
         "see torchrun's report, or the log of each rank"
     )
 

@@ -93,7 +93,7 @@ def test_an_engine_that_breaks_the_contract(fault):
     assert len(groups) == 12
     require_clean(groups, newest=6)
     assert set(stats["errors"]) == {"BadCompletion"}
-    assert 0 < stats["errors"]["BadCompletion"] <= engine.spoilt
+    assert 0 < stats["errors"]["BadCompletion"] <= engine.broken
 
 
 @pytest.mark.parametrize("fault", ["unpublished_version", "token_id_beyond_vocabulary", "empty"])
@@ -273,7 +273,7 @@ def test_a_server_that_answers_wrongly(fault):
         groups, stats = collect(engine, play, publish=lambda v: engine.load_weights({}, version=v))
 
         require_clean(groups, newest=6)
-        assert server.spoilt > 0
+        assert server.broken > 0
         # Refused (400) or sent again (unknown weights) is what an honest server may ask for too.
         expected = {"BadCompletion"}
         expected |= {"Refused"} if fault == "endless_error" else set()
@@ -322,7 +322,7 @@ def test_answers_of_other_routes_are_bounded(fault):
             except (RuntimeError, ValueError):
                 pass
             assert time.monotonic() - began < 15
-            assert server.spoilt
+            assert server.broken
             assert server.sent_bytes < 64 << 20
     assert megabytes() - before < MOST_MEGABYTES
 

@@ -78,38 +78,38 @@ class Broken(testing.ScriptedEngine):
     def change(self, params):
         return params
 
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return completion
 
     async def generate(self, prompt_ids, params, *, session=None):
         completion = await super().generate(prompt_ids, self.change(params), session=session)
-        return self.spoil(completion, params)
+        return self.corrupt(completion, params)
 
 
 class PositiveLogprobs(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return attrs.evolve(completion, logprobs=-completion.logprobs)
 
 
 class NotANumber(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return attrs.evolve(completion, logprobs=completion.logprobs * np.nan)
 
 
 class OldVersions(Broken):
     """Every token is said to be of the first version: known at once to be wrong after an update."""
 
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return attrs.evolve(completion, versions=np.zeros_like(completion.versions))
 
 
 class NextVersion(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return attrs.evolve(completion, versions=completion.versions + 1)
 
 
 class TooLong(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         if completion.finish_reason == "stop" or params.temperature == 0:
             return completion
         return doubled(completion)
@@ -131,12 +131,12 @@ class OwnStop(Broken):
 
 
 class WrongReason(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return attrs.evolve(completion, finish_reason="length")
 
 
 class LosesTheStopToken(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         if completion.finish_reason == "length":
             return completion
         shorter = {n: getattr(completion, n)[:-1] for n in ("token_ids", "logprobs", "versions")}
@@ -148,7 +148,7 @@ class IgnoresTemperature(Broken):
         super().__init__()
         self.turn = 0
 
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         self.turn += 1
         if params.stop_token_ids:
             return completion
@@ -261,21 +261,21 @@ class WaitsForUpdates(Broken):
         completion = await super().generate(prompt_ids, params)
         while 16 < params.max_tokens < 1000 and self.version == before:
             await asyncio.sleep(0.001)
-        return self.spoil_update(completion, before)
+        return self.break_update(completion, before)
 
-    def spoil_update(self, completion, before):
+    def break_update(self, completion, before):
         return completion
 
 
 class FailsInFlight(WaitsForUpdates):
-    def spoil_update(self, completion, before):
+    def break_update(self, completion, before):
         if self.version != before:
             raise ConnectionError("the server restarted")
         return completion
 
 
 class VersionsGoBack(WaitsForUpdates):
-    def spoil_update(self, completion, before):
+    def break_update(self, completion, before):
         versions = completion.versions.copy()
         versions[0] = self.version
         versions[1:] = before
@@ -329,18 +329,18 @@ class Synchronous(Broken):
 
 
 class ReturnsADict(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return {"token_ids": completion.token_ids.tolist()}
 
 
 class Empty(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         nothing = np.zeros(0)
         return attrs.evolve(completion, token_ids=nothing, logprobs=nothing, versions=nothing)
 
 
 class OtherReason(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return attrs.evolve(completion, finish_reason="eos")
 
 
@@ -382,7 +382,7 @@ def test_an_engine_that_blocks_the_loop_is_given_up():
 def test_an_engine_that_cancels_late(monkeypatch):
     monkeypatch.setattr(engine_checks, "CANCEL_S", 0.1)
 
-    with pytest.raises(AssertionError, match="16 cancelled requests go on after 0.1 s") as caught:
+    with pytest.raises(AssertionError, match="16 cancelled requests run on after 0.1 s") as caught:
         testing.check_engine(CancelsLate())
 
     assert "fails 1 of 18" in str(caught.value)

@@ -222,7 +222,7 @@ class ScriptedEngine:
         if callable(self._reply):
             reply = self._encode(self._reply(prompt_ids, number), f"the reply to call {number}")
         else:
-            # A greedy completion is a function of its prompt, whatever was asked before.
+            # A greedy completion depends on its prompt only, not on earlier calls.
             greedy = params.temperature == 0
             turn = zlib.crc32(np.asarray(prompt_ids, np.int64).tobytes()) if greedy else number
             reply = self._reply[turn % len(self._reply)]

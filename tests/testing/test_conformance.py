@@ -59,7 +59,7 @@ def test_the_engine_of_the_documentation_passes_its_test(root):
     names["test_the_contract"]()
 
 
-def test_without_updates_theirs_are_skipped_and_a_long_context_is_not_filled():
+def test_checks_of_updates_are_skipped_and_a_long_context_is_not_filled():
     outcomes = testing.check_engine(testing.ScriptedEngine())
 
     skipped = {name: outcome for name, outcome in outcomes.items() if outcome != "passed"}
@@ -185,7 +185,7 @@ class SwallowsCancellation(Forever):
 
 
 class CancelsLate(Broken):
-    """Goes on sampling for three seconds, whoever is still waiting."""
+    """Keeps sampling for three seconds after a cancellation."""
 
     async def generate(self, prompt_ids, params, *, session=None):
         completion = await super().generate(prompt_ids, params)
@@ -355,7 +355,7 @@ class OtherReason(Broken):
         (OtherReason, "completion failed: finish_reason is 'eos', expected 'stop' or 'length'"),
     ],
 )
-def test_where_the_form_is_wrong_the_rest_is_not_run(make, message):
+def test_without_the_protocol_the_other_checks_are_not_run(make, message):
     with pytest.raises(
         AssertionError, match=f"{make.__name__} fails 1 of .*\n- {message}"
     ) as caught:
@@ -364,12 +364,12 @@ def test_where_the_form_is_wrong_the_rest_is_not_run(make, message):
     assert str(caught.value).endswith("- every_answer was not run")
 
 
-def test_an_engine_that_leaks_is_given_up():
+def test_an_engine_that_leaks_is_abandoned():
     with pytest.raises(AssertionError, match="cancellation failed: no end within 3 s"):
         testing.check_engine(LeaksSlots(), timeout_s=3.0)
 
 
-def test_an_engine_that_blocks_the_loop_is_given_up():
+def test_an_engine_that_blocks_the_loop_is_abandoned():
     class Blocks(Broken):
         async def generate(self, prompt_ids, params, *, session=None):
             time.sleep(1.0)

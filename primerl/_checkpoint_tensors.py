@@ -14,8 +14,8 @@ from primerl._adapters import (
     refuse_other_adapters,
     unadapted,
 )
-from primerl._gathering import whole
 from primerl._optional import require
+from primerl._ranks import whole
 
 _LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
 

@@ -1,7 +1,6 @@
 """A folder of checkpoints: names, what makes a checkpoint, which may go."""
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -10,7 +9,8 @@ from typing import Any
 
 import xxhash
 
-from primerl.checkpoint.tensor_file import write_bytes
+from primerl._files import sync_folder, unused_name
+from primerl.checkpoint.pieces import write_bytes
 
 FORMAT = 1
 SUBFOLDER = "checkpoints"
@@ -117,20 +117,12 @@ def claim(folder: Path, *, resumed: int | None) -> None:
             shutil.rmtree(path)
     for path in found:
         if resumed is not None and step_of(path) > resumed:
-            path.rename(_unused(path.with_name(f"{path.name}.skipped")))
+            path.rename(unused_name(path.with_name(f"{path.name}.skipped")))
 
 
 def _own(paths: Iterable[Path]) -> list[Path]:
     """Those that may be removed: folders, but no links to folders."""
     return [path for path in paths if path.is_dir() and not path.is_symlink()]
-
-
-def _unused(path: Path) -> Path:
-    number, free = 1, path
-    while os.path.lexists(free):
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
 
 
 def remove(path: Path) -> None:
@@ -139,12 +131,3 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

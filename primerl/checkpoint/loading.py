@@ -8,9 +8,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from primerl.checkpoint.generators import reseed_generators, set_generators
+from primerl.checkpoint.pieces import Piece, read_pieces
 from primerl.checkpoint.reading import rank_files, read_manifest, read_state
 from primerl.checkpoint.resharding import fill, whole_shapes
-from primerl.checkpoint.tensor_file import Piece, read_pieces
 from primerl.checkpoint.training_state import model_tensors, prepare_optimizers
 
 

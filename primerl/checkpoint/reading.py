@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import msgspec
 
+from primerl._digests import digest_of_file
 from primerl._files import member
 from primerl.checkpoint.folders import (
     FORMAT,
@@ -21,7 +22,7 @@ from primerl.checkpoint.folders import (
     step_of,
     steps,
 )
-from primerl.checkpoint.tensor_file import FileRecord, digest
+from primerl.checkpoint.pieces import FileRecord
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ def _read(path: Path, *, verify: bool) -> Saved:
             raise ValueError(f"{name} is missing")
         if file.stat().st_size != record.size:
             raise ValueError(f"{name} has {file.stat().st_size} bytes of {record.size}")
-        if verify and digest(file) != record.digest:
+        if verify and digest_of_file(file) != record.digest:
             raise ValueError(f"{name} is damaged: its digest is not that of the manifest")
     state = read_state(path, manifest)
     values = dict(state.values)

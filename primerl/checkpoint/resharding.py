@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
-from primerl.checkpoint.tensor_file import Piece
+from primerl.checkpoint.pieces import Piece
 
 
 def my_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:

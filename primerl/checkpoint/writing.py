@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from primerl._ranks import on_every_rank
 from primerl.checkpoint import folders
-from primerl.checkpoint.agreement import together
-from primerl.checkpoint.tensor_file import Piece, write_bytes, write_pieces
+from primerl.checkpoint.pieces import Piece, write_bytes, write_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +102,9 @@ class Writer:
         began = time.perf_counter()
         target = self._folder / folders.folder_name(snapshot.step)
         partial = target.with_name(f"{target.name}.partial")
-        self._together(lambda: self._clear(partial))
-        written = self._together(lambda: self._write_files(partial, snapshot))
-        self._together(lambda: self._publish(partial, target, snapshot.step, written))
+        self._on_every_rank(lambda: self._clear(partial))
+        written = self._on_every_rank(lambda: self._write_files(partial, snapshot))
+        self._on_every_rank(lambda: self._publish(partial, target, snapshot.step, written))
         logger.info("saved %s in %.1f s", target, time.perf_counter() - began)
 
     def _write_noting(self, snapshot: Snapshot) -> None:
@@ -116,8 +116,8 @@ class Writer:
         else:
             self._error = None
 
-    def _together(self, act: Callable[[], Any]) -> list[Any]:
-        return together(act, self._group)
+    def _on_every_rank(self, act: Callable[[], Any]) -> list[Any]:
+        return on_every_rank(act, self._group)
 
     def _clear(self, partial: Path) -> None:
         if self._rank == 0:

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from primerl._gathering import is_first_rank, whole_tensors
+from primerl._files import saved_folder
 from primerl._optional import require
-from primerl.models.saved_folder import saved_folder
+from primerl._ranks import is_first_rank, whole_tensors
 
 
 def save_adapters(

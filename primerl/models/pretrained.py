@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from primerl._checkpoint_tensors import TensorLayout, checkpoint_layout, checkpoint_tensors
-from primerl._gathering import is_first_rank
+from primerl._files import saved_folder
 from primerl._optional import require
+from primerl._ranks import is_first_rank
 from primerl._tensor_files import write_tensors
-from primerl.models.saved_folder import saved_folder
 
 SHARD_BYTES = 5 * 10**9
 

@@ -9,8 +9,7 @@ import attrs
 import torch
 from torch import nn
 
-from primerl._gathering import is_first_rank
-from primerl._outcomes import on_first_rank
+from primerl._ranks import is_first_rank, on_first_rank
 from primerl.weights.transports.disk import Disk
 from primerl.weights.transports.receipts import Receipt, Transport, on_all_ranks
 from primerl.weights.transports.shared_memory import SharedMemory

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from primerl._gathering import is_first_rank
+from primerl._ranks import is_first_rank
 from primerl.weights.transports.folder_transport import FolderTransport, check_engines
 from primerl.weights.transports.publisher import Publisher
 from primerl.weights.transports.receipts import Fetcher, Receipt, on_all_ranks

@@ -12,7 +12,8 @@ import xxhash
 from torch import Tensor
 
 from primerl._digests import digest_of, raw_bytes
-from primerl._tensor_files import map_tensors, whole_or_nothing
+from primerl._files import whole_or_nothing
+from primerl._tensor_files import map_tensors
 from primerl.weights.transports import delta
 from primerl.weights.transports.host_folder import HostFolder, acquire, locked
 from primerl.weights.transports.publications import (

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from primerl._checkpoint_tensors import checkpoint_layout, checkpoint_tensors
-from primerl._gathering import is_first_rank
-from primerl._outcomes import together
+from primerl._ranks import is_first_rank, on_first_rank_gathering
 from primerl.weights.transports.publications import DELTA, Manifest, chain, manifest_path
 from primerl.weights.transports.publisher import Publisher
 from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts
@@ -40,7 +39,7 @@ class FolderTransport:
     def publish(self, version: int) -> Receipt:
         """Publish the model's weights; all ranks call it. Ranks other than 0 get an empty one."""
         tensors = _Timed(checkpoint_tensors(self._model, dtype=self._dtype))
-        receipt = together(lambda: self._publish(version, tensors), tensors)
+        receipt = on_first_rank_gathering(lambda: self._publish(version, tensors), tensors)
         return receipt or Receipt(version=version)
 
     def _publish(self, version: int, tensors: "_Timed") -> Receipt:

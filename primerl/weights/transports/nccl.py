@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from primerl._checkpoint_tensors import TensorLayout, checkpoint_layout, checkpoint_tensors
 from primerl._digests import TensorDigest, digest_of, digest_of_all
-from primerl._outcomes import together
+from primerl._ranks import on_first_rank_gathering
 from primerl.weights.transports.broadcast_group import (
     Communicator,
     Later,
@@ -102,7 +102,7 @@ class NCCL:
             RuntimeError: they did not arrive; the message says what was caught, and where.
         """
         tensors = checkpoint_tensors(self._model, dtype=self._dtype)
-        receipt = together(lambda: self._publish(version, tensors), tensors)
+        receipt = on_first_rank_gathering(lambda: self._publish(version, tensors), tensors)
         return on_all_ranks(receipt or Receipt(version=version))
 
     def _publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from primerl._checkpoint_tensors import TensorLayout
 from primerl._digests import TensorDigest, digest_of, digest_of_all, digest_of_file
-from primerl._files import member
-from primerl._tensor_files import whole_or_nothing, write_tensors
+from primerl._files import member, whole_or_nothing
+from primerl._tensor_files import write_tensors
 
 FULL = "full"
 DELTA = "delta"
@@ -38,7 +38,8 @@ class Manifest:
     """Of all tensors of this version, ``digests.digest_of_all``."""
     file: str
     file_size: int
-    file_digest: str
+    file_digest: str | None
+    """Of a delta; None where ``tensors`` has the digest of all that is in the file."""
     deltas_follow: bool
     """Whether later versions may be deltas, so that a host keeps a base copy."""
     tensors: dict[str, TensorDigest]
@@ -89,10 +90,12 @@ def read_manifest(folder: Path, version: int) -> Manifest:
 
 
 def check_file(folder: Path, manifest: Manifest) -> Path:
-    """The path of a publication's tensors, after comparing them with the manifest.
+    """The path of a publication's tensors, after comparing the file with the manifest.
+
+    Tensors that come whole are not digested here, but where they are used.
 
     Raises:
-        ValueError: the file is missing, truncated or altered; the message names it.
+        ValueError: the file is missing or truncated, or a delta is altered; the message names it.
     """
     path = folder / manifest.file
     where = describe(path)
@@ -101,7 +104,7 @@ def check_file(folder: Path, manifest: Manifest) -> Path:
     size = path.stat().st_size
     if size != manifest.file_size:
         raise ValueError(f"{where} is truncated: {size} bytes of {manifest.file_size}")
-    if digest_of_file(path) != manifest.file_digest:
+    if manifest.file_digest is not None and digest_of_file(path) != manifest.file_digest:
         raise ValueError(f"{where} is altered: its digest is not that of the manifest")
     return path
 
@@ -186,7 +189,7 @@ def commit(
         digest=digest_of_all(digests),
         file=path.name,
         file_size=path.stat().st_size,
-        file_digest=digest_of_file(path),
+        file_digest=digest_of_file(path) if parent else None,
         deltas_follow=deltas_follow,
         tensors=digests,
         forms=forms or {},

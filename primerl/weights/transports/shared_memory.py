@@ -11,8 +11,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from primerl._gathering import whole_tensors
-from primerl._outcomes import on_first_rank, together
+from primerl._ranks import on_first_rank, on_first_rank_gathering, whole_tensors
 from primerl.weights.transports.folder_transport import FolderTransport, check_engines
 from primerl.weights.transports.host_folder import HostFolder
 from primerl.weights.transports.publisher import Publisher
@@ -107,5 +106,5 @@ class SharedMemory:
                 engine.update_weights(named, version=version, timeout_s=self._timeout_s)
             seconds["load"] = time.perf_counter() - started - seconds["gather"]
 
-        together(work, gathered)
+        on_first_rank_gathering(work, gathered)
         return seconds

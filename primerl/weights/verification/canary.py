@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from primerl._checkpoint_tensors import checkpoint_layout, checkpoint_tensors
-from primerl._gathering import is_first_rank
-from primerl._outcomes import on_first_rank, together
+from primerl._ranks import is_first_rank, on_first_rank, on_first_rank_gathering
 from primerl.weights.verification.judging import NOISE_BOUND, Judge, ReplicaVerdict, observations
 from primerl.weights.verification.probing import Prober, WeightReader, probed
 from primerl.weights.verification.readback import Comparison, Reading, compare, from_builtins
@@ -205,7 +204,10 @@ class Canary:
         if not on_first_rank(read):
             return {}
         tensors = checkpoint_tensors(self.model)
-        return together(lambda: compare(tensors, readings, wire=self.dtype), tensors) or {}
+        compared = on_first_rank_gathering(
+            lambda: compare(tensors, readings, wire=self.dtype), tensors
+        )
+        return compared or {}
 
     def _read(self, version: int) -> dict[str, list[Reading]]:
         assert isinstance(self._engine, WeightReader)

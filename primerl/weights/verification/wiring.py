@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from primerl._gathering import is_first_rank
-from primerl._outcomes import on_first_rank
+from primerl._ranks import is_first_rank, on_first_rank
 from primerl.weights.transports.receipts import Transport
 from primerl.weights.verification.canary import Canary
 from primerl.weights.verification.scoring import movement, rms, trainer_logprobs

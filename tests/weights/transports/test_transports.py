@@ -148,6 +148,25 @@ def test_a_truncated_file(tmp_path):
     servers.close()
 
 
+def test_a_flipped_bit_in_a_full_version(tmp_path):
+    """No worker hashes the file: it hashes what it hands to its model."""
+
+    def flip(update, call):
+        if call == 1:
+            path = file_of(update, tmp_path)
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(bytes(data))
+
+    model, servers, transport = damaged(tmp_path, flip)
+    transport.publish(1)
+    with pytest.raises(RuntimeError, match=r"digest: .* on http://replica0 worker 0"):
+        transport.publish(2)
+    transport.publish(3)
+    assert same_bits(held(servers)[0], sent(model))
+    servers.close()
+
+
 def test_a_flipped_bit_in_a_delta_is_answered_by_the_full_version(tmp_path):
     def flip(update, call):
         if call == 1:

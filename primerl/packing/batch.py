@@ -1,6 +1,7 @@
 """``PackedBatch``: the seam between host and device."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -95,6 +96,21 @@ class PackedBatch:
             for value in [getattr(self, field.name)]
             if isinstance(value, Tensor) and field.name != "cu_seqlens"
         }
+
+
+def minibatches(samples: Sequence[TrainingSample], count: int) -> list[list[TrainingSample]]:
+    """Divide the samples of a step into ``count`` lists of neighbors, for as many optimizer steps.
+
+    Their lengths differ by at most one. Of fewer samples than ``count``, some lists are empty; of
+    none, as on ranks other than 0, all are.
+
+    Raises:
+        ValueError: ``count`` is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"count is {count}, expected at least 1 minibatch")
+    bounds = [len(samples) * part // count for part in range(count + 1)]
+    return [list(samples[start:end]) for start, end in pairwise(bounds)]
 
 
 def pack(

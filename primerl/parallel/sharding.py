@@ -17,6 +17,7 @@ from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.device_mesh import mesh as make_mesh
 from primerl.parallel.dispatch import AllToAll, Dispatch
 from primerl.parallel.experts import GroupedMatmul, divide_experts, expert_modules
+from primerl.parallel.precision import compute_in
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -38,7 +39,7 @@ def shard(
     the layers with the whole model (``torch.distributed.fsdp.fully_shard``). Every rank starts
     from rank 0's values. Gradients are *summed* over ranks, not averaged: each rank's loss is
     already divided by the global number of trained tokens. Make the optimizer afterwards. In a
-    world of one, the model is left as it is.
+    world of one, the model is left as it is, but for ``dtype``.
 
     Args:
         model: on this rank's device, the same architecture on every rank. On the ``meta`` device:
@@ -61,7 +62,11 @@ def shard(
     mesh = mesh or make_mesh()
     refuse_virtual_tokens(model)
     refuse_unpackable(model)
+    if dtype == next(model.parameters()).dtype:
+        dtype = None
     if mesh.parameters is None:
+        if dtype is not None:
+            compute_in(model, dtype)
         return model
     if isinstance(model, FSDPModule):
         raise ValueError("the model is sharded already; call parallel.shard once")

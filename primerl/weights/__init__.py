@@ -6,7 +6,6 @@ from primerl.weights.transports.receipts import Fetcher, Receipt
 from primerl.weights.transports.shared_memory import Receiver, SharedMemory
 from primerl.weights.verification.canary import Canary, Verdict
 from primerl.weights.verification.judging import ReplicaVerdict
-from primerl.weights.verification.mismatch_gate import MismatchGate
 from primerl.weights.verification.probing import Prober
 from primerl.weights.verification.wiring import GroupWiring, WiringReport, wiring_test
 from primerl.weights.verified_transport import VerifiedTransport, transport_to
@@ -16,7 +15,6 @@ __all__ = [
     "Disk",
     "Fetcher",
     "GroupWiring",
-    "MismatchGate",
     "NCCL",
     "Prober",
     "Receipt",

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class HoldsRollouts(Protocol):
     """The rollout worker, which holds what a version sampled until the version is verified."""
 
-    def settle(self, version: int, *, proven: bool) -> None:
+    def mark_version(self, version: int, *, verified: bool) -> None:
         """Release what ``version`` sampled, or drop it."""
         ...
 
@@ -97,7 +97,7 @@ class VerifiedTransport:
 
     def _tell_worker(self, version: int, *, passed: bool) -> None:
         if self._worker is not None:
-            self._worker.settle(version, proven=passed)
+            self._worker.mark_version(version, verified=passed)
 
 
 def transport_to(

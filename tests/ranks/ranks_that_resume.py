@@ -184,7 +184,8 @@ def killed(world, folder):
         if step == 3:
             saves.close()
             slow_down(world)
-        saves.after(step + 1, worker=b"of 2" if step == 1 else b"of 4")
+        if saves.due(step + 1):
+            saves.save(step + 1, worker=b"of 2" if step == 1 else b"of 4")
         if step == 4:
             while len(list((folder / "checkpoints").glob("*.partial/*"))) < world.world_size:
                 time.sleep(0.01)

@@ -277,7 +277,9 @@ def main(folder):
             parallel.all_sum(torch.tensor([1.0, float(world.rank)])).tolist(),
         ]
         if not world.is_first:
-            found["batches_of_others"] = refusal(lambda: parallel.scatter([], Bundle))
+            found["batches_of_others"] = refusal(
+                lambda: parallel.scatter([[bundle(0, 0)]], Bundle)
+            )
         else:
             found["too_few_lists"] = refusal(lambda: parallel.scatter([[]], Bundle))
             uneven = [[bundle(0, 0)], [], []]

@@ -18,8 +18,8 @@ class Worker:
     def __init__(self):
         self.told = []
 
-    def settle(self, version, *, proven):
-        self.told.append((version, proven))
+    def mark_version(self, version, *, verified):
+        self.told.append((version, verified))
 
 
 def verified(model, engine, **settings):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from primerl._checkpoint_tensors import TensorLayout, checkpoint_layout, checkpoint_tensors
 from primerl._digests import TensorDigest, digest_of, digest_of_all
 from primerl._ranks import on_first_rank_gathering
+from primerl._vllm_names import COLLECTIVE_RPC, WEIGHT_RECEIPT
 from primerl.weights.transports.broadcast_group import (
     Communicator,
     Later,
@@ -149,7 +150,7 @@ class NCCL:
         )
 
     def _current_group(self, engine: Servers) -> _Group:
-        answers = engine.call("/collective_rpc", {"method": "weight_receipt"})
+        answers = engine.call(COLLECTIVE_RPC, {"method": WEIGHT_RECEIPT})
         workers = {url: len(answer["results"]) for url, answer in answers.items()}
         if self._group is None or self._group.workers != workers:
             world_size = 1 + sum(workers.values())

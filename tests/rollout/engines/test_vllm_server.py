@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl import rollout
-from primerl.rollout.engines.vllm import arguments as vllm_arguments
-from primerl.rollout.engines.vllm import child as vllm_child
-from primerl.rollout.engines.vllm import readiness as vllm_readiness
-from primerl.rollout.engines.vllm import server as vllm_server
-from primerl.rollout.engines.vllm.middleware import RequireKey
-from primerl.rollout.processes import supervised, supervisor
+from primerl.rollout.engines.vllm.server import __main__ as vllm_server
+from primerl.rollout.engines.vllm.server import arguments as vllm_arguments
+from primerl.rollout.engines.vllm.server import child as vllm_child
+from primerl.rollout.engines.vllm.server import readiness as vllm_readiness
+from primerl.rollout.engines.vllm.server.middleware import RequireKey
+from primerl.rollout.processes import launch, supervisor
 
 TREE = Path(__file__).parents[2] / "helpers/process_tree.py"
 
@@ -123,7 +123,7 @@ def test_the_command_sets_what_training_needs():
         "--scheduling-policy=priority",
         '--weight-transfer-config={"backend": "primerl"}',
         "--worker-extension-cls=primerl.weights.vllm.receiver.WeightReceiver",
-        "--middleware=primerl.rollout.engines.vllm.middleware.RequireKey",
+        "--middleware=primerl.rollout.engines.vllm.server.middleware.RequireKey",
     }
 
 
@@ -509,8 +509,8 @@ def test_the_command_line_serves_until_it_is_told_to_end(tmp_path, how, code):
         source = "import os, threading; threading.Timer(2, os._exit, [6]).start()\n" + source
     program = f"""
 import sys
-from primerl.rollout.engines.vllm import child as vllm_child
-from primerl.rollout.engines.vllm import server as vllm_server
+from primerl.rollout.engines.vllm.server import child as vllm_child
+from primerl.rollout.engines.vllm.server import __main__ as vllm_server
 vllm_child.check_vllm_version = lambda: True
 vllm_child.server_command = lambda model, *, port, flags_as_given, **_: (
     print(model, flags_as_given, flush=True)
@@ -572,9 +572,9 @@ def gone(pid, timeout_s=15.0):
 
 PARENT = """
 import subprocess, sys
-from primerl.rollout.processes import supervised
-folder = supervised.make_folder("", within=sys.argv[1])
-child = supervised.start([sys.executable, *sys.argv[2:]], folder=folder, grace_s=1.0)
+from primerl.rollout.processes import launch
+folder = launch.make_folder("", within=sys.argv[1])
+child = launch.start([sys.executable, *sys.argv[2:]], folder=folder, grace_s=1.0)
 print(child.pid, flush=True)
 code = child.wait()
 sys.exit(code if code >= 0 else 99)
@@ -683,9 +683,9 @@ def test_when_both_supervisors_are_killed_at_once_the_server_dies(tree):
 
 def test_a_server_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
     source = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
-    folder = supervised.make_folder("", within=str(tmp_path))
+    folder = launch.make_folder("", within=str(tmp_path))
     command = [sys.executable, "-c", source + "time.sleep(60)"]
-    child = supervised.start(command, folder=folder, grace_s=0.5, stdout=subprocess.PIPE)
+    child = launch.start(command, folder=folder, grace_s=0.5, stdout=subprocess.PIPE)
     with child.stdout:
         child.stdout.readline()
     started = time.monotonic()
@@ -711,9 +711,9 @@ while True:
     os.environ["MARK"] = "1"
     time.sleep(0.002)
 """
-    folder = supervised.make_folder("", within=str(tmp_path))
+    folder = launch.make_folder("", within=str(tmp_path))
     command = [sys.executable, "-c", source, str(tmp_path)]
-    child = supervised.start(command, folder=folder, grace_s=0.0, stdout=subprocess.PIPE)
+    child = launch.start(command, folder=folder, grace_s=0.0, stdout=subprocess.PIPE)
     with child.stdout:
         child.stdout.readline()
     time.sleep(0.5)
@@ -736,7 +736,7 @@ def cmdline(process):
 
 def test_a_folder_is_removed_only_if_it_is_the_one_that_was_made(tmp_path):
     def made():
-        folder = Path(supervised.make_folder("ours-", within=str(tmp_path)))
+        folder = Path(launch.make_folder("ours-", within=str(tmp_path)))
         (folder / "file").write_text("temporary")
         return folder
 
@@ -753,7 +753,7 @@ def test_a_folder_is_removed_only_if_it_is_the_one_that_was_made(tmp_path):
     (trap / ".primerl-folder").unlink()
     os.mkfifo(trap / ".primerl-folder")  # opened, it would wait for a writer
     for folder in (ours, precious, moved, replaced, linked, trap):
-        supervised.remove_folder(str(folder))
+        supervisor.remove_folder(str(folder))
 
     assert not ours.exists()
     for kept in (precious, tmp_path / "elsewhere", replaced, linked, trap):
@@ -763,12 +763,12 @@ def test_a_folder_is_removed_only_if_it_is_the_one_that_was_made(tmp_path):
 def test_a_folder_can_be_used_whatever_the_umask_says(tmp_path):
     before = os.umask(0o777)
     try:
-        folder = Path(supervised.make_folder("", within=str(tmp_path)))
+        folder = Path(launch.make_folder("", within=str(tmp_path)))
     finally:
         os.umask(before)
 
     assert folder.stat().st_mode & 0o777 == 0o700
-    supervised.remove_folder(str(folder))
+    supervisor.remove_folder(str(folder))
     assert not folder.exists()
 
 
@@ -875,7 +875,7 @@ def test_a_websocket_without_the_key_is_closed(guarded):
 
 def test_the_key_is_taken_from_standard_input_which_nobody_inherits():
     program = (
-        "from primerl.rollout.engines.vllm.middleware import RequireKey; "
+        "from primerl.rollout.engines.vllm.server.middleware import RequireKey; "
         "one, two = (RequireKey(None) for _ in range(2)); "
         "print(one._expected == two._expected == b'Bearer the-key')"
     )

@@ -155,7 +155,7 @@ def test_unknown_and_unscored_generators_are_refused(codes):
         rollout.verifiers("reasoning-gym", tokenizer=codes)
     with pytest.raises(ValueError, match="'reasoning-gym:' names no dataset"):
         rollout.verifiers("reasoning-gym:", tokenizer=codes)
-    with pytest.raises(ValueError, match="no generator 'chain_summ'; close: chain_sum"):
+    with pytest.raises(ValueError, match="no generator 'chain_summ'; similar: chain_sum"):
         puzzles(codes, "chain_summ")
     with pytest.raises(ValueError, match="'rush_hour' stores no answer"):
         puzzles(codes, "rush_hour")
@@ -182,7 +182,7 @@ def test_every_generators_own_answer_scores_and_garbage_does_not(codes):
             wrong[name] = (right, garbage)
 
     gc.collect()
-    # This scorer takes whatever is no "True" for "False".
+    # This scorer reads anything but "True" as "False".
     assert wrong == {"game_of_life_halting": (1.0, 1.0)}
 
 

@@ -1,4 +1,4 @@
-"""verifiers environments: what is played, trained and left behind."""
+"""verifiers environments: rollouts, samples, and files that are left behind."""
 
 import asyncio
 import gc
@@ -67,7 +67,7 @@ class RandomEngine:
 
 
 class TextEngine:
-    """Says what it is told, one line for each call."""
+    """Gives scripted replies, one for each call."""
 
     version, context_length = 0, 4096
 
@@ -263,7 +263,7 @@ def test_a_renderer_without_a_bridge_makes_a_branch_of_each_turn(tokenizer):
         assert sample.token_ids[sample.loss_mask].tolist() == reply
 
 
-def test_a_tokenizer_without_a_template_takes_the_text_as_it_stands(codes):
+def test_a_tokenizer_without_a_template_takes_the_text_unchanged(codes):
     environment = rollout.verifiers(
         "dungeon", tokenizer=codes, config={"taskset": {"system": None}, "turns": 2}
     )
@@ -287,7 +287,7 @@ def test_the_context_bounds_a_reply_and_then_the_rollout(tokenizer):
         play(environment, RandomEngine(tokenizer, context_length=10))
 
 
-def test_seats_that_are_not_trained_and_seats_to_choose_from(tokenizer):
+def test_agents_that_are_not_trained_and_agents_to_choose_from(tokenizer):
     environment = rollout.verifiers("duel", tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"\['left', 'right'\] to train .* agent="):
         play(environment, RandomEngine(tokenizer))
@@ -337,8 +337,8 @@ def test_tools_with_state_wrong_calls_and_deadlines(tokenizer):
                 environment(three, environment_engine, PARAMS),
                 environment(nine, other_engine, PARAMS),
             )
-            (stage,) = environment._stages.values()
-            for tool in stage._agents["agent"]._shared_tools.values():
+            (running,) = environment._running.values()
+            for tool in running._agents["agent"]._shared_tools.values():
                 assert str(urlsplit(tool.url).port) not in ports_in_files()
             return (
                 *played,
@@ -472,7 +472,7 @@ def test_what_fails_in_the_environment_is_raised_with_its_cause(tokenizer, where
         play(environment, RandomEngine(tokenizer))
 
 
-def test_what_the_engine_raises_comes_as_it_is(tokenizer):
+def test_an_error_of_the_engine_is_raised_unchanged(tokenizer):
     class Broken(RandomEngine):
         async def generate(self, prompt_ids, params, *, session=None):
             raise ConnectionError("the server is gone")
@@ -501,7 +501,7 @@ def test_the_environments_own_deadline_on_scoring_is_no_reward_of_zero(tokenizer
         play(environment, RandomEngine(tokenizer))
 
 
-def test_the_environments_own_time_for_an_agent_ends_the_rollout(tokenizer):
+def test_the_environments_own_timeout_of_an_agent_ends_the_rollout(tokenizer):
     class Slow(RandomEngine):
         async def generate(self, prompt_ids, params, *, session=None):
             if self.calls:
@@ -522,7 +522,7 @@ def test_a_stop_before_the_first_turn_leaves_nothing_to_train(tokenizer):
         "faulty", tokenizer=tokenizer, config={"taskset": {"where": "stopped"}}
     )
 
-    with pytest.raises(ValueError, match="the policy said nothing .stop: enough."):
+    with pytest.raises(ValueError, match="the policy sampled no token .stop: enough."):
         play(environment, RandomEngine(tokenizer))
 
 
@@ -531,14 +531,14 @@ def test_a_missing_environment_says_how_to_install_it(tokenizer):
         rollout.verifiers("no-such", tokenizer=tokenizer)
     with pytest.raises(ValueError, match="prime env install acme/no-such@1.0"):
         rollout.verifiers("acme/no-such@1.0", tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="dungeon has none to choose.*'system'"):
+    with pytest.raises(ValueError, match="dungeon has no dataset to choose.*'system'"):
         rollout.verifiers("dungeon:deep", tokenizer=tokenizer)
     with pytest.raises(ValueError, match="sistem"):
         rollout.verifiers("dungeon", tokenizer=tokenizer, config={"taskset": {"sistem": ""}})
 
 
-def test_a_seat_that_is_not_there_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"no seat 'agent' to train, only \['player'\]"):
+def test_an_unknown_agent_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"no agent 'agent' to train, only \['player'\]"):
         rollout.verifiers("dungeon", tokenizer=tokenizer, agent="agent")
 
 

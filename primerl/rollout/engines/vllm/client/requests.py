@@ -10,12 +10,13 @@ from uuid import uuid4
 import attrs
 import numpy as np
 
+from primerl._vllm_names import SERVED_VOCAB_SIZE
 from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
 from primerl.rollout.engines.replicas import Replica
-from primerl.rollout.engines.vllm import wire
-from primerl.rollout.engines.vllm.calls import rpc_results
-from primerl.rollout.engines.vllm.fleet import Fleet
-from primerl.rollout.engines.vllm.http import BadAnswer, ServerFailed, Unreachable
+from primerl.rollout.engines.vllm.client.calls import rpc_results
+from primerl.rollout.engines.vllm.client.fleet import Fleet
+from primerl.rollout.engines.vllm.client.http import BadAnswer, ServerFailed, Unreachable
+from primerl.rollout.engines.vllm.protocol import answers, bodies
 from primerl.rollout.errors import summary
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
@@ -73,22 +74,22 @@ class Requests:
             BadCompletion: the answer breaks the contract of engines.
         """
         routed = 0 if self._routes_folder is None else len(prompt) + params.max_tokens
-        max_bytes = wire.most_bytes(params.max_tokens, routed=routed)
+        max_bytes = answers.most_bytes(params.max_tokens, routed=routed)
 
         async def ask(replica: Replica) -> Completion:
             label, request_id = replica.label, uuid4().hex
             # The salt names the weights that the replica had when it was last asked: prefixes
             # that other weights computed are never used.
-            body = wire.generate_body(prompt, params, salt=label or "", request_id=request_id)
+            body = bodies.generate_body(prompt, params, salt=label or "", request_id=request_id)
             content = await self._attempt(replica, body, max_bytes)
-            answer = wire.read_answer(
+            answer = answers.read_answer(
                 content, replica.url, request_id=request_id, prompt_length=len(prompt)
             )
             choice = answer.choices[0]
             if choice.finish_reason in _UNFINISHED:
                 raise _Again(f"{replica.url} ended a request by {choice.finish_reason!r}")
             versions = await self._versions(choice, replica)
-            completion = wire.make_completion(choice, versions)
+            completion = answers.make_completion(choice, versions)
             await self._learn_vocab_size(replica)
             limits = Limits(
                 context_length=self._fleet.context_length or len(prompt) + params.max_tokens,
@@ -106,16 +107,16 @@ class Requests:
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
         """The logprobs of a sequence, from whichever replica serves."""
-        max_bytes = wire.most_bytes(1, scored=len(token_ids))
+        max_bytes = answers.most_bytes(1, scored=len(token_ids))
 
         async def ask(replica: Replica) -> np.ndarray:
             request_id = uuid4().hex
-            body = wire.score_body(token_ids, request_id=request_id)
+            body = bodies.score_body(token_ids, request_id=request_id)
             content = await self._attempt(replica, body, max_bytes)
-            answer = wire.read_answer(
+            answer = answers.read_answer(
                 content, replica.url, request_id=request_id, prompt_length=len(token_ids)
             )
-            return wire.prompt_scores(answer, token_ids)
+            return answers.prompt_scores(answer, token_ids)
 
         scores: np.ndarray = await self._dispatch(None, ask)
         return scores
@@ -174,14 +175,14 @@ class Requests:
         except TimeoutError as error:
             raise _Again(f"{replica.url} was lost with the request", wait=False) from error
 
-    async def _versions(self, choice: wire.Choice, replica: Replica) -> list[PolicyVersion]:
+    async def _versions(self, choice: answers.Choice, replica: Replica) -> list[PolicyVersion]:
         """The version of each token, as the answer says.
 
         Raises:
             BadCompletion: the answer does not say it for each token.
             _Again: the server sampled with weights that are not this run's.
         """
-        known = wire.span_versions(choice, self._fleet.number)
+        known = answers.span_versions(choice, self._fleet.number)
         versions = [one for one in known if one is not None]
         if len(versions) < len(known):
             raise _Again(f"{replica.url} sampled with weights that are not this run's")
@@ -198,7 +199,7 @@ class Requests:
                 return
             try:
                 async with asyncio.timeout(VOCAB_SIZE_S):
-                    found = await rpc_results(self._fleet, replica, "served_vocab_size", {})
+                    found = await rpc_results(self._fleet, replica, SERVED_VOCAB_SIZE, {})
             except Unreachable:
                 return  # the next answer's server is asked
             except (RuntimeError, ValueError, TimeoutError) as error:
@@ -226,8 +227,8 @@ class Requests:
             # Its prompt may have met a prefix in the cache that older weights computed.
             raise _Again(f"{replica.url} was updated before it began a request", wait=False)
 
-    async def _store_routes(self, choice: wire.Choice) -> str | None:
-        content = wire.routed_experts(choice) if self._routes_folder is not None else None
+    async def _store_routes(self, choice: answers.Choice) -> str | None:
+        content = answers.routed_experts(choice) if self._routes_folder is not None else None
         if content is None or self._routes_folder is None:
             return None
         path = self._routes_folder / f"{uuid4().hex}.npy"

@@ -12,14 +12,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from primerl.rollout.engines.vllm.arguments import (
+from primerl._vllm_names import FOLDER_BACKEND
+from primerl.rollout.engines.vllm.server.arguments import (
     argument_names,
     check_vllm_version,
     server_command,
     server_environment,
 )
-from primerl.rollout.engines.vllm.readiness import PortTaken, free_port, log_tail, wait_until_ready
-from primerl.rollout.processes import supervised, supervisor
+from primerl.rollout.engines.vllm.server.readiness import (
+    PortTaken,
+    free_port,
+    log_tail,
+    wait_until_ready,
+)
+from primerl.rollout.processes import launch, supervisor
 
 PORT_TRIES = 5
 _ANY_HOST = ("0.0.0.0", "::")
@@ -47,7 +53,7 @@ class VLLMServer:
         host: str = "127.0.0.1",
         port: int | None = None,
         api_key: str | None = None,
-        weight_transfer: str | None = "primerl",
+        weight_transfer: str | None = FOLDER_BACKEND,
         log_path: Path | None = None,
         start_timeout_s: float = 600.0,
         env: Mapping[str, str] | None = None,
@@ -153,8 +159,8 @@ class VLLMServer:
             process.kill()  # if it hangs; then the inner supervisor ends the rest
         code = process.wait()
         if self._folder is not None and self._temporary is not None:
-            supervised.wait_until_over(process, self._folder, timeout_s=STOP_S)
-            supervised.remove_folder(self._temporary)
+            launch.wait_until_over(process, self._folder, timeout_s=STOP_S)
+            supervisor.remove_folder(self._temporary)
         return code if code >= 0 else 128 - code
 
     def log_tail(self, lines: int = 40) -> str:
@@ -179,7 +185,7 @@ class VLLMServer:
     def _remove_folder(self, *, keep_log: bool) -> None:
         holds_log = self.log_path is not None and self.log_path.parent == Path(self._folder or "/")
         if self._folder is not None and not (keep_log and holds_log):
-            supervised.remove_folder(self._folder)
+            supervisor.remove_folder(self._folder)
             self._folder = None
             self.log_path = None if holds_log else self.log_path
 
@@ -187,12 +193,12 @@ class VLLMServer:
         self._port = free_port(self._host, self._port)
         if self._folder is None:
             short = len(tempfile.gettempdir()) <= LONGEST_FOLDER
-            self._folder = supervised.make_folder("primerl-", within=None if short else "/tmp")
+            self._folder = launch.make_folder("primerl-", within=None if short else "/tmp")
         if self.log_path is None and not self._in_foreground:
             self.log_path = Path(self._folder) / "server.log"
         environment = dict(self._environment)
         if self._own_temporary:
-            self._temporary = supervised.make_folder("", within=self._folder)
+            self._temporary = launch.make_folder("", within=self._folder)
             environment["TMPDIR"] = self._temporary
         with contextlib.ExitStack() as stack:
             log, log_start = None, 0
@@ -200,7 +206,7 @@ class VLLMServer:
                 self.log_path.parent.mkdir(parents=True, exist_ok=True)
                 log = stack.enter_context(self.log_path.open("ab"))
                 log_start = self.log_path.stat().st_size  # what an earlier start said is past
-            self._process = supervised.start(
+            self._process = launch.start(
                 self._command(port=self._port),
                 folder=self._folder,
                 grace_s=GRACE_S,

@@ -1,36 +1,29 @@
-"""What vLLM's token-in, token-out route is sent and answers, and what the answers mean.
+"""Answers of vLLM servers: their form, their bounds, and what they mean.
 
-Answers come from elsewhere: their size is bounded by what was asked for, their numbers by their
-types, and nothing is allocated by what a number says.
+A server is not trusted: the size of an answer is bounded by what was asked for, its numbers by
+their types, and nothing is allocated by what a number says.
 """
 
 import base64
 import binascii
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from primerl.rollout.engines.contract import BadCompletion
-from primerl.types import Completion, PolicyVersion, SamplingParams
+from primerl.types import Completion, PolicyVersion
 
 NO_LOGPROB = -9999.0  # what vLLM writes in place of -inf and NaN
-FIRST = -1  # the priority of what is not to queue behind rollouts
-LEAST_TEMPERATURE = 0.01  # vLLM samples with this where less is asked for
 ANSWER_BYTES = 1 << 16  # of an answer without its tokens
 TOKEN_BYTES = 1 << 10  # of a token with its logprob and span; vLLM's take about 200
 ROUTE_BYTES = 1 << 13  # of a token's experts: 128 layers of 24 experts in base64, 2 bytes each
-MOST_VERSION = 2**31 - 1
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 T = TypeVar("T")
-
-
-class Refused(ValueError):
-    """A server refused a request for what it asks; another one would too."""
 
 
 class Span(msgspec.Struct):
@@ -119,31 +112,6 @@ def decode(decoder: "msgspec.json.Decoder[T]", content: bytes, where: str) -> T:
         ) from error
 
 
-class Labels:
-    """Names of weight versions on servers: the run and the policy version, ``"3f2a91c0-12"``.
-
-    A server's own checkpoint, weights of another run and weights that failed to load have labels
-    that this run's ``number`` is None for: what they are is unknown.
-    """
-
-    def __init__(self, run: str) -> None:
-        if not run or not run.isalnum():
-            raise ValueError(f"run is {run!r}, expected letters and digits")
-        self.run = run
-
-    def name(self, version: int) -> str:
-        """The label of a version of this run."""
-        return f"{self.run}-{version}"
-
-    def number(self, label: str | None) -> int | None:
-        """The version that a label of this run names, or None."""
-        run, _, version = (label or "").rpartition("-")
-        if run != self.run or not 0 < len(version) <= len(str(MOST_VERSION)):
-            return None
-        number = int(version) if version.isascii() and version.isdecimal() else MOST_VERSION + 1
-        return number if number <= MOST_VERSION and str(number) == version else None
-
-
 def most_bytes(completion_tokens: int, *, scored: int = 0, routed: int = 0) -> int:
     """The most bytes of an answer.
 
@@ -153,53 +121,6 @@ def most_bytes(completion_tokens: int, *, scored: int = 0, routed: int = 0) -> i
         routed: tokens whose experts may come along.
     """
     return ANSWER_BYTES + TOKEN_BYTES * (completion_tokens + scored) + ROUTE_BYTES * routed
-
-
-def generate_body(
-    prompt: Sequence[int],
-    params: SamplingParams,
-    *,
-    salt: str,
-    request_id: str,
-    priority: int = 0,
-) -> bytes:
-    """A request for one completion that nothing but ``max_tokens`` and stop tokens end."""
-    sampling: dict[str, Any] = {
-        "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "stop_token_ids": params.stop_token_ids,
-        "logprobs": 0,  # that of the sampled token alone
-        "ignore_eos": True,
-        "detokenize": False,
-    }
-    if params.seed is not None:
-        sampling["seed"] = params.seed
-    body: dict[str, Any] = {
-        "request_id": request_id,
-        "token_ids": prompt,
-        "sampling_params": sampling,
-        "cache_salt": salt,
-    }
-    return msgspec.json.encode(body | ({"priority": priority} if priority else {}))
-
-
-def score_body(
-    token_ids: Sequence[int], *, request_id: str, salt: str | None = None, priority: int = 0
-) -> bytes:
-    """A request for the logprobs of a prompt; vLLM does not read its prefix cache for them.
-
-    With a ``salt`` it writes to the cache what requests of that salt read.
-    """
-    sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
-    body: dict[str, Any] = {
-        "request_id": request_id,
-        "token_ids": token_ids,
-        "sampling_params": sampling,
-    }
-    body |= {} if salt is None else {"cache_salt": salt}
-    return msgspec.json.encode(body | ({"priority": priority} if priority else {}))
 
 
 def read_answer(content: bytes, where: str, *, request_id: str, prompt_length: int) -> Answer:
@@ -331,30 +252,3 @@ def routed_experts(choice: Choice) -> bytes | None:
             f"the routed experts have {len(content)} bytes, and say that they are {dtype}{shape}"
         )
     return content
-
-
-def refusal(content: bytes) -> str:
-    """What an answer that is an error says, in a line."""
-    try:
-        error: Any = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return repr(content[:300])
-    for name in ("error", "message", "detail"):
-        if isinstance(error, Mapping) and error.get(name):
-            error = error[name]
-    return str(error)[:500]
-
-
-def read_metrics(text: str) -> dict[str, float]:
-    """Counters and gauges of Prometheus's text form by name, summed over their labels."""
-    values: dict[str, float] = {}
-    for line in text.splitlines():
-        name, _, value = line.rpartition(" ")
-        name = name.partition("{")[0]
-        if not name or line.startswith("#") or name.endswith(("_bucket", "_created", "_info")):
-            continue
-        try:
-            values[name] = values.get(name, 0.0) + float(value)
-        except ValueError:
-            continue  # a line of a later form of the text
-    return values

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primerl.weights import MismatchGate
+from primerl.track import MismatchGate
 
 LEVEL = 2e-4
 STEPS = 20_000

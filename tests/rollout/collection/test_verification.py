@@ -1,4 +1,4 @@
-"""Provisional versions: what an unproven engine sampled waits, and is never trained if rejected."""
+"""Provisional versions: their groups wait, and are never trained if the version is rejected."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ TASKS = [{"id": str(n), "prompt": f"task {n}"} for n in range(5)]
 
 def buffer(**change):
     return rollout.Buffer(
-        **{"groups_per_step": 1, "max_staleness": 2, "await_proof": True} | change
+        **{"groups_per_step": 1, "max_staleness": 2, "await_verification": True} | change
     )
 
 
@@ -45,41 +45,41 @@ def mixed(*versions, trained_from=0):
 # ---- the buffer, by hand ----
 
 
-def test_a_group_waits_until_its_version_is_proven():
+def test_a_group_waits_until_its_version_is_verified():
     held = buffer()
     stored(held, 0)
 
     assert held.take(0) is None
-    assert held.awaited == {0: 1}
-    held.settle(0, proven=True)
+    assert held.awaiting_verification == {0: 1}
+    held.mark_version(0, verified=True)
     assert len(held.take(0)) == 1
-    assert held.awaited == {}
+    assert held.awaiting_verification == {}
 
 
-def test_proven_groups_pass_those_that_wait_and_keep_their_order():
+def test_verified_groups_pass_those_that_wait_and_keep_their_order():
     held = buffer()
     stored(held, 0, 1, 2)
-    held.settle(1, proven=True)
-    held.settle(2, proven=True)
+    held.mark_version(1, verified=True)
+    held.mark_version(2, verified=True)
 
     assert held.take(2)[0].versions.max() == 1
     assert held.take(2)[0].versions.max() == 2
     assert held.take(2) is None
-    held.settle(0, proven=True)
+    held.mark_version(0, verified=True)
     assert held.take(2)[0].versions.max() == 0
 
 
-def test_a_rejected_version_takes_its_groups_along_and_those_that_come_later():
+def test_groups_of_a_rejected_version_are_dropped_even_if_they_end_later():
     held = buffer()
     stored(held, 0, 1)
-    held.settle(0, proven=True)
-    held.settle(1, proven=False)
+    held.mark_version(0, verified=True)
+    held.mark_version(1, verified=False)
 
-    assert held.dropped == {"unproven": 1}
-    assert held.tokens["unproven"] == 8
+    assert held.dropped == {"unverified": 1}
+    assert held.tokens["unverified"] == 8
     held.start()
     assert not held.put(make_group(version=1))
-    assert held.dropped == {"unproven": 2}
+    assert held.dropped == {"unverified": 2}
     assert held.take(1)[0].versions.max() == 0
     assert held.in_flight == held.buffered == 0
 
@@ -87,81 +87,81 @@ def test_a_rejected_version_takes_its_groups_along_and_those_that_come_later():
 def test_every_version_of_a_group_counts_also_of_tokens_that_are_not_trained():
     held = buffer()
     stored(held, mixed(0, 1, 2, trained_from=2))
-    held.settle(2, proven=True)
-    held.settle(0, proven=True)
+    held.mark_version(2, verified=True)
+    held.mark_version(0, verified=True)
     assert held.take(2) is None
-    held.settle(1, proven=False)
-    assert held.dropped == {"unproven": 1}
+    held.mark_version(1, verified=False)
+    assert held.dropped == {"unverified": 1}
 
 
-def test_masking_what_is_stale_forgets_no_version():
+def test_masked_tokens_still_need_a_verified_version():
     held = buffer(on_stale="mask_tokens", max_staleness=1)
     old, new = mixed(0).rollouts[0].samples[0], mixed(3).rollouts[0].samples[0]
     both = attrs.evolve(make_group().rollouts[0], samples=[old, new])
     stored(held, attrs.evolve(make_group(), rollouts=[both]))  # the first sample will leave
-    held.settle(3, proven=True)
+    held.mark_version(3, verified=True)
     assert held.take(4) is None
-    assert held.awaited == {0: 1}
-    held.settle(0, proven=True)
+    assert held.awaiting_verification == {0: 1}
+    held.mark_version(0, verified=True)
     (group,) = held.take(4)
     assert set(group.versions) == {3}
 
 
-def test_a_proven_version_may_be_rejected_later_and_a_repaired_one_proven():
+def test_a_verified_version_may_be_rejected_later_and_a_repaired_one_verified():
     held = buffer()
     stored(held, 0)
-    held.settle(0, proven=True)
-    held.settle(0, proven=False)
-    assert held.dropped == {"unproven": 1}
-    assert held.proofs.halted
-    held.settle(0, proven=True)
-    assert not held.proofs.halted
+    held.mark_version(0, verified=True)
+    held.mark_version(0, verified=False)
+    assert held.dropped == {"unverified": 1}
+    assert held.verification.newest_rejected
+    held.mark_version(0, verified=True)
+    assert not held.verification.newest_rejected
     stored(held, 0)
     assert len(held.take(0)) == 1
 
 
-def test_without_await_proof_nothing_waits_and_nothing_is_settled():
-    held = buffer(await_proof=False)
+def test_without_await_verification_nothing_waits_and_nothing_is_marked():
+    held = buffer(await_verification=False)
     stored(held, 0)
-    with pytest.raises(ValueError, match="await_proof=True"):
-        held.settle(0, proven=True)
+    with pytest.raises(ValueError, match="await_verification=False"):
+        held.mark_version(0, verified=True)
     assert len(held.take(0)) == 1
 
 
-def test_waiting_steps_wait_for_proof_before_a_group_goes_stale():
+def test_waiting_steps_wait_for_verification_before_a_group_goes_stale():
     held = buffer(on_stale="wait", max_staleness=1)
     stored(held, 0, 1)
-    held.settle(1, proven=True)
+    held.mark_version(1, verified=True)
 
     assert held.take(1) is None, "the group of version 0 would be left behind, too old for step 2"
-    held.settle(0, proven=True)
+    held.mark_version(0, verified=True)
     assert held.take(1)[0].versions.max() == 0
     assert held.take(2)[0].versions.max() == 1
 
 
-def test_state_keeps_what_was_settled():
+def test_state_keeps_the_marked_versions():
     held = buffer()
     stored(held, 0, 1, 2)
-    held.settle(0, proven=True)
-    held.settle(1, proven=False)
+    held.mark_version(0, verified=True)
+    held.mark_version(1, verified=False)
     other = buffer()
     other.restore(held.state())
 
-    assert other.awaited == {2: 1}
+    assert other.awaiting_verification == {2: 1}
     assert other.take(2)[0].versions.max() == 0
-    assert other.proofs.rejected([1])
+    assert other.verification.any_rejected([1])
     assert other.started == 3
 
 
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_whatever_is_settled_when_no_unproven_token_is_taken(data):
+def test_no_unverified_token_is_taken_whenever_versions_are_marked(data):
     bound = data.draw(st.integers(0, 3))
     on_stale = data.draw(st.sampled_from(["drop", "wait", "mask_tokens"]))
     held = buffer(groups_per_step=2, max_staleness=bound, on_stale=on_stale)
-    settled, version, flying = {}, 0, 0
+    marked, version, flying = {}, 0, 0
     for _ in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["start", "put", "settle", "take", "publish", "resume"]))
+        action = data.draw(st.sampled_from(["start", "put", "mark", "take", "publish", "resume"]))
         if action == "start":
             held.start()
             flying += 1
@@ -170,16 +170,16 @@ def test_whatever_is_settled_when_no_unproven_token_is_taken(data):
             versions = data.draw(st.lists(st.integers(0, version), min_size=1, max_size=4))
             group = mixed(*sorted(versions))
             kept = held.put(group)
-            assert kept != any(settled.get(v) is False for v in versions)
-        elif action == "settle":
-            one, proven = data.draw(st.integers(0, version)), data.draw(st.booleans())
-            settled[one] = proven
-            held.settle(one, proven=proven)
+            assert kept != any(marked.get(v) is False for v in versions)
+        elif action == "mark":
+            one, verified = data.draw(st.integers(0, version)), data.draw(st.booleans())
+            marked[one] = verified
+            held.mark_version(one, verified=verified)
         elif action == "take":
             taken = held.take(version)
             for group in taken or ():
                 everything = group.samples[0].versions
-                assert all(settled.get(int(v)) for v in everything if v >= 0)
+                assert all(marked.get(int(v)) for v in everything if v >= 0)
                 assert version - group.versions.min() <= bound
             version += taken is not None
         elif action == "publish":
@@ -203,7 +203,7 @@ def make_worker(engine, *, isolation="thread", environment=None, **change):
         "groups_per_step": 3,
         "max_staleness": 1,
         "timeout_s": 20.0,
-        "await_proof": True,
+        "await_verification": True,
         "isolation": isolation,
     } | change
     environment = environment or rollout.single_turn(
@@ -225,10 +225,10 @@ def eventually(condition, *, within_s=10.0):
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_versions_that_are_proven_are_trained_and_a_rejected_one_is_not(isolation):
+def test_versions_that_are_verified_are_trained_and_a_rejected_one_is_not(isolation):
     engine = testing.ScriptedEngine(latency=0.002)
     with make_worker(engine, isolation=isolation, max_staleness=2) as rollouts:
-        rollouts.settle(0, proven=True)
+        rollouts.mark_version(0, verified=True)
         trained = set()
         for step in range(12):
             groups = rollouts.take(version=step)
@@ -236,33 +236,35 @@ def test_versions_that_are_proven_are_trained_and_a_rejected_one_is_not(isolatio
             engine.update_weights({}, version=step + 1)
             if step + 1 == 5:
                 time.sleep(0.1)  # it samples
-                rollouts.settle(5, proven=False)
-                assert rollouts.stats()["dropped_by"]["unproven"] > 0
+                rollouts.mark_version(5, verified=False)
+                assert rollouts.stats()["dropped_by"]["unverified"] > 0
                 time.sleep(0.05)
                 assert rollouts.stats()["in_flight"] == 0, "nothing is sampled that can't be used"
                 # Repaired and published again, under the same number.
-            rollouts.settle(step + 1, proven=True)
+            rollouts.mark_version(step + 1, verified=True)
             assert balanced(rollouts.stats())
         stats = rollouts.stats()
 
     assert stats["trained"] == 36
     assert max(trained) >= 9
-    assert stats["dropped_by"]["unproven"] >= 1
+    assert stats["dropped_by"]["unverified"] >= 1
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_a_take_that_waits_for_proof_says_so_at_its_deadline(isolation):
+def test_a_take_that_waits_for_verification_says_so_at_its_deadline(isolation):
     with make_worker(testing.ScriptedEngine(), isolation=isolation, timeout_s=8.0) as rollouts:
-        with pytest.raises(RuntimeError, match=r"wait for proof: 6 for version 0: call settle"):
+        with pytest.raises(
+            RuntimeError, match=r"wait for verification: 6 for version 0: call mark_version"
+        ):
             rollouts.take(version=0)
-        assert rollouts.stats()["awaiting_proof"] == {0: 6}
-        rollouts.settle(0, proven=True)
+        assert rollouts.stats()["awaiting_verification"] == {0: 6}
+        rollouts.mark_version(0, verified=True)
         assert len(rollouts.take(version=0)) == 3
 
 
-def test_a_take_is_answered_as_soon_as_another_thread_settles():
+def test_a_take_is_answered_as_soon_as_another_thread_marks_the_version():
     with make_worker(FakeEngine()) as rollouts:
-        later = threading.Timer(0.3, rollouts.settle, args=(0,), kwargs={"proven": True})
+        later = threading.Timer(0.3, rollouts.mark_version, args=(0,), kwargs={"verified": True})
         later.start()
         assert len(rollouts.take(version=0)) == 3
         later.join()
@@ -270,7 +272,7 @@ def test_a_take_is_answered_as_soon_as_another_thread_settles():
 
 def test_a_take_after_a_rejection_says_what_to_do():
     with make_worker(FakeEngine(), timeout_s=0.4) as rollouts:
-        rollouts.settle(0, proven=False)
+        rollouts.mark_version(0, verified=False)
         with pytest.raises(RuntimeError, match="newest version was rejected: publish it again"):
             rollouts.take(version=0)
 
@@ -283,15 +285,15 @@ def test_groups_in_flight_with_a_rejected_version_are_cancelled_at_once():
     engine = FakeEngine()
     with make_worker(engine, environment=hangs) as rollouts:
         eventually(lambda: rollouts.stats()["in_flight"] == 6)
-        rollouts.settle(0, proven=False)
+        rollouts.mark_version(0, verified=False)
         eventually(lambda: rollouts.stats()["in_flight"] == 0)
         stats = rollouts.stats()
 
-    assert stats["dropped_by"] == {"unproven": stats["started"]}
+    assert stats["dropped_by"] == {"unverified": stats["started"]}
     assert balanced(stats)
 
 
-def test_a_group_that_began_after_the_rejected_version_goes_on():
+def test_a_group_that_began_after_the_rejected_version_continues():
     release = threading.Event()
 
     async def patient(task, engine, params):
@@ -306,17 +308,17 @@ def test_a_group_that_began_after_the_rejected_version_goes_on():
     with make_worker(engine, environment=patient) as rollouts:
         eventually(lambda: rollouts.stats()["in_flight"] == 6)
         time.sleep(0.1)
-        rollouts.settle(0, proven=False)  # late news of an older one
-        rollouts.settle(1, proven=True)
+        rollouts.mark_version(0, verified=False)  # a late outcome of an older one
+        rollouts.mark_version(1, verified=True)
         release.set()
         assert len(rollouts.take(version=1)) == 3
         assert rollouts.stats()["dropped_by"] == {}
 
 
-def test_settling_without_await_proof_is_a_mistake():
-    with make_worker(FakeEngine(), await_proof=False) as rollouts:
-        with pytest.raises(ValueError, match="await_proof=True"):
-            rollouts.settle(0, proven=True)
+def test_marking_a_version_without_await_verification_is_a_mistake():
+    with make_worker(FakeEngine(), await_verification=False) as rollouts:
+        with pytest.raises(ValueError, match="await_verification=False"):
+            rollouts.mark_version(0, verified=True)
 
 
 class Poisoned:
@@ -363,18 +365,18 @@ def test_no_token_of_bad_weights_is_ever_trained(seed, bound, on_stale, interrup
         engine.version = version
         while engine.bad:
             time.sleep(0.01 * draw.random())
-            rollouts.settle(version, proven=False)
+            rollouts.mark_version(version, verified=False)
             time.sleep(0.01 * draw.random())
             engine.bad = draw.random() < 0.3
         time.sleep(0.005 * draw.random())
-        rollouts.settle(version, proven=True)
+        rollouts.mark_version(version, verified=True)
 
     plan = {"environment": turns, "max_staleness": bound, "on_stale": on_stale}
     state, step = None, 0
     while step < 8:
         with make_worker(engine, state=state, **plan) as rollouts:
             if step == 0:
-                rollouts.settle(0, proven=True)
+                rollouts.mark_version(0, verified=True)
             while step < 8:
                 for group in rollouts.take(version=step):
                     for sample in group.samples:

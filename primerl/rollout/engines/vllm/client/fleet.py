@@ -7,16 +7,17 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
+from primerl._vllm_names import GENERATE, HEALTH, MODELS, WEIGHT_INFO
 from primerl.rollout.engines.replicas import Replica, Replicas
-from primerl.rollout.engines.vllm import wire
-from primerl.rollout.engines.vllm.http import Http, ServerFailed, Unreachable
-from primerl.rollout.engines.vllm.members import Members
+from primerl.rollout.engines.vllm.client.http import Http, Refused, ServerFailed, Unreachable
+from primerl.rollout.engines.vllm.client.members import Members
+from primerl.rollout.engines.vllm.protocol import answers
+from primerl.rollout.engines.vllm.protocol.labels import Labels
 from primerl.rollout.errors import summary
 from primerl.types import PolicyVersion
 
 POLL_S = 0.15  # how soon a newly served version is known where no request is in flight
 SILENT_S = 30.0  # a server that does not even say that it is healthy for this long is lost
-GENERATE = "/inference/v1/generate"
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class Fleet:
     def __init__(
         self,
         members: Members,
-        labels: wire.Labels,
+        labels: Labels,
         *,
         api_key: str | None,
         version: PolicyVersion,
@@ -107,7 +108,7 @@ class Fleet:
             label = await self._label(replica)
             if self.context_length is None:
                 await self._read_context(replica)
-        except (Unreachable, wire.Refused, ServerFailed, RuntimeError, TimeoutError) as error:
+        except (Unreachable, Refused, ServerFailed, RuntimeError, TimeoutError) as error:
             self.lost(replica, str(error) or f"no answer for {SILENT_S:.0f} s")
             # The connections of a host that vanished stay open.
             if isinstance(error, TimeoutError) or replica.lost_s > SILENT_S:
@@ -148,17 +149,17 @@ class Fleet:
         # served.
         try:
             async with asyncio.timeout(SILENT_S):
-                content = await self.http.get(replica.url, "/weight_info")
+                content = await self.http.get(replica.url, WEIGHT_INFO)
         except (TimeoutError, ServerFailed):
             async with asyncio.timeout(SILENT_S):
-                await self.http.get(replica.url, "/health")
+                await self.http.get(replica.url, HEALTH)
             return replica.label
-        return wire.decode(wire.weight_infos, content, replica.url).weight_version
+        return answers.decode(answers.weight_infos, content, replica.url).weight_version
 
     async def _read_context(self, replica: Replica) -> None:
         async with asyncio.timeout(SILENT_S):
-            content = await self.http.get(replica.url, "/v1/models")
-        cards = wire.decode(wire.model_cards, content, replica.url).data
+            content = await self.http.get(replica.url, MODELS)
+        cards = answers.decode(answers.model_cards, content, replica.url).data
         lengths = [card.max_model_len for card in cards]
         self.context_length = min([one for one in lengths if one], default=None)
 

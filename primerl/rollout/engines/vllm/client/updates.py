@@ -10,10 +10,20 @@ from typing import Any
 
 import attrs
 
+from primerl._vllm_names import (
+    FINISH_UPDATE,
+    LOAD_UPDATE,
+    PAUSE,
+    PREPARE_WEIGHTS,
+    RESUME,
+    SET_WEIGHT_VERSION,
+    START_UPDATE,
+    WEIGHT_RECEIPT,
+)
 from primerl.rollout.engines.replicas import FAILED, Replica
-from primerl.rollout.engines.vllm.calls import call_all, encode, post, rpc
-from primerl.rollout.engines.vllm.fleet import Fleet
-from primerl.rollout.engines.vllm.http import ServerFailed, Unreachable
+from primerl.rollout.engines.vllm.client.calls import call_all, encode, post, rpc
+from primerl.rollout.engines.vllm.client.fleet import Fleet
+from primerl.rollout.engines.vllm.client.http import ServerFailed, Unreachable
 from primerl.rollout.errors import summary
 from primerl.types import PolicyVersion
 
@@ -142,13 +152,13 @@ class Updates:
         """Have all workers fetch and check an update, which they do while they sample."""
         arguments = {"update": dict(update), "ticket": secrets.token_hex(8)}
         while True:
-            workers = await rpc(self._fleet, replica, "prepare_weights", arguments)
+            workers = await rpc(self._fleet, replica, PREPARE_WEIGHTS, arguments)
             if all(one.get("prepared") for one in workers):
                 break
             await asyncio.sleep(PREPARED_S)
         # vLLM passes on the answers of the first data-parallel rank alone; the others have as good
         # as finished, and this waits for them, or fails where one has failed.
-        await rpc(self._fleet, replica, "prepare_weights", arguments | {"timeout_s": LAST_S})
+        await rpc(self._fleet, replica, PREPARE_WEIGHTS, arguments | {"timeout_s": LAST_S})
 
     async def _swap(
         self,
@@ -163,19 +173,15 @@ class Updates:
         try:
             # Prefixes are kept by version, so those of other weights under this number must go.
             pause = self._pause if newer else self._pause.replace("cache=false", "cache=true")
-            await post(self._fleet, replica, f"/pause?{pause}")
+            await post(self._fleet, replica, f"{PAUSE}?{pause}")
             touched = True
-            await post(self._fleet, replica, "/start_weight_update")
+            await post(self._fleet, replica, START_UPDATE)
             if meeting is not None:
                 await meeting.arrive()
-            await post(
-                self._fleet, replica, "/update_weights", encode({"update_info": dict(update)})
-            )
+            await post(self._fleet, replica, LOAD_UPDATE, encode({"update_info": dict(update)}))
             label = self._fleet.labels.name(version)
-            await post(
-                self._fleet, replica, "/finish_weight_update", encode({"weight_version": label})
-            )
-            await post(self._fleet, replica, "/resume")
+            await post(self._fleet, replica, FINISH_UPDATE, encode({"weight_version": label}))
+            await post(self._fleet, replica, RESUME)
         except BaseException as error:
             if meeting is not None:
                 meeting.give_up()
@@ -186,7 +192,7 @@ class Updates:
             raise
         self._fleet.replicas.took(replica, label, version)
         self._fleet.tell()
-        return await rpc(self._fleet, replica, "weight_receipt", {})
+        return await rpc(self._fleet, replica, WEIGHT_RECEIPT, {})
 
     def _mark_failed(self, replica: Replica) -> None:
         """Nobody uses the replica: neither this copy of the engine nor, by its label, others."""
@@ -201,7 +207,7 @@ class Updates:
     async def _resume(self, replica: Replica) -> None:
         try:
             async with asyncio.timeout(MARK_S):
-                await post(self._fleet, replica, "/resume")
+                await post(self._fleet, replica, RESUME)
         except Exception as error:  # in the background, where nobody else would see it
             log.error("%s could not be resumed: %s", replica.url, summary(error))
 
@@ -213,7 +219,7 @@ class Updates:
                 if replica.failed and replica.alive:  # one that was lost may be started anew
                     try:
                         async with asyncio.timeout(MARK_S):
-                            await post(self._fleet, replica, "/update_weight_version", body)
+                            await post(self._fleet, replica, SET_WEIGHT_VERSION, body)
                             return
                     except Exception as error:  # in the background, as above
                         log.error(
@@ -225,7 +231,7 @@ class Updates:
         label = self._fleet.labels.name(version)
         if replica.failed or replica.label == FAILED:
             raise RuntimeError(f"{replica.url} failed to load weights: publish to it")
-        await post(self._fleet, replica, "/update_weight_version", encode({"new_version": label}))
+        await post(self._fleet, replica, SET_WEIGHT_VERSION, encode({"new_version": label}))
         self._fleet.replicas.took(replica, label, version)
         self._fleet.tell()
 

@@ -8,11 +8,11 @@ once), on cores that trainer and server may need.
 """
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import aiohttp
-
-from primerl.rollout.engines.vllm.wire import Refused, refusal
+import msgspec
 
 CONNECT_S = 5.0
 KEEP_ALIVE_S = 2.0  # less than the server's 5 s, which might close a connection as it is used
@@ -29,6 +29,10 @@ class Unreachable(ConnectionError):
     def __init__(self, message: str, *, sent: bool) -> None:
         super().__init__(message)
         self.sent = sent
+
+
+class Refused(ValueError):
+    """A server refused a request for what it asks; another one would too."""
 
 
 class ServerFailed(RuntimeError):
@@ -145,7 +149,7 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 
 
 def _raise_error(where: str, status: int, content: bytes) -> NoReturn:
-    what = f"{where} answered {status}: {refusal(content)}"
+    what = f"{where} answered {status}: {_refusal(content)}"
     if status == NO_KEY:
         raise RuntimeError(f"{what}; pass the server's key: VLLMEngine(..., api_key=)")
     if status >= 500 or status == TOO_MANY:
@@ -153,3 +157,15 @@ def _raise_error(where: str, status: int, content: bytes) -> NoReturn:
     if status == FORBIDDEN:
         raise RuntimeError(what)  # whatever is asked for, such as a route that is not enabled
     raise Refused(what)
+
+
+def _refusal(content: bytes) -> str:
+    """What an answer that is an error says, in a line."""
+    try:
+        error: Any = msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return repr(content[:300])
+    for name in ("error", "message", "detail"):
+        if isinstance(error, Mapping) and error.get(name):
+            error = error[name]
+    return str(error)[:500]

@@ -1,22 +1,22 @@
-"""What has become of rollouts and tasks so far, by name."""
+"""Counts of rollouts, tokens and failures since the start, and the tasks in quarantine."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from primerl.rollout.collection.groups import Progress
+from primerl.rollout.collection.rollouts import Progress
 from primerl.rollout.environments.environment import Task
 from primerl.types import Group
 
 MANY_FAILURES = 12  # groups in a row that stop even a run of small steps
 
 
-class Accounts:
+class Counters:
     """Counts what the buffer does not: rollouts, errors, environments, and tasks that fail.
 
     Args:
-        groups_per_step: twice as many groups that fail in a row are too many.
-        quarantine_after: groups of a task that fail, with none that succeeds, put it in quarantine.
+        groups_per_step: a run stops after twice as many failed groups in a row.
+        quarantine_after: groups of a task that fail, without a success, put it in quarantine.
     """
 
     def __init__(self, *, groups_per_step: int, quarantine_after: int) -> None:
@@ -33,29 +33,29 @@ class Accounts:
     @property
     def quarantined(self) -> list[str]:
         """The ids of tasks that are not played any more."""
-        return [name for name in self._failures if self.in_quarantine(name)]
+        return [name for name in self._failures if self.is_quarantined(name)]
 
     @property
-    def hopeless(self) -> bool:
-        """Whether so many groups have failed in a row that going on makes no sense."""
+    def too_many_failures(self) -> bool:
+        """Whether so many groups have failed in a row that the run should stop."""
         return self._failures_in_a_row >= self._too_many
 
     @property
-    def most_skips(self) -> int:
-        """How many draws in a row may meet a task in quarantine before all of them are."""
+    def max_skips(self) -> int:
+        """How many draws in a row may be of tasks in quarantine before all are taken to be."""
         return 1000 + 2 * len(self._failures)
 
-    def in_quarantine(self, task_id: str) -> bool:
+    def is_quarantined(self, task_id: str) -> bool:
         """Whether a task has failed too often."""
         return self._failures[task_id] >= self._quarantine_after
 
-    def attempted(self, progress: Progress) -> None:
-        """A group has ended, in whatever way."""
+    def add_attempts(self, progress: Progress) -> None:
+        """Count the retries and errors of a group that has ended."""
         self.retried += progress.retried
         self.errors.update(progress.errors)
 
-    def succeeded(self, group: Group) -> None:
-        """A group closed with enough rollouts."""
+    def add_success(self, group: Group) -> None:
+        """Count a group that closed with enough rollouts."""
         self._failures_in_a_row = 0
         self._failures.pop(group.task_id, None)
         tokens = len(group.versions)
@@ -66,8 +66,8 @@ class Accounts:
         counts["tokens"] += tokens
         counts["reward_sum"] += float(group.rewards.sum())
 
-    def failed(self, task: Task) -> bool:
-        """A group failed; returns whether its task is in quarantine from now on."""
+    def add_failure(self, task: Task) -> bool:
+        """Count a failed group; returns whether its task is in quarantine from now on."""
         self._failures_in_a_row += 1
         self._failures[task["id"]] += 1
         self.environments[str(task.get("environment", ""))]["failed"] += 1
@@ -85,7 +85,7 @@ class Accounts:
         }
 
     def state(self) -> dict[str, Any]:
-        """Everything, as builtins."""
+        """All counts, as builtins."""
         return {
             "counts": [self.tokens, self.retried, self.skipped],
             "errors": dict(self.errors),
@@ -94,7 +94,7 @@ class Accounts:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``."""
+        """Resume from ``state``."""
         self.tokens, self.retried, self.skipped = state["counts"]
         self.errors.update(state["errors"])
         self._failures.update(state["failures"])

@@ -1,4 +1,4 @@
-"""What a child process is started with: a supervisor, a folder of its own, and no secret."""
+"""Starting commands under a supervisor, in an environment without secrets."""
 
 import contextlib
 import fcntl
@@ -14,15 +14,15 @@ import attrs
 
 from primerl.rollout.processes import supervisor
 
-# A child is no rank of the trainer's process group.
+# A child is not a rank of the trainer's process group.
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_")
 SECRETS = ("PRIMERL_API_KEY", "VLLM_API_KEY")
-"""Variables that open the routes of servers; no child gets one."""
+"""Variables that give access to servers; no child inherits them."""
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a child may know of an environment: neither torchrun's variables nor ``SECRETS``."""
+    """The variables that a child inherits: all but torchrun's and ``SECRETS``."""
     return {
         name: value
         for name, value in environment.items()
@@ -31,17 +31,17 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 @attrs.frozen
-class Surroundings:
-    """What a child inherits, as it was before an environment's code could change it."""
+class LaunchContext:
+    """What children inherit, recorded before code of an environment could change it."""
 
     environment: dict[str, str]
     folder: str | None
-    """The current one; None if there is none any more."""
+    """The working folder; None if it has been deleted."""
     temporary_folder: str
 
     @classmethod
-    def now(cls) -> "Surroundings":
-        """Those of this process."""
+    def current(cls) -> "LaunchContext":
+        """That of this process now."""
         try:
             folder = os.getcwd()
         except FileNotFoundError:
@@ -50,11 +50,11 @@ class Surroundings:
 
 
 def make_folder(prefix: str, *, within: str | None = None) -> str:
-    """A private folder for temporary files, which ``remove_folder`` knows by its path and marker.
+    """A private folder for temporary files, marked so that ``supervisor.remove_folder`` knows it.
 
     Args:
         prefix: of its name.
-        within: the folder that holds it; by default the one for temporary files.
+        within: the parent folder; by default the one for temporary files.
     """
     folder = os.path.abspath(tempfile.mkdtemp(prefix=prefix, dir=within))
     os.chmod(folder, 0o700)  # whatever the umask says
@@ -63,22 +63,17 @@ def make_folder(prefix: str, *, within: str | None = None) -> str:
     return folder
 
 
-def remove_folder(folder: str) -> None:
-    """Remove a folder that ``make_folder`` made; whatever has taken its place stays."""
-    supervisor.remove_folder(folder)
-
-
 def start(
     command: Sequence[str], *, folder: str, grace_s: float, **options: Any
 ) -> "subprocess.Popen[bytes]":
     """Start a command under a supervisor, and return the supervisor's process.
 
-    SIGTERM ends the command and all that it started; its exit code is the command's, or 128 + the
+    SIGTERM ends the command and all that it started; the exit code is the command's, or 128 + the
     number of the signal that killed the command.
 
     Args:
         command: the program and its arguments.
-        folder: from ``make_folder``. This process removes it, or if it is dead, the supervisor.
+        folder: from ``make_folder``. This process removes it; if it has died, the supervisor does.
         grace_s: between asking the command to stop and killing it.
         options: of ``subprocess.Popen``.
     """
@@ -88,9 +83,9 @@ def start(
 
 
 def is_over(folder: str) -> bool:
-    """Whether no supervisor is at work any more for whom ``folder`` was made.
+    """Whether no supervisor with this ``folder`` is running any more.
 
-    A supervisor that was killed has another one, which then ends the command.
+    When one of a command's two supervisors is killed, the other one ends the command.
     """
     try:
         marker = os.open(os.path.join(folder, supervisor.MARKER), os.O_RDONLY | os.O_NOFOLLOW)
@@ -106,7 +101,7 @@ def is_over(folder: str) -> bool:
 
 
 def wait_until_over(process: "subprocess.Popen[bytes]", folder: str, *, timeout_s: float) -> bool:
-    """Wait for a command that ``start`` started, and for all that it started itself."""
+    """Wait for a command that ``start`` started, and for everything that it started itself."""
     deadline = time.monotonic() + timeout_s
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout_s)

@@ -9,11 +9,12 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
+from primerl._vllm_names import COLLECTIVE_RPC, METRICS
 from primerl.rollout.engines.contract import Limits, check_completion
 from primerl.rollout.engines.replicas import Replica
-from primerl.rollout.engines.vllm import wire
-from primerl.rollout.engines.vllm.fleet import Fleet
-from primerl.rollout.engines.vllm.http import Unreachable
+from primerl.rollout.engines.vllm.client.fleet import Fleet
+from primerl.rollout.engines.vllm.client.http import Unreachable
+from primerl.rollout.engines.vllm.protocol import answers, bodies
 from primerl.types import SamplingParams
 
 METRICS_BYTES = 1 << 24
@@ -83,12 +84,12 @@ async def read_metrics(fleet: Fleet, timeout_s: float) -> dict[str, dict[str, fl
     pages = await call_all(
         fleet,
         await fleet.live(),
-        lambda replica: fleet.http.get(replica.url, "/metrics", max_bytes=METRICS_BYTES),
+        lambda replica: fleet.http.get(replica.url, METRICS, max_bytes=METRICS_BYTES),
         time.monotonic() + timeout_s,
         "there are no metrics",
     )
     return {
-        replica.url: wire.read_metrics(page.decode(errors="replace"))
+        replica.url: _parse_metrics(page.decode(errors="replace"))
         for replica, page in pages.items()
     }
 
@@ -110,22 +111,24 @@ async def probe(
         params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, seed=0)
         # Two requests: vLLM scores without reading its prefix cache, and what serves reads it. It
         # reads the oldest of equal blocks: those of older weights, or else what scoring computed.
-        how: dict[str, Any] = {"salt": replica.label or "", "priority": wire.FIRST}
+        how: dict[str, Any] = {"salt": replica.label or "", "priority": bodies.FIRST}
 
-        async def ask(body: bytes, request_id: str, scored: int) -> wire.Answer:
-            most = wire.most_bytes(max_new_tokens, scored=scored)
+        async def ask(body: bytes, request_id: str, scored: int) -> answers.Answer:
+            most = answers.most_bytes(max_new_tokens, scored=scored)
             content = await fleet.ask(replica, body, max_bytes=most)
-            return wire.read_answer(
+            return answers.read_answer(
                 content, replica.url, request_id=request_id, prompt_length=len(token_ids)
             )
 
         name = uuid4().hex
-        scored = await ask(wire.score_body(token_ids, request_id=name, **how), name, len(token_ids))
+        scored = await ask(
+            bodies.score_body(token_ids, request_id=name, **how), name, len(token_ids)
+        )
         name = uuid4().hex
-        body = wire.generate_body(token_ids, params, request_id=name, **how)
+        body = bodies.generate_body(token_ids, params, request_id=name, **how)
         choice = (await ask(body, name, 0)).choices[0]
-        versions = [one or 0 for one in wire.span_versions(choice, fleet.number)]
-        completion = wire.make_completion(choice, versions)
+        versions = [one or 0 for one in answers.span_versions(choice, fleet.number)]
+        completion = answers.make_completion(choice, versions)
         limits = Limits(
             context_length=len(token_ids) + max_new_tokens,
             vocab_size=None,
@@ -134,7 +137,7 @@ async def probe(
         )
         check_completion(completion, len(token_ids), params, limits)
         return {
-            "scores": wire.prompt_scores(scored, token_ids),
+            "scores": answers.prompt_scores(scored, token_ids),
             "token_ids": completion.token_ids,
             "logprobs": completion.logprobs,
         }
@@ -169,7 +172,7 @@ async def rpc_results(
 ) -> list[Any]:
     """As ``rpc``, where the results may be anything."""
     body = encode({"method": method, "kwargs": arguments})
-    answer = decode(await post(fleet, replica, "/collective_rpc", body), replica.url)
+    answer = decode(await post(fleet, replica, COLLECTIVE_RPC, body), replica.url)
     results = answer.get("results") if isinstance(answer, dict) else None
     return results if isinstance(results, list) else []
 
@@ -205,4 +208,19 @@ def decode(content: bytes, where: str) -> Any:
     Raises:
         RuntimeError: it is no JSON, or nested too deeply.
     """
-    return wire.decode(wire.anything, content, where) if content else None
+    return answers.decode(answers.anything, content, where) if content else None
+
+
+def _parse_metrics(text: str) -> dict[str, float]:
+    """Counters and gauges of Prometheus's text form by name, summed over their labels."""
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        name = name.partition("{")[0]
+        if not name or line.startswith("#") or name.endswith(("_bucket", "_created", "_info")):
+            continue
+        try:
+            values[name] = values.get(name, 0.0) + float(value)
+        except ValueError:
+            continue  # a line of a later form of the text
+    return values

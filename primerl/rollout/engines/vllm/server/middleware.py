@@ -11,10 +11,12 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from primerl._vllm_names import HEALTH
+
 KEY_VARIABLE = "PRIMERL_API_KEY"
 KEY_FROM, STDIN = "PRIMERL_API_KEY_FROM", "stdin"
 _LONGEST_KEY = 1 << 16
-OPEN_PATHS = frozenset({"/health", "/ping"})
+OPEN_PATHS = frozenset({HEALTH, "/ping"})
 _REFUSAL = {
     "error": {
         "message": "this server needs the header 'Authorization: Bearer <api_key>' on every route "

@@ -23,11 +23,13 @@ def _floats(values: Sequence[float]) -> tuple[float, ...]:
 class MismatchGate:
     """Watches ``mismatch_kl`` step by step: a value, and ``after`` gives the next one.
 
-        gate = weights.MismatchGate()
+        gate = track.MismatchGate()
         ...
-        gate = gate.after(figures.get("mismatch_kl"))
+        gate = gate.after(metrics.get("mismatch_kl"))
         if gate.alarm:
             raise RuntimeError(gate.alarm)
+
+    ``Run`` has one, logs its alarm with the step's metrics, and saves it with the run.
 
     The median of the last 3 steps is compared with the median of the ``window`` steps before them,
     on a logarithmic scale, so one wild step in three can neither raise nor hide an alarm. The
@@ -129,7 +131,7 @@ class MismatchGate:
         )
 
     def state(self) -> dict[str, Any]:
-        """All of it as builtins; ``MismatchGate(**state)`` goes on from there."""
+        """All of it as builtins; ``MismatchGate(**state)`` continues from there."""
         return attrs.asdict(self)
 
     def _beyond_bound(self) -> bool:

@@ -1,7 +1,7 @@
-"""Why a step can't be filled: what no waiting could mend, and what waiting did not bring.
+"""Why a step can't be filled: at once, or after waiting for too long.
 
-A wait for a step makes progress only where one more group is there that the step can use. Groups
-that are refused, too old, too new or failed make none, however many there are, so no mixture of
+A wait for a step makes progress only when one more group is ready that the step can use. Groups
+that are refused, too old, too new or failed make none, however many they are, so no mixture of
 them can keep a trainer waiting past its deadline.
 """
 
@@ -15,15 +15,15 @@ from primerl.types import PolicyVersion
 
 
 def unfillable(
-    version: PolicyVersion, *, served: PolicyVersion, buffer: Buffer, drawn_out: bool
+    version: PolicyVersion, *, served: PolicyVersion, buffer: Buffer, tasks_exhausted: bool
 ) -> str | None:
-    """Why no waiting could fill the step ``version``, now that ``buffer`` can't; None where it may.
+    """Why no waiting could fill step ``version``, which lacks groups; None if waiting might.
 
     Args:
         version: of the step, for which ``buffer.reserve`` has just found too few groups.
         served: the version that engines serve.
         buffer: of the worker.
-        drawn_out: there is no further task.
+        tasks_exhausted: there are no further tasks.
     """
     if version - served > buffer.max_staleness:
         return (
@@ -39,15 +39,15 @@ def unfillable(
             f"version {served}; to train from version {version}, start a new engine (and its "
             "servers anew) and publish to it"
         )
-    if buffer.in_flight or buffer.awaited or buffer.proofs.halted:
+    if buffer.in_flight or buffer.awaiting_verification or buffer.verification.newest_rejected:
         return None
-    if drawn_out:
+    if tasks_exhausted:
         return "the tasks ran out and could not be iterated again; pass a list, not an iterator"
     if not buffer.may_start(served=served):
         return (
             f"{buffer.trained} groups were taken since version {buffer.first_version}, "
             f"{buffer.buffered} of {buffer.groups_per_step} are there, and while the engine serves "
-            f"version {served} the bound lets no other start; take one step of each version, and "
+            f"version {served} the bound admits no others; take one step of each version, and "
             "publish before the next"
         )
     return None
@@ -58,12 +58,12 @@ def _copy(counts: Counter[str]) -> Counter[str]:
 
 
 @attrs.define
-class Wait:
-    """A wait for the groups of a step, whose deadline each further usable group moves.
+class StallTimer:
+    """Measures how long a step has waited without progress.
 
     Args:
-        timeout_s: how long it may see none.
-        dropped: of the buffer, when it began.
+        timeout_s: how long that may be.
+        dropped: the buffer's counts at the beginning of the wait.
     """
 
     timeout_s: float
@@ -71,15 +71,15 @@ class Wait:
     _ready: int = 0
     _since: float = attrs.Factory(time.monotonic)
 
-    def look(self, ready: int) -> bool:
-        """Take note of how many groups the step can use; returns whether there is still time."""
+    def update(self, ready: int) -> bool:
+        """Record how many groups the step can use; returns whether there is time left."""
         if ready > self._ready:
             self._since = time.monotonic()
         self._ready = ready
         return time.monotonic() - self._since <= self.timeout_s
 
     def describe(self, buffer: Buffer, served: PolicyVersion) -> str:
-        """What became of the groups meanwhile."""
+        """What became of the groups during the wait."""
         lost = dict(buffer.dropped - self.dropped)
         text = (
             f"{buffer.in_flight} groups are in flight, {buffer.buffered} buffered, and {lost} "
@@ -89,9 +89,13 @@ class Wait:
         if refused:
             names = ", ".join(f"{name!r} refused {count}" for name, count in refused.items())
             text += f"; of the filters, {names}"
-        if buffer.proofs.halted:
-            text += "; the newest version was rejected: publish it again and settle that"
-        if buffer.awaited:
-            counts = ", ".join(f"{n} for version {v}" for v, n in buffer.awaited.items())
-            text += f"; groups that wait for proof: {counts}: call settle(version, proven=...)"
+        if buffer.verification.newest_rejected:
+            text += "; the newest version was rejected: publish it again and verify it"
+        if buffer.awaiting_verification:
+            waiting = buffer.awaiting_verification
+            counts = ", ".join(f"{n} for version {v}" for v, n in waiting.items())
+            text += (
+                f"; groups that wait for verification: {counts}: "
+                "call mark_version(version, verified=...)"
+            )
         return text

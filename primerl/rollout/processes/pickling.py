@@ -1,4 +1,4 @@
-"""Pickling what crosses into a child process, wherever its code was written."""
+"""Pickling arguments for a child process, including code that the child could not import."""
 
 import io
 import os
@@ -12,26 +12,26 @@ import cloudpickle
 
 
 def pickle_arguments(**arguments: Any) -> dict[str, bytes]:
-    """Each argument as bytes that a child can load, lambdas and local functions included.
+    """Each argument as bytes that a child can load; lambdas and local functions are supported.
 
     Raises:
-        ValueError: an argument can't cross into another process; the message names it.
+        ValueError: an argument can't be pickled; the message names it.
     """
-    crossed = {}
+    pickled = {}
     for name, value in arguments.items():
         try:
-            crossed[name] = dumps(value)
-        except Exception as error:  # whatever a stranger's __reduce__ raises
+            pickled[name] = dumps(value)
+        except Exception as error:  # user code in __reduce__ may raise anything
             raise ValueError(
-                f"the argument {name!r} ({type(value).__name__}) can't cross into the worker's "
+                f"the argument {name!r} ({type(value).__name__}) can't be sent to the worker's "
                 f"process: {error}; build it inside the function that uses it, or pass "
                 "isolation='thread'"
             ) from error
-    return crossed
+    return pickled
 
 
 def dumps(value: Any, *, buffer_callback: Callable[[Any], Any] | None = None) -> bytes:
-    """Pickle by value what a fresh interpreter could not import: a notebook's or a test's code."""
+    """Pickle, by value where a fresh interpreter can't import the code (a notebook's, a test's)."""
     local: set[Any] = set()
     importable: dict[Any, bool] = {}
 
@@ -85,7 +85,7 @@ def load_arguments(arguments: dict[str, bytes]) -> dict[str, Any]:
     for name, content in arguments.items():
         try:
             loaded[name] = pickle.loads(content)
-        except Exception as error:  # a module that is missing here, say
+        except Exception as error:  # for example, a module that is missing here
             raise ValueError(
                 f"the argument {name!r} can't be rebuilt in the worker's process: "
                 f"{type(error).__name__}: {error}"

@@ -18,12 +18,14 @@ import attrs
 import msgspec
 import numpy as np
 
-from primerl.rollout.engines.vllm.calls import agreed, call_route, probe, read_metrics
-from primerl.rollout.engines.vllm.fleet import Fleet
-from primerl.rollout.engines.vllm.members import Members, tidy
-from primerl.rollout.engines.vllm.requests import Requests
-from primerl.rollout.engines.vllm.updates import ON_UPDATE, Rendezvous, Updates
-from primerl.rollout.engines.vllm.wire import LEAST_TEMPERATURE, Labels
+from primerl._vllm_names import COLLECTIVE_RPC, READ_WEIGHTS, SERVED_DTYPE
+from primerl.rollout.engines.vllm.client.calls import agreed, call_route, probe, read_metrics
+from primerl.rollout.engines.vllm.client.fleet import Fleet
+from primerl.rollout.engines.vllm.client.members import Members, tidy
+from primerl.rollout.engines.vllm.client.requests import Requests
+from primerl.rollout.engines.vllm.client.updates import ON_UPDATE, Rendezvous, Updates
+from primerl.rollout.engines.vllm.protocol.bodies import LEAST_TEMPERATURE
+from primerl.rollout.engines.vllm.protocol.labels import Labels
 from primerl.rollout.errors import summary
 from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.types import Completion, PolicyVersion, SamplingParams
@@ -182,7 +184,7 @@ class VLLMEngine:
             RuntimeError: none could be reached, or they differ.
         """
         parts = self._running()
-        return str(parts.loop.submit(agreed(parts.fleet, "served_dtype", 60.0)).result())
+        return str(parts.loop.submit(agreed(parts.fleet, SERVED_DTYPE, 60.0)).result())
 
     # ---- requests ----
 
@@ -399,8 +401,8 @@ class VLLMEngine:
             RuntimeError, ValueError: a server failed, or was not started by ``serve_vllm`` and
                 can't read its tensors back.
         """
-        body = {"method": "read_weights", "kwargs": {"names": list(names), "turn": turn}}
-        answers = self.call("/collective_rpc", body, timeout_s=timeout_s)
+        body = {"method": READ_WEIGHTS, "kwargs": {"names": list(names), "turn": turn}}
+        answers = self.call(COLLECTIVE_RPC, body, timeout_s=timeout_s)
         return {
             url: [reading for worker in answer["results"] for reading in worker]
             for url, answer in answers.items()

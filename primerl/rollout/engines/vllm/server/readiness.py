@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from primerl._vllm_names import HEALTH, WEIGHT_INFO
+
 POLL_S = 0.1
 PROBE_S = 5.0
 STATUS_LINE_BYTES = 1024
@@ -97,7 +99,7 @@ def wait_until_ready(
             those who have no key.
     """
     deadline = time.monotonic() + timeout_s
-    while status_of(host, port, "/health") != 200:
+    while status_of(host, port, HEALTH) != 200:
         code = exit_code()
         if code is not None:
             what = f"the vLLM server ended while starting ({in_words(code)})"
@@ -106,12 +108,10 @@ def wait_until_ready(
             what = f"the vLLM server did not answer within {timeout_s:.0f} s"
             raise _failure(what, log_path, log_start)
         time.sleep(POLL_S)
-    refused, allowed = (
-        status_of(host, port, "/weight_info", api_key=key) for key in (None, api_key)
-    )
+    refused, allowed = (status_of(host, port, WEIGHT_INFO, api_key=key) for key in (None, api_key))
     if refused != 401 or allowed != 200:
         raise _failure(
-            f"the server on port {port} does not guard its routes: /weight_info answers {refused} "
+            f"the server on port {port} does not guard its routes: {WEIGHT_INFO} answers {refused} "
             f"without the key (expected 401) and {allowed} with it (expected 200)",
             log_path,
             log_start,

@@ -1,4 +1,4 @@
-"""Where a verifiers environment is played: once for each event loop."""
+"""A verifiers environment that is set up on an event loop."""
 
 import asyncio
 import contextlib
@@ -10,13 +10,13 @@ from primerl.rollout.environments.verifiers_adapter.port_files import remove_por
 CLOSE_S = 30.0
 
 
-class Stage:
-    """The seats of a verifiers environment on the running event loop, with what they share.
+class RunningEnvironment:
+    """The agents of a verifiers environment on the running event loop, with what they share.
 
     Args:
         env: verifiers' environment.
         renderer: turns messages into tokens and back.
-        startup_timeout_s: until the shared tool servers answer.
+        startup_timeout_s: within which the shared tool servers have to answer.
     """
 
     def __init__(self, env: Any, renderer: Any, *, startup_timeout_s: float) -> None:
@@ -35,7 +35,7 @@ class Stage:
         return self.ready.done() and (self.ready.cancelled() or self.ready.exception() is not None)
 
     async def play(self, task: Any) -> list[Any]:
-        """One episode; returns the trace of every agent's run, finished ones first."""
+        """Play one episode; returns the trace of every agent's run, finished ones first."""
         vf = require("verifiers.v1", extra="verifiers")
         env, traces = self._env, list[Any]()
         agents = vf.Agents(env.config, lambda name, _: self._agents[name].for_episode(traces))
@@ -49,13 +49,13 @@ class Stage:
         return traces
 
     async def aclose(self) -> None:
-        """End what was set up."""
+        """Close everything that was set up."""
         self._closing.set()
         async with asyncio.timeout(CLOSE_S):
             await self._task
 
     async def _hold(self) -> None:
-        # One task enters and leaves everything: some of it must not change tasks.
+        # One asyncio task enters and exits all contexts, which some of them require.
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(self._startup_timeout_s):
@@ -63,7 +63,7 @@ class Stage:
             except asyncio.CancelledError:
                 self.ready.cancel()
                 raise
-            except Exception as error:  # whoever waits is told
+            except Exception as error:  # raised by those who await ``ready``
                 self.ready.set_exception(error)
                 return
             self.ready.set_result(None)
@@ -81,14 +81,14 @@ class Stage:
         task_type = type(env.taskset).task_type()
         shared = await stack.enter_async_context(env.shared_tools())
         for tool in shared.values():
-            remove_port_files(tool.runtime)  # the ports are known by now
+            remove_port_files(tool.runtime)  # the ports have been read
         specs = {name: spec for name, spec in env.config if isinstance(spec, vf.AgentConfig)}
         in_process = {
             name: spec.harness is not None and spec.harness.id == "null"
             for name, spec in specs.items()
         }
         tools = bool(shared or task_type.toolsets(env.taskset.config.task))
-        # For agents that live elsewhere, and for tools that ask for the task's state.
+        # Agents outside this process need it, and tools that ask for the task's state.
         http = tools or not all(in_process.values()) or type(env) is not vf.SingleAgentEnv
         interception = await stack.enter_async_context(
             EngineInterception(

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: names, what makes a checkpoint, which may go."""
+"""A folder of checkpoints: names, committing a checkpoint, removing old ones."""
 
 import json
 import re
@@ -17,12 +17,12 @@ SUBFOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _STEP = re.compile(r"step-([0-9]{8,18})")
-_REMAINS = re.compile(rf"{_STEP.pattern}\.(partial|removed)")  # of what was interrupted
+_REMAINS = re.compile(rf"{_STEP.pattern}\.(partial|removed)")  # of an interrupted save
 _VALUE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def steps(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, by step; not all need be whole."""
+    """The checkpoints in a folder, by step; some may be damaged."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
     return sorted(found, key=step_of)
 
@@ -35,17 +35,17 @@ def step_of(path: Path) -> int:
 
 
 def folder_name(step: int) -> str:
-    """What the checkpoint of a step is called."""
+    """The name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def rank_file(rank: int) -> str:
-    """What a rank's tensors are called."""
+    """The name of the file with a rank's tensors."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def manifest_digest(manifest: Any) -> str:
-    """Of a manifest, which its own file states."""
+    """The digest of a manifest, which is written beside it."""
     return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
 
 
@@ -78,7 +78,7 @@ def encode(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, bytes]
 def publish(
     partial: Path, target: Path, *, step: int, world_size: int, files: Mapping[str, Any]
 ) -> None:
-    """Make a checkpoint of what lies in ``partial``: the manifest, and then the name."""
+    """Commit the files in ``partial`` as a checkpoint: write the manifest, then rename."""
     manifest = {"format": FORMAT, "step": step, "world_size": world_size, "files": dict(files)}
     text = json.dumps({"manifest": manifest, "digest": manifest_digest(manifest)}, indent=1)
     write_bytes(partial / MANIFEST, text.encode())

@@ -1,4 +1,4 @@
-"""Reading checkpoints: the last one that is whole, and what is in it."""
+"""Reading checkpoints: the last undamaged one, and what is in it."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ class State(msgspec.Struct, frozen=True):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Saved:
-    """A checkpoint that was found whole, or the start of a new run: see ``last_good``."""
+    """An undamaged checkpoint, or the start of a new run: see ``last_good``."""
 
     folder: Path | None = None
     """Where it is; None for a new run."""
@@ -66,7 +66,7 @@ class Saved:
 
 
 def last_good(folder: str | os.PathLike[str] | None, *, verify: bool = True) -> Saved:
-    """The last checkpoint of a run that is whole.
+    """The last undamaged checkpoint of a run.
 
         saved = checkpoint.last_good("runs/mine")
         rollouts = rollout.worker(..., state=saved.get("worker"))
@@ -77,8 +77,8 @@ def last_good(folder: str | os.PathLike[str] | None, *, verify: bool = True) -> 
     Args:
         folder: of the run; its ``checkpoints`` are looked at. None for a new run: the result has no
             folder, and step 0.
-        verify: whether every file is read and compared with its digest, not its size alone: a few
-            seconds for each 10 GB, by one process.
+        verify: whether every file is read and compared with its digest, instead of its size alone:
+            a few seconds for each 10 GB, in one process.
 
     Raises:
         ValueError: there is no such folder, it has no checkpoint, or none that is whole; the
@@ -184,9 +184,9 @@ def read_state(path: Path, manifest: Manifest) -> State:
         state = msgspec.convert(json.loads(file.read_bytes()), type=State)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{STATE} cannot be read: {error!r}") from None
-    strangers = {STATE, *state.bytes.values()} - manifest.files.keys()
-    if strangers:
-        raise ValueError(f"{STATE} names {min(strangers)!r}, which is not in {MANIFEST}")
+    unknown = {STATE, *state.bytes.values()} - manifest.files.keys()
+    if unknown:
+        raise ValueError(f"{STATE} names {min(unknown)!r}, which is not in {MANIFEST}")
     return state
 
 

@@ -1,4 +1,4 @@
-"""Publishing through a folder, and checking what arrived."""
+"""Publishing through a folder, and checking receipts."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts
 class FolderTransport:
     """Writes a model's checkpoint into a folder and has engines fetch it.
 
-    On ranks other than 0 it helps to gather; they have no engines and no publisher.
+    Ranks other than 0 only help to gather: they have no engines and no publisher.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class FolderTransport:
 
 
 class _Timed:
-    """Tensors on the CPU, and the seconds that it takes to draw them."""
+    """Tensors on the CPU, and the seconds that gathering them takes."""
 
     def __init__(self, items: Iterator[tuple[str, Tensor]]) -> None:
         self._items = items
@@ -113,7 +113,7 @@ class _Timed:
         started = time.perf_counter()
         try:
             name, tensor = next(self._items)
-            return name, tensor.cpu()  # once: it is hashed, compared and written there
+            return name, tensor.cpu()  # once: it is hashed, compared and written on the CPU
         finally:
             self.seconds += time.perf_counter() - started
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 
 from primerl import checkpoint, optim, parallel, testing
-from primerl.checkpoint import tensor_file, writing
+from primerl.checkpoint import pieces, writing
 
 STEPS = 5
 ROWS = 8
@@ -200,7 +200,7 @@ def slow_down(world):
         time.sleep(60)
         fsync(descriptor)
 
-    tensor_file.os = type("Os", (), {"fsync": staticmethod(never)})
+    pieces.os = type("Os", (), {"fsync": staticmethod(never)})
 
 
 def resumed(world, folder, ep):

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from primerl._files import whole_or_nothing
 from primerl.types import Group, Rollout, Sample
 
 FORMAT, VERSION = "primerl-groups", 1
@@ -70,9 +71,8 @@ def save_groups(path: str | os.PathLike[str], steps: Sequence[Sequence[Group]]) 
         "version": VERSION,
         "steps": [[encode_group(group) for group in groups] for groups in steps],
     }
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    partial.write_bytes(msgspec.msgpack.encode(file))
-    partial.replace(target)
+    with whole_or_nothing(target) as opened:
+        opened.write(msgspec.msgpack.encode(file))
 
 
 def load_groups(path: str | os.PathLike[str]) -> list[list[Group]]:

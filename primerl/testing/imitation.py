@@ -1,4 +1,4 @@
-"""A supervised start for policies that are too small to come with one."""
+"""Supervised training of tiny policies before reinforcement learning."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,15 +11,15 @@ def imitate(
     *,
     lr: float = 3e-3,
 ) -> None:
-    """Teach a model texts and their continuations, through the packed forward of training.
+    """Train a model on texts and their continuations, packed as in training.
 
     Args:
         model: a causal language model.
-        tokenizer: its own; each continuation ends with its end-of-sequence token.
+        tokenizer: of the model; its end-of-sequence token ends each continuation.
         lessons: a batch of ``(text, continuation)`` for each step of AdamW.
         lr: the learning rate.
     """
-    import torch  # not above: whoever only needs a scripted engine waits for no torch
+    import torch  # not above: a scripted engine needs no torch
 
     from primerl import loss
 

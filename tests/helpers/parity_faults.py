@@ -34,7 +34,7 @@ from primerl.parallel import (
 )
 from primerl.parity.checks import Finding, MeshPlan, on_mesh
 from primerl.parity.reference import sampled, train
-from primerl.parity.training import documents_of
+from primerl.parity.training import model_documents
 from primerl.testing.families import tiny_family
 
 FAMILY = "glm4_moe"
@@ -467,10 +467,10 @@ def _(patch):
 
 @fault("all ranks restore the first one's generators", FSDP)
 def _(patch):
-    def of_first(real, pieces, notes, *, rank, as_many):
+    def first_only(real, pieces, notes, *, rank, as_many):
         real(pieces, notes, rank=0, as_many=as_many)
 
-    around(patch, loading, "_set_generators", of_first)
+    around(patch, loading, "_set_generators", first_only)
 
 
 # Muon
@@ -533,7 +533,7 @@ def _(patch):
 
 @fault("each rank makes its own shard orthogonal", MUON, quick=True)
 def _(patch):
-    patch.setattr(muon, "division", lambda _parameter: None)
+    patch.setattr(muon, "matrix_sharding", lambda _parameter: None)
 
 
 @fault("one step of Newton-Schulz is missing", MUON)
@@ -564,7 +564,7 @@ def main(names: str, folder: str) -> None:
     torch.set_num_threads(1)
     with parallel.process_group(timeout_s=TIMEOUT_S) as world:
         model = tiny_family(FAMILY)
-        sequences = sampled(model, documents_of(model))
+        sequences = sampled(model, model_documents(model))
         references = {
             name: train(tiny_family(FAMILY), sequences, optimizer=name)
             for name in ("adamw", "muon")
@@ -575,13 +575,15 @@ def main(names: str, folder: str) -> None:
         def failed(name: str, plan: MeshPlan) -> list[str]:
             saved = Path(folder, f"run-{len(found)}") if world.is_first else None
             try:
-                figures = on_mesh(
+                measurements = on_mesh(
                     FAMILY, {}, sequences, references[plan.optimizer], plan=plan, folder=saved
                 )
             except (ValueError, RuntimeError) as error:
                 return [f"raised: {error}"]
-            checks = (Finding(family=FAMILY, mesh=name, check=c, figure=x) for c, x in figures)
-            return [f"{one.check} {one.figure:.1e}" for one in checks if one.result != "pass"]
+            checks = (
+                Finding(family=FAMILY, mesh=name, check=c, measured=x) for c, x in measurements
+            )
+            return [f"{one.check} {one.measured:.1e}" for one in checks if one.result != "pass"]
 
         for plan in dict.fromkeys(one.plan for one in chosen):
             found[plan.name] = failed("no fault", plan)

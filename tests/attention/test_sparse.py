@@ -272,7 +272,7 @@ def test_an_indexer_with_parameters_of_its_own_is_refused():
             super().__init__()
             self.scale = torch.nn.Parameter(torch.ones(()))
 
-    with pytest.raises(ValueError, match="Odd has parameters beside its layers'"):
+    with pytest.raises(ValueError, match="Odd has parameters outside its submodules"):
         DocumentIndexer(Odd())
 
 

@@ -2,9 +2,10 @@
 
     python -m pytest bench/test_activations.py -m "" --benchmark-only -s
 
-Bytes are counted, so they are the same on any machine: each storage held by the graph of the forward
-pass or by selective recomputation, once, without parameters and what was moved to host memory. Each
-variant is timed in turn with one that keeps everything; the ratio of medians is reported.
+Bytes are counted, so they are the same on any machine: each storage held by the graph of the
+forward pass or by selective recomputation, once, without parameters and what was moved to host
+memory. Each variant is timed in turn with one that keeps everything; the ratio of medians is
+reported.
 """
 
 import gc

@@ -4,8 +4,8 @@
         -o addopts=--import-mode=importlib
 
 Needs vLLM. The path: ``Worker.evaluate``, the worker's process, a single-turn environment,
-``VLLMEngine``, HTTP, vLLM's server, and rollouts back to this process. Both sides sample 64 tokens for
-each of 64 prompts, with the logprob of each token and no text. Each has its own process with an
+``VLLMEngine``, HTTP, vLLM's server, and rollouts back to this process. Both sides sample 64 tokens
+for each of 64 prompts, with the logprob of each token and no text. Each has its own process with an
 engine on all cores; they take turns, and the one that waits sleeps. Ratios are of successive runs.
 
 SERVING_ROUNDS, SERVING_PROMPTS, SERVING_TOKENS, SERVING_DTYPE: other sizes.

@@ -2,8 +2,9 @@
 
     pytest bench/test_verifiers_throughput.py -o addopts=--import-mode=importlib --benchmark-only
 
-``addopts`` turns off runtime type checks, which would take most of the time in this process. *Through the worker* is the whole path: environments in the worker's process, the engine in
-the trainer's, groups delivered to ``take``; its loop lag and memory are printed.
+``addopts`` turns off runtime type checks, which would take most of the time in this process.
+*Through the worker* is the whole path: environments in the worker's process, the engine in the
+trainer's, groups delivered to ``take``; its loop lag and memory are printed.
 """
 
 import asyncio
@@ -127,8 +128,8 @@ def test_rollouts_through_the_worker(benchmark, tokenizer, name, config, rollout
     print(f"\n{turns} turns: {benchmark.extra_info}")
 
 
-@shapes
-def test_memory_of_rollouts_in_flight(benchmark, tokenizer, name, config, rollouts, turns):  # noqa: ARG001
+@shapes def test_memory_of_rollouts_in_flight(benchmark, tokenizer, name, config, rollouts, turns):
+# noqa: ARG001
     """Of the worker's process, with every rollout waiting for its last completion."""
 
     class Held(Instant):

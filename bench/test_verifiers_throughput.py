@@ -128,8 +128,8 @@ def test_rollouts_through_the_worker(benchmark, tokenizer, name, config, rollout
     print(f"\n{turns} turns: {benchmark.extra_info}")
 
 
-@shapes def test_memory_of_rollouts_in_flight(benchmark, tokenizer, name, config, rollouts, turns):
-# noqa: ARG001
+@shapes
+def test_memory_of_rollouts_in_flight(benchmark, tokenizer, name, config, rollouts, turns):  # noqa: ARG001
     """Of the worker's process, with every rollout waiting for its last completion."""
 
     class Held(Instant):

@@ -59,7 +59,7 @@ def test_the_keys_of_a_document_are_its_own_and_those_it_shares():
     assert (branch.shared, branch.length) == (2, 5)
 
 
-def test_a_document_continues_the_one_before_it_along_the_tree():
+def test_a_document_shares_tokens_of_the_one_before_it_along_the_tree():
     """0 1 2 3, from which 2' 3' branch, from which 3'' 4'' do; then 1* from the very first."""
     position_ids = torch.tensor([0, 1, 2, 3, 2, 3, 3, 4, 1, 2, 0])
 
@@ -90,7 +90,7 @@ def test_spans_attend_as_under_a_mask(case, scaling):
         torch.testing.assert_close(mine, other)
 
 
-def test_a_rank_may_attend_for_no_row():
+def test_a_rank_may_have_no_queries():
     q, k, v = tensors(0, 5)
 
     ours = attend(q, k, v, lay_out(()))

@@ -257,7 +257,7 @@ def test_autocast_computes_the_product_as_it_would_that_of_a_linear_layer():
     assert [x.dtype for x in gradients(ours, (hidden, weight))] == [torch.float32] * 2
 
 
-def test_no_more_than_a_tile_of_logits_is_held():
+def test_no_more_than_a_tile_of_logits_is_materialized():
     hidden, weight, labels = problem(512, 9000, 8, dtype=torch.bfloat16)
     sizes = []
 
@@ -317,7 +317,7 @@ HIDDEN, WEIGHT, LABELS = torch.zeros(4, 3), torch.zeros(9, 3), torch.zeros(4, dt
         ((HIDDEN, WEIGHT, LABELS), {"chunk_tokens": 0}, "chunk_tokens is 0; expected 1 or more"),
     ],
 )
-def test_errors_say_what_is_wrong(arguments, options, message):
+def test_errors_of_linear_logprobs(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         loss.linear_logprobs(*arguments, **options)
 

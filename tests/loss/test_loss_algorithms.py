@@ -446,7 +446,7 @@ def by_loops(episodes, objective, h=1e-6):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_an_algorithm_by_parts_is_that_of_its_paper(name, seed):
+def test_a_composed_algorithm_is_that_of_its_paper(name, seed):
     objective, *parts = ALGORITHMS[name]
     episodes = random_episodes(seed)
 

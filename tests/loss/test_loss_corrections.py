@@ -182,7 +182,7 @@ def test_dtypes(name, given):
     assert weight.shape == x.shape
 
 
-def test_extreme_ratios_are_held():
+def test_extreme_ratios_are_clamped():
     x, behavior = torch.tensor([-5.0, -80.0], **F64), torch.tensor([-80.0, -5.0], **F64)
     mask, ids = torch.tensor([True, True]), torch.tensor([0, 1])
     limits = torch.tensor([math.exp(20), math.exp(-20)], **F64)

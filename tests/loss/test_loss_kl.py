@@ -101,7 +101,7 @@ def test_distillation_has_the_gradient_of_reverse_kl(seed):
         ("k3", math.exp(20) - 21, 19 + math.exp(-20)),
     ],
 )
-def test_beyond_twenty_they_are_held_without_gradient(name, below, above):
+def test_beyond_twenty_they_are_clamped_without_gradient(name, below, above):
     x = torch.tensor([-60.0, -5.0], **F64, requires_grad=True)
     other = torch.tensor([-5.0, -60.0], **F64)
 

@@ -103,7 +103,7 @@ class Stack(nn.Module):
         ),
     ],
 )
-def test_what_cannot_be_told_is_refused_and_can_be_said(layers, message):
+def test_unknown_roles_are_refused_and_can_be_stated(layers, message):
     model = model_with(**layers)
     with pytest.raises(ValueError, match=message):
         optim.muon_parameters(model)
@@ -141,7 +141,7 @@ def test_a_router_is_what_has_an_output_for_each_expert_whatever_its_name(holder
     assert {one.algorithm for one in experts} == {"muon"}
 
 
-def test_a_model_without_a_head_that_can_be_asked_for_is_refused():
+def test_a_model_without_output_embeddings_is_refused():
     with pytest.raises(ValueError, match="Sequential has no get_output_embeddings"):
         optim.muon_parameters(nn.Sequential(nn.Linear(3, 3)))
 
@@ -160,7 +160,7 @@ def test_roles_that_do_not_fit_are_refused(roles, message):
         optim.muon_parameters(testing.tiny_model("llama"), roles=roles)
 
 
-def test_heads_can_be_said_to_be_matrices():
+def test_heads_can_be_stated_to_be_matrices():
     model = testing.tiny_model("llama")
     size = model.config.head_dim
     roles = by_name(model, roles={"*.q_proj.weight": optim.Matrices(split=(size, size))})

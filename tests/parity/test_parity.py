@@ -96,7 +96,7 @@ def test_a_model_folder_is_compared_by_its_config(compared, folder):
     assert {f.result for f in of(compared, folder.name)} == {"pass"}
 
 
-def test_refusals_come_with_their_reason_and_the_others_go_on(compared):
+def test_refusals_have_a_reason_and_the_others_continue(compared):
     (sinks,) = of(compared, "gpt_oss")
     (experts,) = of(compared, "six experts", "ep 4")
     assert (sinks.result, sinks.mesh) == ("refused", "1 process")
@@ -285,7 +285,7 @@ def test_other_experts_and_other_tokens_are_found():
         assert measured("logprobs", logprobs=logprobs) == torch.inf
 
 
-def test_a_figure_that_is_not_a_number_fails():
+def test_a_difference_that_is_not_a_number_fails():
     assert Finding(family="a", mesh="b", check="loss", measured=float("nan")).result == "FAIL"
     assert Finding(family="a", mesh="b", check="loss", measured=2e-5).result == "FAIL"
     assert Finding(family="a", mesh="b", check="loss", measured=1e-5).result == "pass"
@@ -338,7 +338,7 @@ def test_what_leaks_is_refused_before_training_and_at_each_call(family):
         ("moshi", {}, "is not given the documents"),
     ],
 )
-def test_what_no_rule_foresees_is_refused_as_it_happens(family, settings, message):
+def test_what_no_rule_covers_is_refused_when_it_happens(family, settings, message):
     model = tiny_family(family, **settings)
     with pytest.raises(ValueError, match=message):
         parity_training.score(model, first_batch(model))
@@ -349,7 +349,7 @@ def test_a_window_that_no_layer_uses_is_no_reason_to_refuse():
     assert one_process("qwen2_moe")["logprobs"] < 1e-6
 
 
-def test_an_attention_that_is_told_only_of_positions_finds_documents_by_them():
+def test_attention_that_is_given_only_positions_finds_documents_by_them():
     found = one_process("stablelm")
     assert found["logprobs"] <= 1e-6
     assert found["gradients"] <= 1e-5
@@ -506,7 +506,7 @@ def test_a_dense_family_with_ep_is_compared_without(monkeypatch, capsys):
     assert said.splitlines()[-1] == "admitted: llama, qwen3_moe"
 
 
-def test_a_launch_that_dies_is_gone_on_with(monkeypatch):
+def test_the_next_launch_continues_after_one_that_dies(monkeypatch):
     """Rank 1 dies on the first family's second mesh; all else is compared."""
     launches = []
 

@@ -24,7 +24,7 @@ def tensors(rows, keys, *, heads=4, kv_heads=2, width=8, value_width=8, dtype=to
 
 
 def by_mask(query, key, value, some, *, scaling=None):
-    """The definition, over all queries and keys at once."""
+    """The definition: a masked softmax over all queries and keys."""
     mask = torch.zeros(len(query), len(key), dtype=torch.bool)
     for one in some:
         keys = [row for begin, end in one.keys for row in range(begin, end)]
@@ -39,7 +39,7 @@ def by_mask(query, key, value, some, *, scaling=None):
 
 @st.composite
 def parts_of_documents(draw):
-    """Spans of queries end to end, and how many rows keys have."""
+    """Spans of queries end to end, and the number of key rows."""
     found, queries, keys = [], 0, 0
     for _ in range(draw(st.integers(1, 6))):
         length, before = draw(st.integers(1, 5)), draw(st.integers(0, 4))

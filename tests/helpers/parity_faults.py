@@ -2,7 +2,7 @@
 
 ``pytest -m slow tests/parity/test_parity_faults.py`` runs the whole list, continuous integration
 those that are ``quick``. Each replaces something in a module of this package, on every rank, while
-a family is trained on a mesh; then some figure of ``parity_checks`` must exceed what is allowed.
+a family is trained on a mesh; some difference of ``parity.checks`` must then exceed its tolerance.
 """
 
 import json
@@ -51,7 +51,7 @@ MUON = MeshPlan(ep=2, optimizer="muon", resume=True)
 
 @attrs.frozen(kw_only=True)
 class Fault:
-    """Something wrong, and the mesh that shows it."""
+    """A fault, and the mesh that shows it."""
 
     name: str
     plan: MeshPlan
@@ -63,7 +63,7 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(name: str, plan: MeshPlan, *, quick: bool = False) -> Callable[..., None]:
-    """Add a function, which injects it, to the list."""
+    """Register a function that injects a fault."""
 
     def add(inject: Callable[[pytest.MonkeyPatch], None]) -> None:
         FAULTS[name] = Fault(name=name, plan=plan, inject=inject, quick=quick)
@@ -72,13 +72,13 @@ def fault(name: str, plan: MeshPlan, *, quick: bool = False) -> Callable[..., No
 
 
 def around(patch: pytest.MonkeyPatch, owner: Any, name: str, call: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``call``, which is given the real one first."""
+    """Replace ``owner.name`` by ``call``, whose first argument is the original."""
     real = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **kwargs: call(real, *args, **kwargs))
 
 
 class InsteadOf:
-    """A module but for some names: what one of ours may know it as."""
+    """A module with some names replaced, for one of our modules to use in its place."""
 
     def __init__(self, module: Any, **names: Any) -> None:
         self.__dict__.update(names)

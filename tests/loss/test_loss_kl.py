@@ -81,7 +81,7 @@ def test_mean_gradients_over_the_policys_tokens(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_distillation_has_the_gradient_of_reverse_kl(seed):
-    """The teacher's lead as an advantage, in expectation on policy."""
+    """``ref_logprobs - logprobs`` as an advantage, in expectation on policy."""
     theta, p, q = distributions(seed)
     logits = torch.from_numpy(theta).requires_grad_()
     logprobs = logits.log_softmax(-1)

@@ -159,7 +159,7 @@ def test_a_head_with_a_bias_keeps_its_logits(heads_seen):
 
 
 class WithHead(torch.nn.Module):
-    """A model that treats its head in a way of its own."""
+    """A model that uses its head in an unusual way."""
 
     def __init__(self, treat):
         super().__init__()
@@ -255,7 +255,7 @@ def test_a_head_with_an_adapter_keeps_its_logits(heads_seen):
 
 
 def test_logits_are_never_materialized():
-    """Neither forward nor backward, with a vocabulary that dwarfs all else."""
+    """Neither forward nor backward, with a vocabulary much larger than everything else."""
     model = testing.tiny_model("llama", vocab_size=50_000, max_position_embeddings=32)
     _, token_ids, position_ids, labels = packed([8] * 64)
 
@@ -423,7 +423,7 @@ def test_rows_that_begin_within_a_document_share_no_other_row():
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_layers_that_know_no_positions_refuse_packed_rows(rows):
-    """moshi's layers tell their attention neither positions nor documents."""
+    """moshi's layers pass neither positions nor documents to their attention."""
     model = testing.tiny_model("moshi", audio_vocab_size=8)
     ids = torch.arange(4)
     loss.model_logprobs(model, ids, ids, ids)

@@ -42,7 +42,7 @@ def test_loss_and_gradient_are_those_of_one_process(found, scenario):
 
 
 def test_sequence_losses_need_the_sum_over_ranks(found):
-    """And the rest is right without it."""
+    """The others are correct without it."""
     for recipe in RECIPES:
         surrogate, correction, reduction = recipe
         needed = (

@@ -1,4 +1,4 @@
-"""Reductions by hand; masked rows, empty selections, and any way to cut up a step."""
+"""Reductions by hand; masked rows, empty selections, and any division of a step."""
 
 import functools
 import itertools
@@ -171,7 +171,7 @@ def test_gspo_ignores_the_samplers_logprobs_in_masked_rows():
 
 @pytest.mark.parametrize("surrogate", TOKEN_LOSSES)
 def test_a_nan_in_a_trained_row_is_seen_in_the_loss(surrogate):
-    """And no gradient goes back into that row, nor a gradient of NaN into any."""
+    """No gradient reaches that row, and no NaN gradient reaches any row."""
     x, rows = random_rows(seed=3)
     wrong = rows.loss_mask.nonzero()[2, 0]
     x[wrong] = NAN
@@ -231,7 +231,7 @@ def test_a_step_does_not_depend_on_how_it_is_divided(recipe):
 
 
 def test_the_step_has_something_to_clip_and_drop():
-    """Else the test above would compare the unbounded branch alone."""
+    """Otherwise the test above would compare the unbounded branch only."""
     step = random_step()
     (((labels, rows),),) = step.packed(max_tokens=200, ranks=1)
 

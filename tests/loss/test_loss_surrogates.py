@@ -1,4 +1,4 @@
-"""Every surrogate against tables worked out by hand, and the properties that all share."""
+"""Every surrogate against tables computed by hand, and their common properties."""
 
 import functools
 import inspect
@@ -367,7 +367,7 @@ def test_gradients_agree_with_finite_differences_where_the_weight_is_constant(na
 
 
 def test_the_gradient_of_distill_by_formula():
-    """``-(log ref - log p) r``, as if the lead were a constant."""
+    """``-(log ref - log p) r``, as if the factor were a constant."""
     logprobs, rows = random_rows(lengths=(40,), seed=4)
     x = logprobs.clone().requires_grad_()
 

@@ -1,4 +1,4 @@
-"""Which parameters are matrices to Muon, against what models do with them (``uses_of_weights``)."""
+"""Roles of parameters for Muon, against how models use them (``uses_of_weights``)."""
 
 import re
 from pathlib import Path
@@ -65,7 +65,7 @@ def parts(role):
 
 
 class Block(nn.Module):
-    """A layer of a family that nobody knows."""
+    """A layer of an unknown family."""
 
     def __init__(self, **layers):
         super().__init__()
@@ -188,7 +188,7 @@ def test_norms_with_a_weight_for_each_head():
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text"])
 def test_experts_of_other_layouts(family):
-    """Of families that are not admitted, or whose class leaves experts out."""
+    """Families that are not admitted, or whose class has no experts by default."""
     settings = {
         "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24,
     } if family == "gemma4_text" else {}  # fmt: skip

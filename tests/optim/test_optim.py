@@ -37,7 +37,7 @@ def update(make, *values, steps=1, seed=0):
 
 
 def by_decomposition(matrix, steps):
-    """The polynomial on the singular values, which is what the iteration comes to."""
+    """The polynomial on the singular values, to which the iteration is equivalent."""
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     s = s / matrix.norm()
     for _ in range(steps):
@@ -266,7 +266,7 @@ def test_batches_hold_every_matrix_once_and_not_too_much(shapes, elements):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_ranks_update_bitwise_as_one_process_does(optimized, mesh):
-    """Also where a rank has no row of a matrix, and where experts' matrices are divided."""
+    """Also where a rank has no row of a matrix, and where experts' matrices are sharded."""
     for found in optimized:
         assert found["muon"][mesh] == 0.0
         assert found["muon in bfloat16"][mesh] < 2e-3

@@ -247,7 +247,7 @@ def test_a_cost_may_take_an_array_or_one_length():
 
 
 def in_lockstep(result, costs):
-    """The sum over micro-steps of the dearest rank, from its definition."""
+    """The sum over micro-steps of the most expensive rank, from its definition."""
     return sum(
         max(sum(costs[i] for i in members) for members in step)
         for step in zip(*result, strict=True)
@@ -255,7 +255,7 @@ def in_lockstep(result, costs):
 
 
 def best_fit_decreasing(lengths, costs, max_tokens, ranks):
-    """(micro-steps, cost in lockstep), the slow and obvious way; empty bins stay empty."""
+    """(micro-steps, cost in lockstep), by a naive algorithm; empty bins stay empty."""
     bins = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         fitting = [
@@ -299,7 +299,7 @@ def dense_model_cost(n):
 
 
 def unavoidable(lengths, costs, max_tokens, ranks):
-    """No packing costs less: the mean; or the dearest sample, the rest shared out evenly.
+    """A lower bound of the cost: the mean; or the most expensive sample, the rest divided evenly.
 
     In the micro-step of the dearest sample, ranks do the dearest work that they have room for.
     """

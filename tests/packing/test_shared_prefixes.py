@@ -1,4 +1,4 @@
-"""Tokens that samples begin with in common, packed once: nothing but the work may change."""
+"""Shared prefixes, packed once: only the amount of computation may change."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ def short_prefixes(monkeypatch):
 
 
 def sample(prompt, completion, *, later=(), advantage=1.0):
-    """Of tokens: a prompt, what was sampled and, after a tool's reply, what ``later`` has."""
+    """A sample: a prompt, sampled tokens and, after a tool's reply, those of ``later``."""
     tokens = [*prompt, *completion, *later]
     sampled = np.arange(len(tokens)) >= len(prompt)
     return TrainingSample(
@@ -184,7 +184,7 @@ def test_lengths_are_refused_as_without_sharing():
 
 
 def test_a_chain_of_turns_has_each_token_once():
-    """Each sample extends the last by a tool's reply and a turn, which alone it trains."""
+    """Each sample extends the last by a tool's reply and a turn, and trains only the turn."""
     history = list(range(100, 105))
     samples = []
     for turn in range(20):

@@ -17,7 +17,7 @@ def small_activations_too(monkeypatch):
 
 
 def train(model):
-    """The loss, the gradients, and how many bytes were kept for the backward pass."""
+    """The loss, the gradients, and the bytes kept for the backward pass."""
     kept, parameters = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def keep(tensor):
@@ -47,7 +47,7 @@ def test_gradients_are_bitwise_the_same(family, how):
 
 
 def test_only_the_input_of_each_layer_is_kept():
-    """hidden_size floats for each token and layer, and as much around the layers each time."""
+    """hidden_size floats for each token and layer, beside what is kept outside the layers."""
     kept = {
         layers: train(parallel.recompute(testing.tiny_model("llama", num_hidden_layers=layers)))[2]
         for layers in (2, 5)
@@ -135,7 +135,7 @@ def test_a_failure_within_the_model_leaves_no_hooks_behind():
 
 
 def test_ranks_recompute_exactly_and_in_the_same_order(optimized):
-    """With ep=2; within the recomputation, experts' tokens are exchanged again, or not."""
+    """With ep=2: full recomputation exchanges experts' tokens again, selective does not."""
     for found in optimized:
         ways = found["recomputed"]
         assert all(way["equal"] for way in ways.values())

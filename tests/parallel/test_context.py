@@ -1,4 +1,4 @@
-"""Documents divided among ranks: which rank attends for what, and that nothing else changes."""
+"""Context parallel: which rank computes what, and that results stay the same."""
 
 import json
 
@@ -37,7 +37,7 @@ def positions(*lengths):
 
 @st.composite
 def packs(draw, parts):
-    """Positions of documents, some of which continue the last one that began at 0."""
+    """Positions of documents, some of which share tokens of the last that began at 0."""
     rows, found, whole = draw(st.integers(1, 12)) * parts, [], 0
     while len(found) < rows:
         first = draw(st.integers(1, whole)) if whole and draw(st.booleans()) else 0

@@ -1,4 +1,4 @@
-"""Experts divided among four gloo ranks, models that start without values; one launch."""
+"""Expert parallel on four gloo ranks, and models that start without values; one launch."""
 
 import json
 import sys
@@ -169,7 +169,7 @@ def test_a_discarded_forward_pass_is_not_counted():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("inner", [6, 8])
 def test_rows_are_multiplied_by_their_experts_matrix(dtype, inner):
-    """Also what grouped_mm does not take: float64, and rows of 24 bytes."""
+    """Also inputs that grouped_mm rejects: float64, and rows of 24 bytes."""
     x, matrices = torch.randn(7, inner, dtype=dtype), torch.randn(3, inner, 8, dtype=dtype)
 
     y = grouped_matmul(x, matrices, torch.tensor([2, 2, 7], dtype=torch.int32))

@@ -42,7 +42,7 @@ class Batch:
 
 
 def test_batches_arrive_exactly_on_every_rank(found):
-    """Uneven sizes, many dtypes, a transposed table, no rows, NaN, None here, a tensor there."""
+    """Uneven sizes, many dtypes, a transposed table, no rows, NaN, None on some ranks only."""
     assert found[0]["scattered_exactly"] == 3
     assert found[0]["nothing_scattered"] == 0
 
@@ -93,7 +93,7 @@ def test_three_ranks_train_as_one_process_does(found, kind):
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_the_logits_of_a_sharded_model_are_not_materialized_and_a_rank_may_train_no_row(found, kind):
+def test_a_sharded_model_materializes_no_logits_and_a_rank_may_train_no_row(found, kind):
     """Each forward pass gathers the whole head, whose product linear_logprobs then replaces."""
     for one in found:
         assert len(one[kind]["heads"]) == 3 * found[0][kind]["micro_batches"]

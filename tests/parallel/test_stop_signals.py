@@ -11,7 +11,7 @@ from primerl.parallel.stop_signals import StoppedError, StopSignals
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """As they were, whatever a test does."""
+    """Restores the handlers after each test."""
     kinds = (signal.SIGTERM, signal.SIGUSR1)
     before = [signal.getsignal(kind) for kind in kinds]
     yield before
@@ -55,7 +55,7 @@ def test_sigterm_is_recorded_once_a_loop_checks_but_a_second_one_raises():
 
 
 def test_a_second_sigterm_cancels_the_one_after_the_grace():
-    """It would meet whatever handles signals then: here it had killed the tests."""
+    """Otherwise it is sent to whatever handles signals then: here, it killed the tests."""
     signals = StopSignals(0.2)
     signals.install()
     signals.watch(lambda: False)
@@ -102,7 +102,7 @@ def test_when_a_rank_has_failed_sigterm_raises():
 
 
 def test_a_rank_that_does_not_check_in_time_ends():
-    """As where another was killed and left no word: torchrun kills soon after its SIGTERM."""
+    """As when another was killed without an error: torchrun kills soon after its SIGTERM."""
     signals = StopSignals(0.1)
     signals.install()
     signals.watch(lambda: False)
@@ -144,7 +144,7 @@ def test_a_world_of_one_stops_after_its_step(alone):
         assert world.should_stop()
 
 
-def test_a_world_of_one_closes_its_contexts_when_it_is_stopped_before_its_first_step(alone, tmp_path):
+def test_a_world_of_one_that_is_stopped_before_its_first_step_closes_contexts(alone, tmp_path):
     with pytest.raises(StoppedError), track.Run(tmp_path / "run"), parallel.process_group():
         send(signal.SIGTERM)
 

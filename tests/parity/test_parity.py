@@ -1,4 +1,4 @@
-"""The parity command: what it compares, on ranks; how it ends; what it refuses.
+"""The parity command: comparisons on ranks, exit statuses, refusals.
 
 `pytest -m slow tests/parity/test_parity.py` runs the full matrix (minutes).
 """
@@ -62,7 +62,7 @@ MATRIX = ["llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2"
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A model folder: of a model that is small already."""
+    """The folder of a model that is already small."""
     folder = tmp_path_factory.mktemp("models") / "olmo"
     tiny_family("olmo2").save_pretrained(folder)
     return folder
@@ -107,7 +107,7 @@ def test_refusals_have_a_reason_and_the_others_continue(compared):
 
 @pytest.mark.slow
 def test_the_whole_matrix():
-    """The issue's: six families on all meshes of four ranks, one more without cp; recomputation."""
+    """Six families on all meshes of four ranks, one more without cp; with recomputation."""
     kinds = parity.all_kinds(4)
     tasks = [Task(family=f, meshes=parity.applicable(f, kinds)[0]) for f in MATRIX]
     without = [mesh for mesh in kinds if mesh.cp == 1]
@@ -123,14 +123,14 @@ def test_the_whole_matrix():
 
 
 def alone(family, **settings):
-    """What is trained on, and what the reference makes of it."""
+    """The training documents, and the reference's training on them."""
     model = tiny_family(family, **settings)
     sequences = parity_reference.sampled(model, parity_training.model_documents(model))
     return sequences, parity_reference.train(tiny_family(family, **settings), sequences)
 
 
 def packed(family, sequences, reference, **settings):
-    """The same by this library, in one process."""
+    """The same training by this library, in one process."""
     (batches,) = parity_training.make_batches(sequences)
     return parity_training.train(tiny_family(family, **settings), batches, reference)
 
@@ -143,7 +143,7 @@ def one_process(family, **settings):
 
 
 def test_the_reference_imports_nothing_of_this_package():
-    """Neither by name nor in effect: run by its path, it loads no module of ours."""
+    """Neither by name nor indirectly: run by its path, it loads no module of ours."""
     path = Path(parity_reference.__file__)
     imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -256,7 +256,7 @@ def test_documents_are_of_all_kinds():
 
 
 def test_a_leak_is_found(monkeypatch):
-    """Documents that see those before them, by an attention that takes them for one."""
+    """Documents see those before them, as attention treats them as one."""
     found = one_process("llama")
     assert found["logprobs"] <= parity_checks.TOLERANCES["logprobs"]
     real = switching.find_documents

@@ -10,7 +10,7 @@ from conftest import torchrun
 def folder(root, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     done = torchrun(
-        root / "tests/ranks/ranks_that_resume.py", folder, "kill", ranks=4, cwd=folder, check=False
+        root / "tests/ranks/checkpoint_resume.py", folder, "kill", ranks=4, cwd=folder, check=False
     )
     assert done.returncode != 0
     assert len(list(folder.glob("kill-*.json"))) == 4, done.stderr[-5000:]
@@ -25,7 +25,7 @@ def found(folder):
 @pytest.fixture(scope="module")
 def resumed(root, folder, found):
     done = torchrun(
-        root / "tests/ranks/ranks_that_resume.py",
+        root / "tests/ranks/checkpoint_resume.py",
         folder,
         "resume",
         ranks=2,

@@ -5,7 +5,6 @@ arguments, the number of ranks, the folder to run in, the file for what they pri
 in seconds. Answers each by a line: 0, or another number if a rank failed.
 """
 
-import gc
 import importlib
 import json
 import os
@@ -43,7 +42,6 @@ def load_libraries():
             getattr(module, public)  # primerl loads what is asked for
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"a process of {threads} threads cannot be forked"
-    gc.freeze()
 
 
 def become_rank(job, rank, port_from):

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from primerl.attention.packed import find_documents
+from primerl.attention import find_documents
 from primerl.parallel.balancing import divide_attention
-from primerl.parallel.context import spans_of
+from primerl.parallel.context import row_spans
 
 ROWS = 65_536
 
@@ -70,7 +70,7 @@ def test_balance(benchmark, name, ranks):
     def plan():
         documents = find_documents(torch.from_numpy(position_ids))
         workers = divide_attention(position_ids, ranks)
-        return workers, [spans_of(np.flatnonzero(workers == 0), documents)]
+        return workers, [row_spans(np.flatnonzero(workers == 0), documents)]
 
     workers, _ = benchmark.pedantic(plan, rounds=7, warmup_rounds=1)
     found = {

@@ -12,7 +12,7 @@ logprob; the same, when the second way is given the first's choices (replayed).
 import torch
 
 from primerl import testing
-from primerl.attention.packed import attend_by_document
+from primerl.attention import attend_by_document
 
 DOCUMENTS, LENGTH, TOP_K, VOCABULARY = 4, 512, 64, 256
 

@@ -113,7 +113,7 @@ def ours(folder):
             layer.compile(dynamic=True)
         optimizer = MasterWeights(model.parameters())
         tokenizer.eos_token = None  # so that no reply ends early
-        transport = weights.transport_to(model, engine, wiring=False)
+        transport = weights.transport_to(model, engine)
         transport.publish(0)
         step = 0
         while True:

@@ -1,13 +1,13 @@
 """Filters: which groups are worth training on.
 
 A filter is a function ``Group -> bool`` named for what it keeps. A group that it refuses is
-counted under the filter's name, and another is started in its place, so batches keep their size.
-``has_signal`` is a filter; the others take hyperparameters and return one:
+counted under the filter's name and replaced, so batches keep their size. ``has_signal`` is a
+filter; the others take hyperparameters and return one:
 
     keep=[filters.has_signal, filters.completed(), filters.within_tokens(max_tokens=8192)]
 
-``completed``, ``within_tokens`` and ``fluent`` ask something of every rollout, so they keep a group
-that has none; ``has_signal`` and ``reward_in`` refuse it.
+``completed``, ``within_tokens`` and ``fluent`` are conditions on every rollout, so they keep a
+group without rollouts; ``has_signal`` and ``reward_in`` refuse it.
 """
 
 import functools
@@ -35,22 +35,22 @@ def has_signal(group: Group) -> bool:
 
 
 def completed(*, cut: Collection[str] = ("length", "context")) -> Filter:
-    """Keep groups of which no rollout was cut short: its ``stop`` is none of ``cut``.
+    """Keep groups in which no rollout was cut short: its ``stop`` is none of ``cut``.
 
-    An environment may have words of its own, such as ``"max_turns"``; name them in ``cut``.
+    An environment may have reasons of its own, such as ``"max_turns"``; name them in ``cut``.
 
     Raises:
         ValueError: ``cut`` is one string.
     """
     if isinstance(cut, str):
-        raise ValueError(f"cut is {cut!r}, expected words: [{cut!r}]")
+        raise ValueError(f"cut is {cut!r}, expected a list: [{cut!r}]")
     return _filter("completed", _is_completed, cut=frozenset(cut))
 
 
 def within_tokens(*, max_tokens: int) -> Filter:
-    """Keep groups of which no rollout has more than ``max_tokens`` tokens, over all its samples.
+    """Keep groups in which no rollout has more than ``max_tokens`` tokens, over all its samples.
 
-    All tokens count: prompts, tools' replies and what was sampled.
+    All tokens count: prompts, tools' replies and sampled tokens.
 
     Raises:
         ValueError: ``max_tokens`` is below 1.
@@ -82,18 +82,18 @@ def fluent(
 ) -> Filter:
     """Keep groups without degenerate text: no loops and no gibberish in any sample.
 
-    Only the tokens to be trained are looked at; a prompt or a tool's reply interrupts them. A
-    sample is degenerate where any of these holds:
+    Only tokens to be trained are examined; a prompt or a tool's reply interrupts a run of them. A
+    sample is degenerate if any of these holds:
 
     - *certain*: ``certain_tokens`` tokens in a row each had a probability above ``certainty``.
-      A model in a loop is sure of every token (MiniMax-M1, arXiv:2506.13585, section 3.2).
-    - *repeated*: of its runs of ``ngram`` tokens, more than the share ``max_repeated`` has
+      A model in a loop is certain of every token (MiniMax-M1, arXiv:2506.13585, section 3.2).
+    - *repeated*: more than the share ``max_repeated`` of its n-grams, of ``ngram`` tokens, have
       occurred before in the sample.
     - *gibberish*: over some ``window`` tokens in a row, the mean of ``-logprob`` is above
-      ``max_entropy`` nats. Its expectation is the entropy of what was sampled from.
+      ``max_entropy`` nats. Its expectation is the entropy of the sampled distribution.
 
     Samples that are too short for a criterion pass it; a certainty of 1, a share of 1 and an
-    infinite entropy switch theirs off. The time is linear in the tokens, but for one sort.
+    infinite entropy disable theirs. The time is linear in the number of tokens, except for a sort.
 
     Raises:
         ValueError: a hyperparameter is outside its range.
@@ -120,7 +120,7 @@ def fluent(
 
 
 def _filter(name: str, keeps: Callable[..., bool], **hyperparameters: Any) -> Filter:
-    """A filter with a name, which can be sent to the process of the rollout worker."""
+    """A filter with a name, which can be pickled."""
     made = functools.partial(keeps, **hyperparameters)
     made.__name__ = name  # type: ignore[attr-defined]
     return made
@@ -141,7 +141,7 @@ def _is_reward_in(group: Group, *, low: float, high: float) -> bool:
     rewards = group.rewards
     if not len(rewards):
         return False
-    # The mean of equal rewards may be off by a rounding; that of zeros is not.
+    # The mean of equal rewards may have a rounding error; that of zeros has none.
     least = rewards.min()
     return bool(low <= least + (rewards - least).mean() <= high)
 

@@ -1,8 +1,8 @@
-"""The values that cross package boundaries: frozen, numpy, lengths checked when they are built.
+"""The values that packages exchange: frozen, in numpy, with lengths checked when they are made.
 
 Axes: t tokens, s sequences, g rollouts of a group. On the host, entry i of every per-token array
 describes token i; ``packing`` shifts once, and nothing else does. Stages are separate classes
-(``Completion -> Sample -> TrainingSample -> PackedBatch``): nothing is filled in later.
+(``Completion -> Sample -> TrainingSample -> PackedBatch``): no field is filled in later.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,9 +34,9 @@ NOT_SAMPLED = -1
 LOGPROB_ROUNDING = 1e-5
 """By how much a logprob may exceed 0.
 
-``logit - logsumexp`` in float32 rounds to half a unit in the last place of each, 4e-6 for values
-between 64 and 128. A larger excess isn't rounding: it belongs to no distribution, or was computed
-in bfloat16, which is too coarse to train on.
+In float32, ``logit - logsumexp`` is rounded by half a unit in the last place of each, 4e-6 for
+values between 64 and 128. A larger excess is no rounding error: the value is no logprob, or was
+computed in bfloat16, which is too coarse for training.
 """
 
 _INT32 = np.iinfo(np.int32)
@@ -44,7 +44,7 @@ _INT32 = np.iinfo(np.int32)
 
 def _read_only(values: Any, dtype: type) -> np.ndarray:
     array: np.ndarray = np.array(values, dtype=dtype)
-    array.setflags(write=False)  # a frozen value is frozen all the way down
+    array.setflags(write=False)  # attrs.frozen does not protect an array's entries
     return array
 
 
@@ -56,7 +56,7 @@ def _int32(values: Any) -> np.ndarray:
 
 
 def _fits_int32(array: np.ndarray) -> bool:
-    """Whether every entry is a number that int32 holds; numpy's own cast would wrap the others."""
+    """Whether every entry is an int32 number; numpy's own cast would wrap others."""
     if array.dtype.kind not in "biuf" or array.min() < _INT32.min or array.max() > _INT32.max:
         return False
     return array.dtype.kind != "f" or bool((array == np.floor(array)).all())
@@ -93,7 +93,7 @@ def _metrics(values: "Mapping[str, Any]") -> "Mapping[str, float]":
             value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
         )
         if not isinstance(name, str) or not isinstance(number, bool | int | float):
-            raise ValueError(f"the metric {name!r} is {value!r:.80}, expected a number by its name")
+            raise ValueError(f"the metric {name!r} is {value!r:.80}, expected a number with a name")
         plain[name] = number
     return plain
 
@@ -135,7 +135,7 @@ class SamplingParams:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Completion:
-    """One engine call: the sampled tokens, their logprobs and the weights that sampled each.
+    """One engine call: the sampled tokens, their logprobs and versions.
 
     ``logprobs`` are *processed*: of the distribution that was sampled, after temperature.
     ``finish_reason`` is ``"stop"`` or ``"length"``.
@@ -155,8 +155,8 @@ class Completion:
 class Sample:
     """One flat sequence as it was sampled; prompt and completion differ only in ``loss_mask``.
 
-    ``behavior_logprobs`` and ``versions`` mean something where ``loss_mask`` is set; elsewhere
-    they are 0 and ``NOT_SAMPLED``. Token 0 has nothing before it and cannot be trained.
+    ``behavior_logprobs`` and ``versions`` are defined where ``loss_mask`` is set; elsewhere they
+    are 0 and ``NOT_SAMPLED``. Token 0 has nothing before it and cannot be trained.
 
     Raises:
         ValueError: lengths differ, a token id is negative, token 0 is in the mask, or a token to be
@@ -229,12 +229,12 @@ class TrainingSample(Sample):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Rollout:
-    """One episode: the sequences that it produced and what they earned.
+    """One episode: the sequences that it produced, and its reward.
 
-    ``stop`` says why it ended: ``"stop"``, ``"length"``, ``"context"`` or the environment's word.
+    ``stop`` says why it ended: ``"stop"``, ``"length"``, ``"context"`` or the environment's reason.
 
     Raises:
-        ValueError: the reward is not finite, a metric is no number, or ``stop`` is no text.
+        ValueError: the reward is not finite, a metric is not a number, or ``stop`` not a string.
     """
 
     samples: tuple[Sample, ...] = attrs.field(converter=_samples)
@@ -248,7 +248,7 @@ class Rollout:
         if not np.isfinite(self.reward):
             raise ValueError(f"the reward is {self.reward}, expected a finite number")
         if not isinstance(self.stop, str):
-            raise ValueError(f"stop is {self.stop!r}, expected a word that says how it ended")
+            raise ValueError(f"stop is {self.stop!r}, expected a string that says how it ended")
 
 
 @attrs.frozen(kw_only=True, eq=False)

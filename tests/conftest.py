@@ -135,9 +135,9 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session")
 def optimized(root, tmp_path_factory):
-    """What tests/ranks/ranks_that_optimize.py found on each of four ranks, in one launch."""
+    """What tests/ranks/optimizer_steps.py found on each of four ranks, in one launch."""
     folder = tmp_path_factory.mktemp("optimized")
-    script = root / "tests/ranks/ranks_that_optimize.py"
+    script = root / "tests/ranks/optimizer_steps.py"
     done = forked_ranks(script, folder, ranks=4, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "Warning" not in done.stderr, done.stderr[-5000:]

@@ -95,7 +95,7 @@ class TestCompleted:
         for stop, kept in (("max_turns", False), ("length", True), ("max", True)):
             rollout = Rollout(samples=[], reward=0.0, stop=stop)
             assert keeps(Group(task_id="t", rollouts=[rollout])) is kept
-        with pytest.raises(ValueError, match=r"cut is 'length', expected words: \['length'\]"):
+        with pytest.raises(ValueError, match=r"cut is 'length', expected a list: \['length'\]"):
             filters.completed(cut="length")
 
 

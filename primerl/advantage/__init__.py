@@ -1,4 +1,4 @@
-"""Advantages: how much better a rollout did than what it is compared with.
+"""Advantages: how much better a rollout did than those it is compared with.
 
 An estimator is a function of a ``Group`` that returns one value per rollout, or per-token values;
 ``assign`` turns groups and an estimator into training samples:
@@ -7,10 +7,10 @@ An estimator is a function of a ``Group`` that returns one value per rollout, or
     samples = advantage.assign(groups, functools.partial(advantage.pass_at_k, k=4))
     samples = advantage.assign(groups, lambda group: group.rewards - 0.5)
 
-Estimators that need only the rewards are written on ``rewards[g]`` and lifted with ``of_rewards``,
-so that they can be tested on a bare array: ``centered(np.array([1.0, 0.0]))``. They compare the
-rollouts that are there: of a group that lost some, the survivors. Where all rewards are equal, or
-there is only one, their advantages are exactly 0.
+Estimators that need only the rewards are functions of ``rewards[g]``, lifted with ``of_rewards``,
+so that they also take a bare array: ``centered(np.array([1.0, 0.0]))``. If a group has lost
+rollouts, the survivors are compared. If all rewards are equal, or there is only one, the
+advantages are exactly 0.
 """
 
 from primerl.advantage.agents import AgentBaselines, hierarchical

@@ -20,10 +20,10 @@ def hierarchical(
 ) -> Rewards:
     """Compare inner agents within their episode, and every other agent across the group.
 
-    Where a proposer sets a problem and solvers try it, solvers of one episode faced the same
-    problem, and those of another did not; proposers all had the same task. So a rollout is
-    compared with those of its agent, and, for ``inner_agents``, only with those of its episode.
-    One that has no other to be compared with gets 0 from the baselines here.
+    If a proposer sets a problem and solvers try it, only the solvers of one episode had the same
+    problem, while all proposers had the same task. So a rollout is compared with those of its
+    agent, and, for ``inner_agents``, only with those of its episode. A rollout without any other
+    to be compared with gets 0 from the baselines here.
 
     Args:
         group: the rollouts of all agents in all episodes of a task.
@@ -54,23 +54,23 @@ def hierarchical(
 
 @attrs.define(eq=False, kw_only=True)
 class AgentBaselines:
-    """An estimator that compares each agent with how it usually does in its environment.
+    """An estimator that compares each agent with its usual reward in the environment.
 
         estimator = advantage.AgentBaselines(decay=0.95)
         samples = advantage.assign(groups, estimator)
 
     For every (environment, agent), b is a running mean of rewards that starts at 0. Rollouts are
-    met in the order of the groups and within them::
+    processed in the order of the groups and within them::
 
         A_i = R_i - b        then        b = decay * b + (1 - decay) * R_i
 
-    In a zero-sum game the mean of a group is 0 whatever the agents do; this tells an agent that
-    improves from one that has the better seat. Role-conditioned advantage estimation (SPIRAL,
+    In a zero-sum game the mean of a group is 0 whatever the agents do; this distinguishes an agent
+    that improves from one that has the better role. Role-conditioned advantage estimation (SPIRAL,
     arXiv:2506.24119, equation 2 and algorithm 1); updating b first, as written there, would scale
     all advantages by ``decay``.
 
-    A call changes the baselines, so call it once for each group. ``state`` and ``restore`` go on
-    exactly where a run stopped.
+    A call changes the baselines, so call it once for each group. ``state`` and ``restore`` resume
+    it exactly.
 
     Raises:
         ValueError: ``decay`` is not within [0, 1].
@@ -88,11 +88,11 @@ class AgentBaselines:
         return np.array([self._score(group.environment, one) for one in group.rollouts], np.float64)
 
     def state(self) -> dict[str, Any]:
-        """The baselines as ``[environment, agent, baseline]``, in JSON's types."""
+        """The baselines as ``[environment, agent, baseline]``, in JSON types."""
         return {"baselines": [[*key, value] for key, value in sorted(self._baselines.items())]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where the estimator of ``state`` was."""
+        """Resume exactly where the estimator of ``state`` was."""
         self._baselines = {
             (environment, agent): float(baseline)
             for environment, agent, baseline in state["baselines"]

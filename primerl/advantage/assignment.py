@@ -15,9 +15,9 @@ LARGEST = float(np.finfo(np.float32).max)
 def assign(
     groups: Iterable[Group], estimator: Callable[[Group], Sequence[Any] | np.ndarray]
 ) -> list[TrainingSample]:
-    """Give every sequence its advantages; sequences without a token to train are left out.
+    """Give every sequence its advantages; sequences without a token to be trained are left out.
 
-    A rollout without such a token still counts in what its group is compared with.
+    The reward of a rollout without such a token still counts in its group.
 
     Args:
         groups: finished groups; the estimator is called once for each, in order.
@@ -50,7 +50,7 @@ def whitened(samples: Iterable[TrainingSample], *, epsilon: float = 1e-8) -> lis
     """The samples with advantages of mean 0 and standard deviation 1 over all trained tokens.
 
     ``A = (A - mean(A)) / (std(A) + epsilon)`` over the tokens of the whole batch, so call it
-    before the batch is cut up. Equal advantages become 0. After ``assign`` with the rewards
+    before the batch is divided. Equal advantages become 0. After ``assign`` with the rewards
     themselves it is the normalization of REINFORCE++, after ``centered`` that of
     REINFORCE++-baseline (arXiv:2501.03262).
 
@@ -88,7 +88,7 @@ def _training_sample(sample: Sample, value: Any, said: str) -> TrainingSample:
             f"{sample.loss_mask.shape}; expected one advantage for each token"
         )
     advantages = np.where(sample.loss_mask, advantages, 0.0)
-    refused = ~(np.abs(advantages) <= LARGEST)  # written so that it holds for nan
+    refused = ~(np.abs(advantages) <= LARGEST)  # written so that nan is refused, too
     if refused.any():
         raise ValueError(
             f"{said} {advantages[refused][0]} for a token to be trained, which is not finite in "

@@ -16,11 +16,11 @@ Rewards = Float64[np.ndarray, " g"]
 def of_rewards(fn: Callable[..., Any]) -> Callable[..., Rewards]:
     """Lift a function of ``rewards[g]`` to one of a ``Group``; bare arrays still work.
 
-    Hyperparameters are passed on by keyword. A group without rollouts has no advantages.
+    Hyperparameters are passed by keyword. A group without rollouts has no advantages.
 
     Raises:
-        ValueError: by what it returns: the rewards have more than one axis, or none, or one of
-            them is not finite.
+        ValueError: raised by the estimator: the rewards are not of shape (g,), or one of them is
+            not finite.
     """
 
     @functools.wraps(fn)
@@ -45,7 +45,7 @@ def of_rewards(fn: Callable[..., Any]) -> Callable[..., Rewards]:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """How an estimator is called in errors: ``pass_at_k(k=4)`` for a partial function."""
+    """The name of an estimator in errors: ``pass_at_k(k=4)`` for a partial function."""
     if isinstance(fn, functools.partial):
         hyperparameters = ", ".join(
             f"{key}={name_of(value) if callable(value) else repr(value)}"
@@ -59,10 +59,10 @@ def name_of(fn: Callable[..., Any]) -> str:
 def centered(rewards: Rewards) -> Rewards:
     """The reward minus the group's mean: ``A_i = R_i - mean(R)``.
 
-    Without division by the standard deviation, which would weigh tasks by their difficulty
+    Without division by the standard deviation, which would weight tasks by their difficulty
     (Dr. GRPO, arXiv:2503.20783, section 3.2).
     """
-    # The mean of equal rewards may be off by a rounding; that of zeros is not.
+    # The mean of equal rewards may have a rounding error; that of zeros has none.
     shifted = rewards - rewards.min()
     advantages: np.ndarray = shifted - shifted.mean()
     return advantages
@@ -97,15 +97,15 @@ def leave_one_out(rewards: Rewards) -> Rewards:
 
 @of_rewards
 def max_rl(rewards: Rewards) -> Rewards:
-    """The centered reward by the mean: ``A_i = (R_i - mean(R)) / mean(R)``; 0 where nothing earned.
+    """The centered reward over the mean: ``A_i = (R_i - mean(R)) / mean(R)``; 0 if the mean is 0.
 
-    With rewards of 0 and 1, the policy gradient is then one of the logarithm of the success rate,
+    With rewards of 0 and 1, the policy gradient is then that of the logarithm of the success rate,
     not of the rate itself, so tasks that are rarely solved weigh more. MaxRL (arXiv:2602.02710,
     algorithm 1).
 
     Raises:
-        ValueError: a reward is negative: the mean would not be a rate of success, and could be
-            close to 0 for any rewards.
+        ValueError: a reward is negative: the mean would not be a success rate, and could be close
+            to 0 for any rewards.
     """
     if rewards.min() < 0:
         raise ValueError(
@@ -118,7 +118,7 @@ def max_rl(rewards: Rewards) -> Rewards:
 
 @of_rewards
 def pass_at_k(rewards: Rewards, *, k: int) -> Rewards:
-    """The advantage where k rollouts, drawn from the group, earn 1 if any of them is right.
+    """The advantage if k rollouts, drawn from the group, earn 1 when any of them is right.
 
     With g rollouts of which w are wrong (reward 0; the others have reward 1)::
 
@@ -126,8 +126,8 @@ def pass_at_k(rewards: Rewards, *, k: int) -> Rewards:
         A = (1 - mean) / std                                              where right
         A = (1 - mean - C(w - 1, k - 1) / C(g - 1, k - 1)) / std          where wrong
 
-    Both are 0 where every draw earns the same: fewer than k are wrong, or all are. With k = 1 it
-    is ``standardized`` without epsilon. Pass@k training (arXiv:2508.10751, section 2.4).
+    Both are 0 if every draw earns the same: fewer than k are wrong, or all are. With k = 1 it is
+    ``standardized`` without epsilon. Pass@k training (arXiv:2508.10751, section 2.4).
 
     Raises:
         ValueError: a reward is neither 0 nor 1, or k is not within 1..g.

@@ -1,4 +1,4 @@
-"""Penalties for what an answer costs: its tokens and its turns."""
+"""Penalties for the cost of an answer: its tokens and its turns."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,20 +19,21 @@ def penalized(
     prompt_tokens: float = 0.0,
     turns: float = 0.0,
 ) -> Any:
-    """The advantages of ``baseline`` after each reward has paid for its rollout's length.
+    """The advantages of ``baseline`` after each reward is reduced by its rollout's cost.
 
     With c_i, p_i and n_i the completion tokens, prompt tokens and turns of rollout i::
 
         R_i - max(mean(R), 0) * (completion_tokens * c_i / max(c)
                                  + prompt_tokens * p_i / max(p) + turns * n_i / max(n))
 
-    Completion tokens are those that the policy sampled, prompt tokens all others (a tool's reply
-    is one), and a turn is an unbroken run of sampled tokens, over all samples of the rollout.
-    The price follows the mean reward, so a group that failed is not taught to be short.
+    Completion tokens are those that the policy sampled, prompt tokens all others (a tool's reply,
+    for example), and a turn is an unbroken run of sampled tokens, over all samples of the rollout.
+    The penalty is proportional to the mean reward, so a group that failed does not learn to be
+    short.
 
     Args:
-        group: what is compared.
-        baseline: any estimator; it is called with the group with the changed rewards.
+        group: the rollouts that are compared.
+        baseline: any estimator; it is called with the group with the reduced rewards.
         completion_tokens: weight, 0 for no penalty.
         prompt_tokens: weight, 0 for no penalty.
         turns: weight, 0 for no penalty.
@@ -52,21 +53,21 @@ def penalized(
         return baseline(group)
     rewards = group.rewards
     counts = np.array([_counts(rollout) for rollout in group.rollouts], np.float64)
-    shares = counts / np.maximum(counts.max(axis=0), 1)  # where all are 0, all are equal
-    paid = rewards - max(float(rewards.mean()), 0.0) * (shares @ np.array([*weights.values()]))
-    return baseline(attrs.evolve(group, rollouts=list(map(_earning, group.rollouts, paid))))
+    shares = counts / np.maximum(counts.max(axis=0), 1)  # avoids 0/0 where all counts are 0
+    reduced = rewards - max(float(rewards.mean()), 0.0) * (shares @ np.array([*weights.values()]))
+    return baseline(attrs.evolve(group, rollouts=list(map(_with_reward, group.rollouts, reduced))))
 
 
 def _counts(rollout: Rollout) -> Float64[np.ndarray, " 3"]:
     """Completion tokens, prompt tokens and turns."""
     counts = np.zeros(3)
     for sample in rollout.samples:
-        # Not the loss mask: tokens that became too old to train were paid for all the same.
+        # Not the loss mask: tokens that were masked as too old have been sampled, too.
         sampled = sample.versions != NOT_SAMPLED
         starts = sampled & ~np.concatenate([[False], sampled[:-1]])
         counts += [sampled.sum(), (~sampled).sum(), starts.sum()]
     return counts
 
 
-def _earning(rollout: Rollout, reward: float) -> Rollout:
+def _with_reward(rollout: Rollout, reward: float) -> Rollout:
     return attrs.evolve(rollout, reward=reward)

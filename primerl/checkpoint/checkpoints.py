@@ -1,4 +1,4 @@
-"""Saving a training run while it goes on, and loading it on any number of ranks."""
+"""Saving a training run while it continues, and loading it on any number of ranks."""
 
 import logging
 import os
@@ -27,7 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class Stopped(SystemExit):
-    """The run was told to stop, and was saved: the process ends with exit code 143."""
+    """Raised by a loop that was told to stop, once it has saved: exit code 143.
+
+    Args:
+        step: policy steps taken.
+    """
 
     def __init__(self, step: int) -> None:
         super().__init__(143)  # what shells report of SIGTERM: the run is not finished
@@ -45,7 +49,11 @@ class Checkpoints:
         with checkpoint.Checkpoints(folder, model, optimizer, every=50) as saves:
             for step in range(saves.load(saved), steps):
                 ...
-                saves.after(step + 1, stop=world.should_stop(), worker=rollouts)
+                stopping = world.should_stop()
+                if stopping or saves.due(step + 1):
+                    saves.save(step + 1, wait=stopping, worker=rollouts)
+                if stopping:
+                    raise checkpoint.Stopped(step + 1)
 
     Each rank writes its shards to a file of its own. A checkpoint appears under its name when all
     files are on the disk, so a process killed at any time leaves the earlier ones. Leaving the
@@ -58,7 +66,7 @@ class Checkpoints:
         optimizer: one, or several with parameters of their own.
         schedule: of the learning rate; anything with ``state_dict`` and ``load_state_dict``, the
             same on all ranks.
-        every: policy steps from one save by ``after`` to the next; 0: only when told to stop.
+        every: policy steps from one checkpoint to the next, as ``due`` counts them; 0: never.
         keep: how many of the last checkpoints are kept.
         asynchronous: whether ``save`` returns once tensors are copied to the host's memory, which
             then holds this rank's share of the state, and a thread writes them.
@@ -156,30 +164,15 @@ class Checkpoints:
             together(claim, self._group)
         self._claimed = True
 
-    def after(self, step: int, *, stop: bool = False, **values: Any) -> None:
-        """Save if ``step`` steps are a multiple of ``every``, or if the run is to stop.
-
-        Args:
-            step: policy steps taken.
-            stop: save, wait until it is on the disk, and raise ``Stopped``.
-            values: as for ``save``.
-
-        Raises:
-            Stopped: a ``SystemExit`` of code 143.
-            RuntimeError: as for ``save``.
-        """
-        if stop:
-            self.save(step, wait=True, **values)
-            logger.warning("told to stop: step %d is saved in %s", step, self._folder)
-            raise Stopped(step)
-        if self._every and step % self._every == 0:
-            self.save(step, **values)
+    def due(self, step: int) -> bool:
+        """Whether ``step`` policy steps are a multiple of ``every``."""
+        return self._every > 0 and step % self._every == 0
 
     def save(self, step: int, *, wait: bool = False, **values: Any) -> None:
         """Save the run. All ranks call it; an earlier save that still runs is waited for.
 
         Args:
-            step: policy steps taken: where a run that loads it goes on.
+            step: policy steps taken: where a run that loads it resumes.
             wait: return when it is on the disk, also if ``asynchronous``.
             values: of rank 0, under names for ``Saved.get``: bytes, JSON's types, or what has a
                 ``state()`` that is one of them; None is left out.

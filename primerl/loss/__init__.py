@@ -21,7 +21,7 @@ from primerl.loss.correction import (
     token_tis,
     veto,
 )
-from primerl.loss.diagnostics import mismatch_kl, summarize, token_statistics
+from primerl.loss.diagnostics import Statistics, mismatch_kl
 from primerl.loss.kl import cross_entropy, k1, k2, k3
 from primerl.loss.linear_head import linear_logprobs
 from primerl.loss.logprobs import model_logprobs, model_logprobs_and_entropy, token_logprobs
@@ -31,6 +31,7 @@ from primerl.loss.surrogate import cispo, clipped, decoupled, gspo, reinforce, s
 from primerl.loss.trust_region import distill, dppo, ipo
 
 __all__ = [
+    "Statistics",
     "cispo",
     "clipped",
     "cross_entropy",
@@ -55,12 +56,10 @@ __all__ = [
     "sequence_mis",
     "sequence_ratio",
     "sequence_tis",
-    "summarize",
     "token_logprobs",
     "token_mean",
     "token_mis",
     "token_ratio",
-    "token_statistics",
     "token_tis",
     "topr",
     "veto",

@@ -1,16 +1,17 @@
-"""Numbers that say whether trainer and sampler agree, and how far the policy has moved.
+"""Metrics that say whether trainer and sampler agree, and how far the policy has moved.
 
-    totals = collections.Counter()
-    for b in batches:
+    statistics = loss.Statistics(version=step)
+    for batch in batches:
         ...
-        totals.update(loss.token_statistics(logprobs, b.behavior_logprobs, b.loss_mask, b.versions,
-                                            version=step, aux=aux), loss=mean.detach())
-    metrics = loss.summarize(parallel.all_sum(totals))
+        statistics.add(logprobs, batch.behavior_logprobs, batch.loss_mask, batch.versions,
+                       loss=objective, aux=aux)
+    metrics = statistics.summary(parallel.all_sum)
 
 Everything is kept as sums, which add up over micro-batches and ranks; quotients come last.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,10 +20,109 @@ from torch import Tensor
 from primerl.loss.arguments import checked, require_finite
 from primerl.loss.ratio import LOG_RATIO_LIMIT, log_ratio
 
+AllSum = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 QUANTILES = (0.01, 0.5, 0.99)
 FINEST_LOG_RATIO = 1e-7
 BINS_PER_SIDE = 128
 AUX = "tokens/"
+
+
+class Statistics:
+    """The metrics of one policy step, added up over its micro-batches; then over ranks.
+
+    Args:
+        version: the trainer's, before the step.
+        max_staleness: the last bucket of ``off_policy_kl``, which counts staler tokens too. Tokens
+            newer than the trainer count in none.
+
+    Raises:
+        ValueError: ``max_staleness`` is below 1.
+    """
+
+    def __init__(self, *, version: int, max_staleness: int = 8) -> None:
+        if max_staleness < 1:
+            raise ValueError(f"max_staleness={max_staleness}: expected at least 1")
+        self._version = version
+        self._max_staleness = max_staleness
+        self._sums: Counter[str] = Counter()
+        self._minibatches = 0
+        self._minibatch_ended = True
+
+    def add(
+        self,
+        logprobs: Float[Tensor, " t"],
+        behavior_logprobs: Float[Tensor, " t"],
+        loss_mask: Bool[Tensor, " t"],
+        versions: Int[Tensor, " t"],
+        *,
+        loss: Float[Tensor, ""] | None = None,
+        entropy: Float[Tensor, " t"] | None = None,
+        aux: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Add a micro-batch. Nothing here has a gradient; sums are float64.
+
+        Args:
+            logprobs: by the trainer, now.
+            behavior_logprobs: by the sampler.
+            loss_mask: the trained tokens.
+            versions: the version that sampled each token.
+            loss: this micro-batch's part of the objective.
+            entropy: of the policy at each row, in nats, if it was computed.
+            aux: what the token loss returned beside the loss.
+
+        Raises:
+            ValueError: the tensors do not fit, or ``behavior_logprobs`` is not finite at a trained
+                token.
+        """
+        self._minibatches += self._minibatch_ended
+        self._minibatch_ended = False
+        sums = token_statistics(
+            logprobs,
+            behavior_logprobs,
+            loss_mask,
+            versions,
+            version=self._version,
+            max_staleness=self._max_staleness,
+            entropy=entropy,
+            aux=aux,
+        )
+        if self._minibatches > 1:
+            # The trainer has moved on from the version that it began with: this is no mismatch.
+            sums["kl_by_staleness"][0] = 0.0
+        if loss is not None:
+            sums["loss"] = loss.detach().double()
+        self._sums.update(sums)
+
+    def end_minibatch(self) -> None:
+        """Note that the optimizer stepped: later micro-batches meet weights of no version.
+
+        Only a step with several minibatches needs it. ``mismatch_kl`` is then of the first, and
+        ``loss`` the mean over minibatches.
+        """
+        self._minibatch_ended = True
+
+    def summary(self, all_sum: AllSum = dict) -> dict[str, float]:
+        """The metrics of the step.
+
+        - ``loss``: the objective.
+        - ``mismatch_kl``: mean of ``r - 1 - log r`` over tokens of the trainer's own version,
+          ``mismatch_tokens`` many: numerics.
+        - ``off_policy_kl/s``: the same over tokens s versions old: numerics and policy.
+        - ``effective_sample_size``: ``(sum r)^2 / (n sum r^2)``, from 1 (on policy) to ``1/n``.
+        - ``ratio_p1``, ``ratio_p50``, ``ratio_p99``: quantiles of r, exact to 16% of ``log r``.
+        - ``entropy``: mean, in nats.
+        - ``tokens/NAME``: the mean of each entry of ``aux``: the share clipped, dropped and so on.
+
+        A metric without a token is left out.
+
+        Args:
+            all_sum: adds tensors by name over ranks, such as ``parallel.all_sum``; by default, this
+                process is the only one. All ranks call it.
+        """
+        metrics = summarize(all_sum(dict(self._sums)))  # type: ignore[arg-type]
+        if "loss" in metrics:
+            metrics["loss"] /= self._minibatches
+        return metrics
 
 
 @checked()
@@ -56,7 +156,12 @@ def mismatch_kl(
     require_finite("behavior_logprobs", behavior_logprobs, loss_mask)
     same = loss_mask & (versions == version)
     log_r = log_ratio(logprobs.detach(), behavior_logprobs).where(same, 0.0)
-    return (log_r.expm1() - log_r).sum(), same.sum()
+    return _excess(log_r).sum(), same.sum()
+
+
+def _excess(log_r: Tensor) -> Tensor:
+    """``r - 1 - log r``, exact for small ``log r``."""
+    return log_r.expm1() - log_r
 
 
 @checked()
@@ -71,30 +176,12 @@ def token_statistics(
     entropy: Float[Tensor, " t"] | None = None,
     aux: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Sums over the trained tokens of a micro-batch, for ``summarize``; float64, detached.
-
-    Args:
-        logprobs: by the trainer, now.
-        behavior_logprobs: by the sampler.
-        loss_mask: the trained tokens.
-        versions: the version that sampled each token.
-        version: the trainer's version.
-        max_staleness: the last bucket of ``off_policy_kl``, which counts staler tokens too. Tokens
-            newer than the trainer count in none.
-        entropy: of the policy at each row, if it was computed.
-        aux: what the token loss returned beside the loss.
-
-    Raises:
-        ValueError: ``max_staleness`` is below 1, the tensors do not fit, or ``behavior_logprobs``
-            is not finite at a trained token.
-    """
-    if max_staleness < 1:
-        raise ValueError(f"max_staleness={max_staleness}: expected at least 1")
+    """Sums over the trained tokens of a micro-batch, for ``summarize``: see ``Statistics.add``."""
     require_finite("behavior_logprobs", behavior_logprobs, loss_mask)
     trained = loss_mask.nonzero().squeeze(1)  # once: a device is waited for
     log_r = log_ratio(logprobs.detach(), behavior_logprobs).index_select(0, trained).double()
     r = log_r.exp()
-    kl = log_r.expm1() - log_r
+    kl = _excess(log_r)
     staleness = (version - versions.index_select(0, trained).long()).clamp(-1, max_staleness)
     buckets = kl.new_zeros(max_staleness + 2, 2)  # the last, -1, is of what is newer
     buckets.index_add_(0, staleness % len(buckets), torch.stack([kl, torch.ones_like(kl)], dim=1))
@@ -118,35 +205,27 @@ def token_statistics(
 
 
 def summarize(totals: Mapping[str, Tensor]) -> dict[str, float]:
-    """The figures of a step from the sums of its ``token_statistics``.
-
-    - ``mismatch_kl``: mean of ``r - 1 - log r`` over tokens of the trainer's own version: numerics.
-    - ``off_policy_kl/s``: the same over tokens s versions old: numerics and policy.
-    - ``effective_sample_size``: ``(sum r)^2 / (n sum r^2)``, from 1 (on policy) down to ``1/n``.
-    - ``ratio_p1``, ``ratio_p50``, ``ratio_p99``: quantiles of r, exact to 16% of ``log r``.
-    - ``entropy``: mean, in nats.
-    - ``tokens/NAME``: the mean of each entry of ``aux``: the share clipped, dropped and so on.
-
-    A figure without a token is left out; a single number, such as the step's loss, stays itself.
-    """
-    figures: dict[str, float] = {}
+    """Metrics from the sums of ``token_statistics``: see ``Statistics.summary``."""
+    metrics: dict[str, float] = {}
     for name, sums in ((name, sums.cpu()) for name, sums in totals.items()):
         if name == "kl_by_staleness":
             for staleness, (total, count) in enumerate(sums.tolist()):
                 if count:
                     key = f"off_policy_kl/{staleness}" if staleness else "mismatch_kl"
-                    figures[key] = total / count
+                    metrics[key] = total / count
+                if count and not staleness:
+                    metrics["mismatch_tokens"] = count
         elif name == "importance":
             count, total, squares = sums.tolist()
             if count:
-                figures["effective_sample_size"] = total**2 / (count * squares)
+                metrics["effective_sample_size"] = total**2 / (count * squares)
         elif name == "log_ratio_histogram":
-            figures |= _quantiles(sums)
+            metrics |= _quantiles(sums)
         elif sums.ndim == 0:
-            figures[name] = sums.item()
+            metrics[name] = sums.item()
         elif sums[1] > 0:
-            figures[name] = (sums[0] / sums[1]).item()
-    return figures
+            metrics[name] = (sums[0] / sums[1]).item()
+    return metrics
 
 
 def _edges(device: torch.device) -> Tensor:

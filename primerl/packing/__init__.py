@@ -5,7 +5,7 @@ seam between the host, where entry i describes token i, and the device, where ro
 token after it.
 """
 
-from primerl.packing.batch import PackedBatch, pack
+from primerl.packing.batch import PackedBatch, minibatches, pack
 from primerl.packing.binning import bins
 
-__all__ = ["PackedBatch", "bins", "pack"]
+__all__ = ["PackedBatch", "bins", "minibatches", "pack"]

@@ -16,26 +16,31 @@ T = TypeVar("T")
 
 
 def scatter(
-    batches: Sequence[Sequence[T]] | None, kind: type[T], mesh: Mesh | None = None
+    batches: Sequence[Sequence[T]] | None,
+    kind: type[T],
+    mesh: Mesh | None = None,
+    *,
+    device: torch.device | None = None,
 ) -> list[T]:
     """Give each rank its micro-batches, which only rank 0 has.
 
-        packed = packing.pack(samples, ..., ranks=mesh.batches) if world.is_first else None
-        for batch in parallel.scatter(packed, packing.PackedBatch, mesh): ...
+        packed = packing.pack(samples, ..., ranks=mesh.batches)  # of no samples but on rank 0
+        for batch in parallel.scatter(packed, packing.PackedBatch, mesh, device=world.device): ...
 
     Rank r gets ``batches[r]``, but with ``mesh.cp > 1`` part ``r % cp`` of ``batches[r // cp]``, as
-    ``batch.split(cp)`` divides it. Tensors travel as their bytes, exactly, and arrive on the CPU; a
-    field may also be None or a plain number or text.
+    ``batch.split(cp)`` divides it. Tensors travel as their bytes, exactly; a field may also be None
+    or a plain number or text.
 
     Args:
-        batches: ``mesh.batches`` lists, equally long; None on every rank but the first.
+        batches: on rank 0 ``mesh.batches`` lists, equally long; on the others empty lists or None.
         kind: the attrs class of a batch.
         mesh: None: a list for each rank.
+        device: where the batches go, by their method ``to``; None: they stay on the CPU.
 
     Raises:
         ValueError: a rank other than the first passes batches, or the first none, another number of
             lists, or lists of different lengths; a field cannot travel; or batches are to be
-            divided and their class has no ``split``.
+            divided or moved and their class has no ``split`` or ``to``.
     """
     cp = mesh.cp if mesh else 1
     any_kind: type[Any] = kind
@@ -46,11 +51,13 @@ def scatter(
             f"{kind.__name__} has no split(parts), by which each batch would be divided among "
             f"cp={cp} ranks; use a mesh with cp=1"
         )
+    if device is not None and not hasattr(kind, "to"):
+        raise ValueError(f"{kind.__name__} has no to(device); leave its batches on the CPU")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if rank > 0:
-        if batches is not None:
-            raise ValueError(f"rank {rank} passes batches; only rank 0 has any, the others None")
-        return _receive(kind)
+        if any(batches or ()):
+            raise ValueError(f"rank {rank} passes batches; only rank 0 may have any")
+        return _moved(_receive(kind), device)
     checked = _checked(batches, world_size // cp)
     if cp > 1:
         divided = [[one.split(cp) for one in mine] for mine in checked]  # type: ignore[attr-defined]
@@ -58,7 +65,11 @@ def scatter(
     if world_size > 1:
         # All are encoded before any is sent, so that a field that cannot travel stops every rank.
         _send([_encode(mine) for mine in checked[1:]])
-    return list(checked[0])
+    return _moved(checked[0], device)
+
+
+def _moved(batches: Sequence[Any], device: torch.device | None) -> list[Any]:
+    return list(batches) if device is None else [batch.to(device) for batch in batches]
 
 
 @overload

@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 
 from primerl._optional import require
-from primerl.attention.packed import is_sparse
+from primerl.attention.admission import is_sparse
 from primerl.parallel.experts import expert_modules
 from primerl.parity.checks import CONTEXT_METHODS, Finding, MeshPlan
 from primerl.parity.reference import MUON_FAMILIES

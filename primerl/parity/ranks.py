@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from primerl import parallel
-from primerl.attention.packed import refuse_unpackable
+from primerl.attention.admission import refuse_unpackable
 from primerl.parity import training as parity_training
 from primerl.parity.checks import Finding, MeshPlan, differences, on_mesh
 from primerl.parity.reference import Document, Training, sampled, train

@@ -1,4 +1,4 @@
-"""Rollouts: engines that sample, environments that play, and the worker that runs both.
+"""Rollouts: engines that sample, environments that play tasks, and the worker that runs both.
 
 The only package that is asynchronous. Its one torch-dependent part, ``TransformersEngine``, loads
 on first use, so a process that only collects rollouts never imports torch.
@@ -10,32 +10,26 @@ from typing import TYPE_CHECKING, Any
 from primerl.rollout.collection.buffer import Buffer
 from primerl.rollout.collection.groups import run_group
 from primerl.rollout.collection.recording import load_groups, save_groups
-from primerl.rollout.collection.staleness import (
-    check_schedule,
-    may_start,
-    oldest_version,
-    token_staleness,
-)
-from primerl.rollout.engines.contract import BadCompletion, BadSample
+from primerl.rollout.engines.contract import BadCompletion
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.conversation import Conversation
 from primerl.rollout.environments.environment import Environment, RewardError, single_turn
 from primerl.rollout.environments.isolation import isolated
+from primerl.rollout.environments.routing import route
 from primerl.rollout.tasks.difficulty_pools import DifficultyPools
-from primerl.rollout.tasks.mixtures import Mixture, route
+from primerl.rollout.tasks.mixtures import Mixture
 from primerl.rollout.tasks.streams import InOrder, Shuffled, TaskStream
 from primerl.rollout.workers import Evaluation, Worker, worker
 
 if TYPE_CHECKING:
     from primerl.rollout.engines.transformers.engine import TransformersEngine
-    from primerl.rollout.engines.vllm.child import VLLMServer
-    from primerl.rollout.engines.vllm.engine import VLLMEngine
-    from primerl.rollout.engines.vllm.server import serve_vllm
+    from primerl.rollout.engines.vllm.client.engine import VLLMEngine
+    from primerl.rollout.engines.vllm.server.child import VLLMServer
+    from primerl.rollout.engines.vllm.server.launch import serve_vllm
     from primerl.rollout.environments.verifiers_adapter import verifiers
 
 __all__ = [
     "BadCompletion",
-    "BadSample",
     "Buffer",
     "Conversation",
     "DifficultyPools",
@@ -51,17 +45,13 @@ __all__ = [
     "VLLMEngine",
     "VLLMServer",
     "Worker",
-    "check_schedule",
     "isolated",
     "load_groups",
-    "may_start",
-    "oldest_version",
     "route",
     "run_group",
     "save_groups",
     "serve_vllm",
     "single_turn",
-    "token_staleness",
     "verifiers",
     "worker",
 ]
@@ -69,9 +59,9 @@ __all__ = [
 
 _LAZY = {
     "TransformersEngine": "engines.transformers.engine",
-    "VLLMEngine": "engines.vllm.engine",
-    "VLLMServer": "engines.vllm.child",
-    "serve_vllm": "engines.vllm.server",
+    "VLLMEngine": "engines.vllm.client.engine",
+    "VLLMServer": "engines.vllm.server.child",
+    "serve_vllm": "engines.vllm.server.launch",
     "verifiers": "environments.verifiers_adapter",
 }
 

@@ -1,10 +1,10 @@
-"""Words for an exception, also for one whose own words can't be had."""
+"""Text for exceptions, including those whose ``__str__`` fails."""
 
 import traceback
 
 
-def words(error: BaseException) -> str:
-    """``str(error)``, which a stranger's exception may fail to give."""
+def message(error: BaseException) -> str:
+    """``str(error)``; the exception's name if that fails, as in user code it may."""
     try:
         return str(error)
     except Exception:
@@ -12,5 +12,5 @@ def words(error: BaseException) -> str:
 
 
 def summary(error: BaseException) -> str:
-    """``Name: words``, as the last line of a traceback."""
+    """``Name: message``, as the last line of a traceback."""
     return traceback.format_exception_only(error)[0].strip()

@@ -11,13 +11,12 @@ from types import TracebackType
 from typing import Any
 
 from primerl.rollout.collection.buffer import ON_STALE
-from primerl.rollout.collection.collector import Plan
+from primerl.rollout.collection.plan import Plan
 from primerl.rollout.collection.staleness import check_schedule
 from primerl.rollout.engines.protocol import Engine
-from primerl.rollout.engines.remote import portable
 from primerl.rollout.environments.environment import Environment, Task
-from primerl.rollout.processes.crossing import pickle_arguments
 from primerl.rollout.processes.hosts import BLOCKED_S, InProcess, InThread
+from primerl.rollout.processes.pickling import pickle_arguments
 from primerl.rollout.tasks.streams import InOrder, TaskStream
 from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
@@ -27,7 +26,7 @@ ISOLATION = ("process", "thread")
 
 
 def worker(
-    engine: Engine,
+    engine: Engine | None,
     environment: Environment,
     tasks: Iterable[Task] | TaskStream,
     *,
@@ -43,7 +42,7 @@ def worker(
     quarantine_after: int = 3,
     group_timeout_s: float = 1800.0,
     timeout_s: float = 600.0,
-    await_proof: bool = False,
+    await_verification: bool | None = None,
     state: bytes | None = None,
     isolation: str = "process",
     threads: int = 1,
@@ -57,6 +56,8 @@ def worker(
     Args:
         engine: samples; its ``version`` says which weights it serves. It stays in this process and
             is called from the worker's, unless it is ``portable``: a client of a server elsewhere.
+            None, as on ranks other than 0, is for a worker that does nothing: ``take`` and
+            ``evaluate`` return no rollouts.
         environment: ``async (task, engine, params) -> Rollout``.
         tasks: a stream (``Shuffled``, ``Mixture``, ``DifficultyPools``), or any iterable of
             mappings, iterated again from the start when it runs out.
@@ -77,9 +78,10 @@ def worker(
         group_timeout_s: how long a group may take; its stragglers are then cancelled.
         timeout_s: how long a wait may see no further group that its step can use, and how long the
             engine may fail every request, before that is an error.
-        await_proof: whether a version is provisional until ``Worker.settle`` has named it, the one
-            that is served at the start included.
-        state: what ``Worker.state`` returned, to go on from there; refused where its groups or
+        await_verification: whether a version is provisional until ``Worker.mark_version`` has named
+            it, the one that is served at the start included. None: if the engine can be probed, as
+            vLLM's servers can, to which ``weights.transport_to(..., worker=)`` publishes.
+        state: what ``Worker.state`` returned, to resume from there; refused where its groups or
             tasks are not what this worker would make (another ``group_size``, say).
         isolation: ``"process"``: in a process of its own, so that environments never take the
             trainer's interpreter lock; what crosses is pickled, lambdas and local functions
@@ -92,6 +94,8 @@ def worker(
             greedy), the schedule could only stand still, or an argument can't cross into the
             worker's process.
     """
+    if engine is None:
+        return IdleWorker()
     _check_parts(engine, environment, params, keep, threads)
     check_schedule(
         publish_every=publish_every, max_staleness=max_staleness, groups_per_step=groups_per_step
@@ -107,7 +111,9 @@ def worker(
         quarantine_after=quarantine_after,
         group_timeout_s=group_timeout_s,
         timeout_s=timeout_s,
-        await_proof=await_proof,
+        await_verification=(
+            hasattr(engine, "probe") if await_verification is None else await_verification
+        ),
     )
     _check(plan, engine, tasks, isolation)
     arguments: dict[str, Any] = {
@@ -119,8 +125,6 @@ def worker(
     }
     if isolation == "thread":
         return Worker(engine, InThread(engine, arguments), plan)
-    if portable(engine):
-        arguments["engine"] = engine
     pickle_arguments(params=params, tasks=tasks)  # under the names that the caller knows
     return Worker(engine, InProcess(engine, pickle_arguments(**arguments), threads), plan)
 
@@ -198,7 +202,7 @@ class Worker:
     def __enter__(self) -> "Worker":
         if self._thread is not None:
             raise RuntimeError(
-                "this worker was entered before; make another: rollout.worker(..., state=) goes on "
+                "this worker was entered before; make another: rollout.worker(..., state=) resumes "
                 "from what state() returned"
             )
         self._loop = asyncio.new_event_loop()
@@ -222,7 +226,7 @@ class Worker:
         if self._loop is not None:
             self._last_stats = self._stop()
         if kind is KeyboardInterrupt and self._host.interrupted:
-            raise RuntimeError(self._host.death) from None  # nobody pressed Ctrl-C
+            raise RuntimeError(self._host.cause_of_death) from None  # nobody pressed Ctrl-C
 
     def take(self, version: PolicyVersion) -> list[Group]:
         """The groups of one policy step, oldest first; blocks until they are there.
@@ -245,25 +249,25 @@ class Worker:
         with self._taking:
             delivery = next(self._deliveries)
             try:
-                groups: list[Group] = self._wait("take", version, delivery, self._engine.version)
+                groups: list[Group] = self._wait("take", version, delivery)
             except BaseException:  # they may be on their way
                 self._notify("give_back", delivery)
                 raise
             self._notify("deliver", delivery)
             return groups
 
-    def settle(self, version: PolicyVersion, *, proven: bool) -> None:
-        """Say whether the engines were proven to serve ``version``'s weights (``await_proof``).
+    def mark_version(self, version: PolicyVersion, *, verified: bool) -> None:
+        """Say whether the engines were verified to serve the weights of ``version``.
 
         Until then no ``take`` returns a group with a token that it sampled, trained or not. When it
-        is rejected, such groups are dropped as ``"unproven"``, those in flight are cancelled, and
-        none is started until it, published again and repaired, or a later version is proven. A
-        proven version may be rejected later.
+        is rejected, such groups are dropped as ``"unverified"``, those in flight are cancelled, and
+        none is started until it, published again and repaired, or a later version is verified. A
+        verified version may be rejected later.
 
         Raises:
-            ValueError: the worker was made without ``await_proof``.
+            ValueError: the worker was made with ``await_verification=False``.
         """
-        self._wait("settle", version, proven, self._engine.version)
+        self._wait("mark_version", version, verified)
 
     def evaluate(
         self,
@@ -276,7 +280,7 @@ class Worker:
         """Play each task once, beside training, and return the rollouts in order.
 
         All are sampled by one version of the weights. The trainer waits here, so nothing is
-        published meanwhile; ``start_evaluation`` lets it go on.
+        published meanwhile; ``start_evaluation`` does not wait.
 
         Raises:
             RuntimeError: it took longer than ``timeout_s``, or weights were published meanwhile.
@@ -287,7 +291,7 @@ class Worker:
     def start_evaluation(
         self, tasks: Iterable[Task], params: SamplingParams, *, engine: Engine | None = None
     ) -> "Evaluation":
-        """Begin an evaluation and let training go on; ``result`` waits for it.
+        """Begin an evaluation beside training; ``result`` waits for it.
 
         Args:
             tasks: played once each.
@@ -296,11 +300,9 @@ class Worker:
                 only before an evaluation. Training's own would move on under the evaluation,
                 which is an error.
         """
-        if engine is None and not portable(self._engine):
-            engine = self._engine  # so that what it serves now is known in the worker
-        served = self._engine.version if engine is None else None
+        other = None if engine is self._engine else engine
         played = [dict(task) for task in tasks]
-        return Evaluation(self, self._call("evaluate", played, params, engine, served))
+        return Evaluation(self, self._call("evaluate", played, params, other))
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start (of the run, where it went on from a ``state``).
@@ -311,7 +313,7 @@ class Worker:
         and, by the error's name, ``errors``; requests that the engine failed: ``engine_errors``.
         Tasks: ``quarantined``, and how often one was drawn
         and ``skipped``. ``environments``: by name, groups, rollouts, tokens, failed groups and
-        the sum of rewards. ``awaiting_proof``: for each version that is not settled, the finished
+        the sum of rewards. ``awaiting_verification``: for each provisional version, the finished
         groups that wait for it. ``trainer_wait_s``: time in ``take``. ``rollout_wait_s``: time in
         which the bound let no group run. ``loop_lag_p99_s``, ``loop_lag_max_s``: how late the
         worker's event loop was, in the last two minutes and ever.
@@ -322,7 +324,7 @@ class Worker:
         return stats
 
     def state(self) -> bytes:
-        """What another worker needs to go on from here: ``worker(..., state=)``.
+        """What another worker needs to resume from here: ``worker(..., state=)``.
 
         The tasks' position, the finished groups, the counts, the curriculum's estimates and the
         tasks in quarantine. Tasks in flight are played again, so none is skipped.
@@ -355,7 +357,7 @@ class Worker:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while not self._done(future, deadline):
-                silent = time.monotonic() - self._host.last_beat
+                silent = time.monotonic() - self._host.last_heartbeat
                 if silent > self._plan.timeout_s:
                     raise RuntimeError(
                         f"{what}: the worker's event loop has been blocked for {silent:.0f} s; "
@@ -385,7 +387,7 @@ class Worker:
         loop, thread, self._loop = self._loop, self._thread, None
         assert loop is not None
         assert thread is not None
-        blocked = time.monotonic() - self._host.last_beat > BLOCKED_S
+        blocked = time.monotonic() - self._host.last_heartbeat > BLOCKED_S
         patience_s = 1.0 if blocked else JOIN_S
         stopping = asyncio.run_coroutine_threadsafe(self._host.stop(), loop)
         try:
@@ -401,8 +403,63 @@ class Worker:
         return stopping.result() if stopping.done() else None
 
 
+class IdleWorker(Worker):
+    """The worker on ranks other than 0: does nothing, so that a loop needs no test of its rank."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __enter__(self) -> "IdleWorker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def take(self, version: PolicyVersion) -> list[Group]:  # noqa: ARG002
+        """No groups: rank 0 has them."""
+        return []
+
+    def mark_version(self, version: PolicyVersion, *, verified: bool) -> None:
+        """Nothing to release or drop."""
+
+    def evaluate(
+        self,
+        tasks: Iterable[Task],  # noqa: ARG002
+        params: SamplingParams,  # noqa: ARG002
+        *,
+        engine: Engine | None = None,  # noqa: ARG002
+        timeout_s: float = 600.0,  # noqa: ARG002
+    ) -> list[Rollout]:
+        """No rollouts: rank 0 has them."""
+        return []
+
+    def start_evaluation(
+        self,
+        tasks: Iterable[Task],  # noqa: ARG002
+        params: SamplingParams,  # noqa: ARG002
+        *,
+        engine: Engine | None = None,  # noqa: ARG002
+    ) -> "Evaluation":
+        """An evaluation without rollouts."""
+        done: Future[Any] = Future()
+        done.set_result([])
+        return Evaluation(self, done)
+
+    def stats(self) -> dict[str, Any]:
+        """No counts."""
+        return {}
+
+    def state(self) -> bytes | None:  # type: ignore[override]
+        """Nothing: rank 0 saves."""
+        return None
+
+    def members(self) -> list[dict[str, Any]]:
+        """No processes."""
+        return []
+
+
 class Evaluation:
-    """An evaluation that goes on beside training."""
+    """An evaluation beside training."""
 
     def __init__(self, owner: Worker, future: "Future[Any]") -> None:
         self._owner = owner

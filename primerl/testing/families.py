@@ -195,7 +195,7 @@ def refuse_full_size(source: str | os.PathLike[str]) -> None:
     """
     import torch
 
-    from primerl.attention.packed import refuse_unpackable
+    from primerl.attention.admission import refuse_unpackable
 
     transformers = require("transformers", extra="transformers")
     with torch.device("meta"):

@@ -14,11 +14,22 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from primerl._vllm_names import (
+    COLLECTIVE_RPC,
+    FINISH_UPDATE,
+    GENERATE,
+    METRICS,
+    MODELS,
+    PREPARE_WEIGHTS,
+    SERVED_DTYPE,
+    SERVED_VOCAB_SIZE,
+    SET_WEIGHT_VERSION,
+    WEIGHT_INFO,
+)
 from primerl.rollout.engines.contract import Limits
 from primerl.testing.hostile import COMPLETION_FAULTS, Request
 from primerl.types import Completion, SamplingParams
 
-GENERATE = "/inference/v1/generate"
 CHUNK = b" " * (1 << 16)
 BOMB_BYTES = 1 << 31
 GZIP_BYTES = 1 << 29
@@ -118,20 +129,20 @@ class HostileServer:
     def _vllm(self, path: str, body: Json, fault: str | None) -> Any:
         if path == GENERATE:
             return self._generate(body, COMPLETION_FAULTS.get(fault or ""))
-        if path == "/finish_weight_update":
+        if path == FINISH_UPDATE:
             self.label = body["weight_version"]
-        elif path == "/update_weight_version":
+        elif path == SET_WEIGHT_VERSION:
             self.label = body["new_version"]
         results = {
-            "prepare_weights": {"prepared": True},
-            "served_dtype": "float32",
-            "served_vocab_size": {"vocab_size": self._vocab_size},
+            PREPARE_WEIGHTS: {"prepared": True},
+            SERVED_DTYPE: "float32",
+            SERVED_VOCAB_SIZE: {"vocab_size": self._vocab_size},
         }
         answers: Json = {
-            "/weight_info": {"weight_version": self.label},
-            "/v1/models": {"data": [{"id": "hostile", "max_model_len": self._context_length}]},
-            "/metrics": "vllm:num_requests_running 0.0\n",
-            "/collective_rpc": {"results": [results.get(body.get("method", ""), {})]},
+            WEIGHT_INFO: {"weight_version": self.label},
+            MODELS: {"data": [{"id": "hostile", "max_model_len": self._context_length}]},
+            METRICS: "vllm:num_requests_running 0.0\n",
+            COLLECTIVE_RPC: {"results": [results.get(body.get("method", ""), {})]},
         }
         return answers.get(path, {"status": "done"})
 

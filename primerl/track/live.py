@@ -9,6 +9,7 @@ from primerl._optional import require
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = (
     ("reward", "{:.3f}"),
+    ("evaluation", "{:.3f}"),
     ("loss", "{:.6f}"),
     ("staleness_max", "{:.0f}"),
     ("staleness_mean", "{:.2f}"),

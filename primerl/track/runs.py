@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import Any
 
@@ -14,9 +15,10 @@ import attrs
 import numpy as np
 
 from primerl.track.json_files import write_json, write_line
+from primerl.track.mismatch_gate import MismatchGate
 from primerl.track.run_folder import FINAL, SUMMARY, RunFolder, fresh_folder
 from primerl.track.sinks import Sink
-from primerl.types import Group, TrainingSample
+from primerl.types import Group, Rollout, TrainingSample
 
 OUTCOME = ("eval_before", "eval_after", "steps", "wall_s", "staleness_max", "mismatch_kl_mean")
 # Totals that become a rate per second, and those that become the step's own share.
@@ -31,17 +33,16 @@ class Run:
         with track.Run(folder, args=args, decode=tokenizer.decode) as run:
             for step in range(steps):
                 ...
-                run.log(step, groups=groups, samples=samples, totals=rollouts.stats(),
-                        metrics={"loss": loss})
-            run.finish(save=save, eval_before=0.4, eval_after=0.8)
+                run.log(step, groups, samples, totals=rollouts.stats(), metrics={"loss": loss})
+            run.finish()
 
     - ``args.json``: what the run was asked to do.
-    - ``metrics.jsonl``: a line for each step.
+    - ``metrics.jsonl``: a line for each step, with an ``alarm`` while ``gate`` has one.
     - ``rollouts.jsonl``: every trained sequence with its text, reward and per-token arrays.
     - ``summary.json``: the outcome, also of a run that failed or was killed, whose ``error`` says
-      so and which is not ``finished``; null where a figure does not apply.
+      so and which is not ``finished``; null where a metric does not apply.
       What is put into ``summary`` before appears there, too.
-    - ``final/``: what ``save`` writes.
+    - ``final/``, for the trained model: ``final_folder``.
 
     Making a ``Run`` only checks; entering it claims the folder for this process. With ``state``, a
     run is resumed: nothing in its folder changes before the first ``log``, so that a checkpoint can
@@ -54,6 +55,7 @@ class Run:
         args: an attrs value or a mapping.
         decode: token ids to text.
         sinks: functions ``(step, metrics) -> None``.
+        gate: watches ``mismatch_kl``.
         state: what ``Run.state`` returned, to resume that run in its folder.
         steps: how many are planned; needed to tell a resumed run that is finished.
         fixed: names of the ``args`` that a resumed run must keep.
@@ -72,6 +74,7 @@ class Run:
         args: Any = None,
         decode: Callable[[list[int]], str] | None = None,
         sinks: Sequence[Sink] = (),
+        gate: MismatchGate | None = None,
         state: Mapping[str, Any] | None = None,
         steps: int | None = None,
         fixed: Sequence[str] = (),
@@ -100,6 +103,13 @@ class Run:
         self._began = self._step_began = time.perf_counter()
         self._totals: dict[str, float] = dict(known.get("totals", {}))
         self._mismatch: list[float] = list(known.get("mismatch", (0.0, 0)))
+        self._gate = MismatchGate(**known["gate"]) if "gate" in known else gate or MismatchGate()
+        self._evaluation: float | None = None
+
+    @property
+    def final_folder(self) -> Path | None:
+        """Where the trained model goes; None on ranks other than 0."""
+        return self.folder / FINAL
 
     def _require_same_script(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state.get("steps"), int):
@@ -165,6 +175,7 @@ class Run:
             "summary": dict(self.summary),
             "staleness": [[stale, count] for stale, count in sorted(self.staleness.items())],
             "mismatch": list(self._mismatch),
+            "gate": self._gate.state(),
             "totals": dict(self._totals),
             "wall_s": self._wall_s,
         }
@@ -172,12 +183,11 @@ class Run:
     def log(
         self,
         step: int,
-        *,
         groups: Sequence[Group],
         samples: Sequence[TrainingSample],
-        totals: Mapping[str, Any] | None = None,
-        mismatch: Any = None,
+        *,
         metrics: Mapping[str, Any] | None = None,
+        totals: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Record one policy step, and return its metrics.
 
@@ -185,10 +195,10 @@ class Run:
             step: the version of the weights that the batch was applied to.
             groups: that were trained.
             samples: what ``advantage.assign`` made of them.
+            metrics: further numbers, under their own names. ``mismatch_kl`` is watched for an
+                alarm, and averaged over the run by ``mismatch_tokens`` (``loss.Statistics``).
             totals: running totals, as ``Worker.stats`` gives them; their growth since the last
                 step is recorded, that of groups dropped as ``dropped/REASON``.
-            mismatch: the sum and count that ``loss.mismatch_kl`` returned, added over the step.
-            metrics: further numbers, under their own names.
         """
         self._begin_writing()
         now = time.perf_counter()
@@ -203,8 +213,10 @@ class Run:
         line |= {name: growth[name] for name in SHARES if name in growth}
         line |= {name: count for name, count in growth.items() if name.startswith("dropped/")}
         line |= {name: totals[name] for name in GAUGES if totals and name in totals}
-        line["mismatch_kl"] = self._add_mismatch(mismatch)
-        line |= {name: _plain(value) for name, value in (metrics or {}).items()}
+        if self._evaluation is not None:
+            line["evaluation"], self._evaluation = self._evaluation, None
+        line |= {"mismatch_kl": None} | {n: _plain(value) for n, value in (metrics or {}).items()}
+        line["alarm"] = self._watch_mismatch(metrics or {})
         for sample in samples:
             stale = step - sample.versions[sample.loss_mask]
             self.staleness.update(stale.tolist())
@@ -216,12 +228,26 @@ class Run:
             sink(step, line)
         return line
 
-    def finish(self, *, save: Callable[[Path], None] | None = None, **summary: Any) -> None:
-        """Record the outcome, and write ``final/`` by calling ``save`` with its path."""
+    def log_evaluation(self, step: int, rollouts: Sequence[Rollout]) -> None:  # noqa: ARG002
+        """Record the mean reward of evaluation rollouts; of none, nothing.
+
+        It is ``evaluation`` in the next step's metrics. The summary has the first one of the run as
+        ``eval_before``, and the last as ``eval_after``.
+
+        Args:
+            step: the version of the weights that sampled.
+            rollouts: what ``Worker.evaluate`` returned.
+        """
+        if not rollouts:
+            return
+        self._evaluation = fmean(rollout.reward for rollout in rollouts)
+        first = self.summary["eval_before"] is None
+        self.summary["eval_before" if first else "eval_after"] = self._evaluation
+
+    def finish(self, **summary: Any) -> None:
+        """Record that all steps were taken, and further entries of the summary."""
         self._begin_writing()
         self.summary |= {name: _plain(value) for name, value in summary.items()}
-        if save is not None:
-            save(self.folder / FINAL)
         self.summary["finished"] = True
 
     def report(self) -> str:
@@ -243,14 +269,15 @@ class Run:
         self._totals = counted
         return grown
 
-    def _add_mismatch(self, mismatch: Any) -> float | None:
-        total, count = (0.0, 0.0) if mismatch is None else (float(x) for x in mismatch)
-        if not math.isfinite(total):
-            return None  # of a step that was skipped
-        self._mismatch = [self._mismatch[0] + total, self._mismatch[1] + count]
-        if self._mismatch[1]:
+    def _watch_mismatch(self, metrics: Mapping[str, Any]) -> str | None:
+        """Add to the run's mean; returns the alarm, while there is one."""
+        mismatch_kl, tokens = metrics.get("mismatch_kl"), metrics.get("mismatch_tokens", 0)
+        self._gate = self._gate.after(mismatch_kl)
+        if mismatch_kl is not None and math.isfinite(mismatch_kl) and tokens:
+            self._mismatch[0] += mismatch_kl * tokens
+            self._mismatch[1] += tokens
             self.summary["mismatch_kl_mean"] = self._mismatch[0] / self._mismatch[1]
-        return total / count if count else None
+        return self._gate.alarm
 
     def _write_rollouts(
         self, step: int, groups: Sequence[Group], samples: Sequence[TrainingSample]
@@ -278,6 +305,35 @@ class Run:
                         "advantages": one.advantages.tolist(),
                     }
                     write_line(self._files.rollouts, record)
+
+
+class IdleRun:
+    """The run on ranks other than 0: does nothing, so that a loop needs no test of its rank."""
+
+    folder = None
+    final_folder = None
+
+    def __enter__(self) -> "IdleRun":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def state(self) -> None:
+        """Nothing: rank 0 saves."""
+
+    def log(self, step: int, groups: object, samples: object, **more: object) -> None:
+        """Record nothing."""
+
+    def log_evaluation(self, step: int, rollouts: object) -> None:
+        """Record nothing."""
+
+    def finish(self, **summary: object) -> None:
+        """Record nothing."""
+
+    def report(self) -> str:
+        """Nothing to report."""
+        return ""
 
 
 def _batch_metrics(

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tensor_sizes import Sizes
 
 from primerl import loss, models, parallel, testing
+from primerl.attention import find_documents
 from primerl.attention import indexer as document_indexer
 from primerl.attention.documents import lay_out
 from primerl.attention.indexer import DocumentIndexer
-from primerl.attention.packed import find_documents
 
 TOP_K = 4
 LENGTHS = [5, 1, 9, 5, 12, 3, 40]  # some longer, some shorter than that
@@ -83,7 +83,7 @@ def test_packed_documents_are_each_as_alone(kind, lengths, recompute):
 def test_long_documents_are_computed_some_rows_at_a_time(kind, monkeypatch):
     model = sparse_model(kind)
     # 9 rows of the indexer's 12 heads, and 27 of attention's 4, for the 40 keys of the longest
-    monkeypatch.setattr(document_indexer, "SCORES", 9 * 12 * 40)
+    monkeypatch.setattr(document_indexer, "MAX_SCORES", 9 * 12 * 40)
     assert_equal_to_alone(model, LENGTHS)
 
 
@@ -307,9 +307,9 @@ def test_a_model_without_an_indexer_has_none_to_freeze():
 
 @pytest.fixture(scope="session")
 def found(root, tmp_path_factory):
-    """What tests/ranks/ranks_that_attend_sparsely.py found on each of four ranks, in one launch."""
+    """What tests/ranks/sparse_attention.py found on each of four ranks, in one launch."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = root / "tests/ranks/ranks_that_attend_sparsely.py"
+    script = root / "tests/ranks/sparse_attention.py"
     done = forked_ranks(script, folder, ranks=4, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(4)]

@@ -511,8 +511,8 @@ def test_the_last_ones_are_kept_and_remains_are_removed(tmp_path):
     with checkpoint.Checkpoints(
         tmp_path, net, torch.optim.SGD(trainable(net)), keep=2, every=2
     ) as saves:
-        for step in range(1, 10):
-            saves.after(step)
+        for step in filter(saves.due, range(1, 10)):
+            saves.save(step)
 
     assert sorted(path.name for path in folder.iterdir()) == [
         "mine",
@@ -532,16 +532,18 @@ def test_the_same_step_can_be_saved_again(three):
     assert len(list((three / "checkpoints").iterdir())) == 1
 
 
-def test_told_to_stop_it_saves_and_leaves_with_exit_code_143(tmp_path):
+def test_by_default_no_checkpoint_is_due(tmp_path):
     net = Net()
     with checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net))) as saves:
-        saves.after(4)
-        with pytest.raises(checkpoint.Stopped, match="told to stop after step 5") as stopped:
-            saves.after(5, stop=True, n=1)
+        assert not any(map(saves.due, range(10)))
 
-    assert stopped.value.code == 143
-    assert isinstance(stopped.value, SystemExit)
-    assert checkpoint.last_good(tmp_path).step == 5
+
+def test_a_loop_that_was_told_to_stop_leaves_with_exit_code_143():
+    stopped = checkpoint.Stopped(5)
+
+    assert stopped.code == 143
+    assert str(stopped).startswith("told to stop after step 5")
+    assert isinstance(stopped, SystemExit)
 
 
 def test_an_error_while_writing_is_raised_by_the_next_call(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from forked_ranks import forked_ranks
 def folder(root, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     done = forked_ranks(
-        root / "tests/ranks/ranks_that_resume.py", folder, "kill", ranks=4, cwd=folder
+        root / "tests/ranks/checkpoint_resume.py", folder, "kill", ranks=4, cwd=folder
     )
     assert done.returncode != 0
     assert len(list(folder.glob("kill-*.json"))) == 4, done.stderr[-5000:]
@@ -25,7 +25,7 @@ def found(folder):
 @pytest.fixture(scope="module")
 def resumed(root, folder, found):
     done = forked_ranks(
-        root / "tests/ranks/ranks_that_resume.py",
+        root / "tests/ranks/checkpoint_resume.py",
         folder,
         "resume",
         ranks=2,

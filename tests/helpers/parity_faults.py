@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from primerl import optim, parallel
-from primerl.attention import packed as attention
+from primerl.attention import switching
 from primerl.checkpoint import checkpoints, loading
 from primerl.loss import logprobs
 from primerl.models import pretrained
@@ -142,7 +142,7 @@ def as_one_document(real, positions):
 
 @fault("documents see those before them", FSDP, quick=True)
 def _(patch):
-    around(patch, attention, "find_documents", as_one_document)
+    around(patch, switching, "find_documents", as_one_document)
 
 
 @fault("documents see those before them, over ranks", ULYSSES)

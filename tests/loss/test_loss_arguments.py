@@ -4,7 +4,6 @@ The tests run under jaxtyping's import hook, whose errors must not come before t
 last test makes the same mistakes in a process without it.
 """
 
-import functools
 import inspect
 import json
 import os
@@ -151,19 +150,17 @@ def test_int32_ids_and_versions_are_accepted():
 
 
 def test_the_rows_of_aux_must_fit():
-    call = functools.partial(
-        loss.token_statistics, FLOATS, FLOATS, BOOLS, INTEGERS, version=0, max_staleness=1
-    )
+    statistics = loss.Statistics(version=0)
 
     with pytest.raises(ValueError, match=r"clipped has shape \(2,\), but loss_mask has .* \(3,\)"):
-        call(aux={"clipped": FLOATS[:2]})
+        statistics.add(FLOATS, FLOATS, BOOLS, INTEGERS, aux={"clipped": FLOATS[:2]})
 
 
 def test_an_optional_tensor_may_be_none():
-    arguments = (FLOATS, FLOATS, BOOLS, INTEGERS)
-    sums = loss.token_statistics(*arguments, version=0, max_staleness=1, entropy=None, aux=None)
+    statistics = loss.Statistics(version=0)
+    statistics.add(FLOATS, FLOATS, BOOLS, INTEGERS, loss=None, entropy=None, aux=None)
 
-    assert "entropy" not in sums
+    assert "entropy" not in statistics.summary()
 
 
 def test_missing_and_surplus_arguments_are_pythons_own_errors():

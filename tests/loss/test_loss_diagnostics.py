@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from loss_cases import F64
 
 from primerl import loss
+from primerl.loss.diagnostics import summarize, token_statistics
 
 LN2 = math.log(2)
 NAN = float("nan")
@@ -33,7 +34,7 @@ def by_hand(dtype=torch.float64):
     return behavior + r.to(dtype).log(), behavior, mask, versions
 
 
-statistics = functools.partial(loss.token_statistics, version=3, max_staleness=1)
+statistics = functools.partial(token_statistics, version=3, max_staleness=1)
 
 
 def test_sums_by_hand():
@@ -49,42 +50,42 @@ def test_sums_by_hand():
     assert sums.keys() == {"kl_by_staleness", "importance", "log_ratio_histogram"}
 
 
-def test_figures_by_hand():
+def test_metrics_by_hand():
     aux = {"clipped": torch.tensor([1.0, 0, 1, 1, 0, 1]), "ref_kl": torch.arange(6.0)}
     entropy = torch.tensor([0.5, 1.0, NAN, 1.5, 2.0, 0.0])
 
-    figures = loss.summarize(statistics(*by_hand(), entropy=entropy, aux=aux))
+    metrics = summarize(statistics(*by_hand(), entropy=entropy, aux=aux))
 
     expected = {
         "mismatch_kl": (1 - LN2) / 2,
+        "mismatch_tokens": 2,
         "off_policy_kl/1": (LN2 - 0.5 + 3 - 2 * LN2) / 2,
         "effective_sample_size": 7.75**2 / (5 * 21.3125),
         "entropy": 1.0,
         "tokens/clipped": 3 / 5,
         "tokens/ref_kl": (0 + 1 + 3 + 4 + 5) / 5,
     }
-    assert {key: figures[key] for key in expected} == pytest.approx(expected, rel=1e-12)
-    assert figures.keys() - expected.keys() == {"ratio_p1", "ratio_p50", "ratio_p99"}
-    assert all(type(value) is float for value in figures.values())
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-12)
+    assert metrics.keys() - expected.keys() == {"ratio_p1", "ratio_p50", "ratio_p99"}
+    assert all(type(value) is float for value in metrics.values())
 
 
 def test_staleness_is_the_trainers_version_minus_the_tokens():
     """With room for three steps of staleness, every version has a bucket of its own."""
-    figures = loss.summarize(loss.token_statistics(*by_hand(), version=3, max_staleness=3))
+    metrics = summarize(token_statistics(*by_hand(), version=3, max_staleness=3))
 
-    assert figures["off_policy_kl/1"] == pytest.approx(LN2 - 0.5)
-    assert figures["off_policy_kl/3"] == pytest.approx(3 - 2 * LN2)
-    assert "off_policy_kl/2" not in figures
+    assert metrics["off_policy_kl/1"] == pytest.approx(LN2 - 0.5)
+    assert metrics["off_policy_kl/3"] == pytest.approx(3 - 2 * LN2)
+    assert "off_policy_kl/2" not in metrics
 
 
 def test_on_policy():
     x = torch.tensor([-1.0, -0.1, -9.0])
-    figures = loss.summarize(
-        statistics(x, x, torch.tensor([True] * 3), torch.tensor([3, 3, 2]), aux={})
-    )
+    metrics = summarize(statistics(x, x, torch.tensor([True] * 3), torch.tensor([3, 3, 2]), aux={}))
 
-    assert figures == {
+    assert metrics == {
         "mismatch_kl": 0,
+        "mismatch_tokens": 2,
         "off_policy_kl/1": 0,
         "effective_sample_size": 1,
         "ratio_p1": 1,
@@ -98,30 +99,30 @@ def test_one_token_that_outweighs_all_leaves_a_sample_of_one():
     logprobs = torch.tensor([-0.1, -20.0, -20.0, -20.0], **F64)
     mask, versions = torch.tensor([True] * 4), torch.tensor([3] * 4)
 
-    figures = loss.summarize(statistics(logprobs, behavior, mask, versions))
+    metrics = summarize(statistics(logprobs, behavior, mask, versions))
 
-    assert figures["effective_sample_size"] == pytest.approx(1 / 4, rel=1e-6)
+    assert metrics["effective_sample_size"] == pytest.approx(1 / 4, rel=1e-6)
 
 
 @pytest.mark.parametrize("rows", [0, 6])
-def test_without_a_trained_token_there_are_no_figures(rows):
+def test_without_a_trained_token_there_are_no_metrics(rows):
     x, behavior, mask, versions = (column[:rows] for column in by_hand())
     mask = torch.zeros_like(mask)
 
     sums = statistics(x, behavior, mask, versions, entropy=x, aux={"clipped": x})
 
-    assert loss.summarize(sums) == {}
-    assert loss.summarize({}) == {}
+    assert summarize(sums) == {}
+    assert summarize({}) == {}
     assert loss.mismatch_kl(x, behavior, mask, versions, version=3)[1].item() == 0
 
 
 def test_without_a_token_of_its_own_version_there_is_no_mismatch():
     x, behavior, mask, versions = by_hand()
 
-    figures = loss.summarize(statistics(x, behavior, mask & (versions < 3), versions))
+    metrics = summarize(statistics(x, behavior, mask & (versions < 3), versions))
 
-    assert "mismatch_kl" not in figures
-    assert "off_policy_kl/1" in figures
+    assert "mismatch_kl" not in metrics
+    assert "off_policy_kl/1" in metrics
 
 
 def test_mismatch_kl_is_that_of_the_statistics():
@@ -129,8 +130,8 @@ def test_mismatch_kl_is_that_of_the_statistics():
 
     assert count.item() == 2
     assert total.item() == pytest.approx(1 - LN2, rel=1e-12)
-    figures = loss.summarize(statistics(*by_hand()))
-    assert (total / count).item() == pytest.approx(figures["mismatch_kl"], rel=1e-12)
+    metrics = summarize(statistics(*by_hand()))
+    assert (total / count).item() == pytest.approx(metrics["mismatch_kl"], rel=1e-12)
 
 
 def test_mismatch_kl_of_a_difference_of_one_rounding_keeps_its_digits():
@@ -140,8 +141,8 @@ def test_mismatch_kl_of_a_difference_of_one_rounding_keeps_its_digits():
     exact = math.expm1(2**-10) - 2**-10
 
     assert loss.mismatch_kl(x, behavior, *rows, version=3)[0].item() == pytest.approx(exact, 1e-3)
-    figures = loss.summarize(statistics(x, behavior, *rows))
-    assert figures["mismatch_kl"] == pytest.approx(exact, rel=1e-6)
+    metrics = summarize(statistics(x, behavior, *rows))
+    assert metrics["mismatch_kl"] == pytest.approx(exact, rel=1e-6)
 
 
 @given(assignment=st.lists(st.integers(0, 3), min_size=6, max_size=6))
@@ -160,7 +161,7 @@ def test_sums_add_up_over_any_split(assignment):
     assert totals.keys() == whole.keys()
     for name, total in totals.items():
         torch.testing.assert_close(total, whole[name], rtol=1e-12, atol=1e-12)
-    assert loss.summarize(totals) == pytest.approx(loss.summarize(whole), rel=1e-9)
+    assert summarize(totals) == pytest.approx(summarize(whole), rel=1e-9)
 
 
 @given(
@@ -176,13 +177,13 @@ def test_quantiles_are_as_exact_as_promised(scale, shift, size, seed):
     log_r = (scale * (rng.standard_normal(size) + shift)).clip(-20, 20)
     x, behavior = torch.from_numpy(log_r), torch.zeros(size, **F64)
 
-    figures = loss.summarize(
+    metrics = summarize(
         statistics(x, behavior, torch.ones(size, dtype=torch.bool), torch.full((size,), 3))
     )
 
     for name, q in {"ratio_p1": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}.items():
         true = np.quantile(log_r, q, method="inverted_cdf")
-        assert math.log(figures[name]) == pytest.approx(true, rel=0.16, abs=1e-7)
+        assert math.log(metrics[name]) == pytest.approx(true, rel=0.16, abs=1e-7)
 
 
 def test_extreme_ratios_are_held_and_in_the_histogram():
@@ -191,10 +192,10 @@ def test_extreme_ratios_are_held_and_in_the_histogram():
 
     sums = statistics(x, behavior, *rows)
 
-    figures = loss.summarize(sums)
-    assert figures["mismatch_kl"] == pytest.approx((math.exp(20) - 21 + 19) / 2, rel=1e-9)
-    assert math.log(figures["ratio_p99"]) == pytest.approx(20, rel=0.16)
-    assert math.log(figures["ratio_p1"]) == pytest.approx(-20, rel=0.16)
+    metrics = summarize(sums)
+    assert metrics["mismatch_kl"] == pytest.approx((math.exp(20) - 21 + 19) / 2, rel=1e-9)
+    assert math.log(metrics["ratio_p99"]) == pytest.approx(20, rel=0.16)
+    assert math.log(metrics["ratio_p1"]) == pytest.approx(-20, rel=0.16)
 
 
 @pytest.mark.parametrize("given", [torch.float64, torch.float32, torch.bfloat16])
@@ -229,39 +230,77 @@ def test_a_nan_of_the_trainer_is_seen():
     x, behavior, mask, versions = by_hand()
     x[0] = NAN
 
-    figures = loss.summarize(statistics(x, behavior, mask, versions))
+    metrics = summarize(statistics(x, behavior, mask, versions))
 
-    assert math.isnan(figures["mismatch_kl"])
-    assert math.isnan(figures["effective_sample_size"])
-    assert figures["off_policy_kl/1"] > 0
+    assert math.isnan(metrics["mismatch_kl"])
+    assert math.isnan(metrics["effective_sample_size"])
+    assert metrics["off_policy_kl/1"] > 0
 
 
 @pytest.mark.parametrize("bound", [0, -1])
 def test_a_bound_of_staleness_that_would_mix_numerics_and_policy_is_refused(bound):
     with pytest.raises(ValueError, match=f"max_staleness={bound}: expected at least 1"):
-        loss.token_statistics(*by_hand(), version=3, max_staleness=bound)
+        loss.Statistics(version=3, max_staleness=bound)
 
 
 def test_by_default_eight_steps_are_told_apart():
     logprobs, behavior, mask = torch.zeros(12), -torch.ones(12), torch.ones(12, dtype=torch.bool)
     versions = 20 - torch.arange(12, dtype=torch.int32)
 
-    sums = loss.token_statistics(logprobs, behavior, mask, versions, version=20)
+    sums = token_statistics(logprobs, behavior, mask, versions, version=20)
 
     assert sums["kl_by_staleness"][:, 1].tolist() == [1, 1, 1, 1, 1, 1, 1, 1, 4]
 
 
 def test_a_single_number_passes_through_the_summary():
-    assert loss.summarize({"loss": torch.tensor(0.25)}) == {"loss": 0.25}
+    assert summarize({"loss": torch.tensor(0.25)}) == {"loss": 0.25}
 
 
 def test_a_single_trained_token_is_summarized():
     x, mask = torch.tensor([-1.0, -2.0]), torch.tensor([False, True])
     versions = torch.tensor([-1, 3], dtype=torch.int32)
 
-    sums = loss.token_statistics(x, x, mask, versions, version=3, entropy=torch.tensor([9.0, 0.5]))
+    sums = token_statistics(x, x, mask, versions, version=3, entropy=torch.tensor([9.0, 0.5]))
 
-    figures = loss.summarize(sums)
-    assert figures["entropy"] == 0.5
-    assert figures["mismatch_kl"] == 0
-    assert figures["effective_sample_size"] == 1
+    metrics = summarize(sums)
+    assert metrics["entropy"] == 0.5
+    assert metrics["mismatch_kl"] == 0
+    assert metrics["effective_sample_size"] == 1
+
+
+def test_statistics_of_a_step_by_hand():
+    """Two micro-batches on each of two ranks, of which the other has the same sums."""
+    rows = by_hand()
+    ours = loss.Statistics(version=3, max_staleness=1)
+    for mine in (slice(0, 2), slice(2, 6)):
+        ours.add(*(column[mine] for column in rows), loss=torch.tensor(0.25, requires_grad=True))
+
+    metrics = ours.summary(lambda sums: {name: 2 * total for name, total in sums.items()})
+
+    expected = summarize(statistics(*rows))
+    assert metrics == pytest.approx(expected | {"loss": 1.0, "mismatch_tokens": 4})
+    assert ours.summary()["loss"] == 0.5
+
+
+def test_after_the_first_minibatch_nothing_is_a_mismatch_any_more():
+    ours = loss.Statistics(version=3)
+    ours.add(*by_hand(), loss=torch.tensor(1.0))
+    first = ours.summary()
+    ours.end_minibatch()
+    logprobs, *rest = by_hand()
+    ours.add(logprobs + 5, *rest, loss=torch.tensor(2.0))
+    ours.end_minibatch()
+
+    both = ours.summary()
+
+    assert both["mismatch_kl"] == first["mismatch_kl"]
+    assert both["off_policy_kl/1"] > first["off_policy_kl/1"]
+    assert both["loss"] == 1.5
+
+
+def test_statistics_of_nothing_are_empty():
+    ours = loss.Statistics(version=0)
+
+    ours.end_minibatch()
+
+    assert ours.summary() == {}

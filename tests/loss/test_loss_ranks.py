@@ -22,9 +22,9 @@ CONTROL = "control: split, but not summed"
 
 @pytest.fixture(scope="module")
 def found(root, tmp_path_factory):
-    """What tests/ranks/ranks_that_reduce.py found on each rank."""
+    """What tests/ranks/loss_reductions.py found on each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = root / "tests/ranks/ranks_that_reduce.py"
+    script = root / "tests/ranks/loss_reductions.py"
     done = forked_ranks(script, folder, ranks=RANKS, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "Warning" not in done.stderr, done.stderr[-5000:]

@@ -53,7 +53,7 @@ def test_roles_are_what_parameters_do(family):
             if (family, name.split(".")[-2]) not in HEADS_APART:
                 assert parts(one) == uses.matrices(name), name
         elif multiplied:
-            assert one.role in ("router", "head", "embedding", "gate of heads", "vector"), name
+            assert one.role in ("router", "head", "embedding", "head gate", "vector"), name
 
 
 def parts(role):
@@ -95,7 +95,7 @@ class Stack(nn.Module):
     [
         ({"wi": linear(32, 96), "wo": linear(48, 32)}, r"mlp.wi.weight.*takes 48 inputs back"),
         ({"mixer": Stack(32, 32)}, r"mlp.mixer.weight, of shape \(32, 32\).*Stack is no layer"),
-        ({"experts": Stack(8, 32, 48), "gate": linear(32, 8)}, "Stack has a layout of its own"),
+        ({"experts": Stack(8, 32, 48), "gate": linear(32, 8)}, "Stack has an unknown layout"),
         ({"experts": Stack(8, 32, 48)}, "router of model.layers.0.mlp .* no layer has one output"),
         (
             {"experts": Stack(8, 32, 48), "gate": linear(32, 8), "latent": linear(32, 8)},
@@ -149,7 +149,7 @@ def test_a_model_without_a_head_that_can_be_asked_for_is_refused():
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
-        ({"*.nothing": "adamw"}, "no parameter's name"),
+        ({"*.nothing": "adamw"}, "matches no parameter"),
         ({"*.down_proj.weight": "sgd"}, "expected 'adamw' or optim.Matrices"),
         ({"*.down_proj.weight": optim.Matrices(split=(7,))}, r"parts of \(7,\)"),
         ({"model.norm.weight": optim.Matrices()}, "model.norm.weight"),

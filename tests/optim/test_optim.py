@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl import optim, testing
+from primerl.optim.matrix_exchange import _batches, _chunks, _Matrix, _owners
 from primerl.optim.newton_schulz import A, B, C, orthogonalize
-from primerl.optim.whole_matrices import _batches, _chunks, _Matrix, _owners
 
 MESHES = ["fsdp", "hsdp", "ep", "ep of all", "ep, hsdp", "few experts"]
 FP32 = {"dtype": torch.float32}

@@ -12,8 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from primerl import flops, loss, packing, testing
-from primerl.attention import documents as spans
-from primerl.attention.packed import find_documents
+from primerl.attention import find_documents, kernels
 from primerl.packing import prefixes
 from primerl.types import NOT_SAMPLED, TrainingSample
 
@@ -275,7 +274,7 @@ def test_logprobs_entropies_and_gradients_are_those_of_whole_documents(family, s
 
 
 def test_beyond_the_length_that_is_widened_it_is_the_same(monkeypatch):
-    monkeypatch.setattr(spans, "WIDENED_LENGTH", 0)
+    monkeypatch.setattr(kernels, "WIDENED_LENGTH", 0)
     model = testing.tiny_model("llama").to(torch.bfloat16)
 
     ours, *_ = scored(model, group(), share_prefixes=True)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl import packing, parallel, testing
-from primerl.attention.packed import find_documents
+from primerl.attention import find_documents
 from primerl.parallel.balancing import divide_attention
-from primerl.parallel.context import share_context, spans_of
+from primerl.parallel.context import row_spans, share_context
 from primerl.types import NOT_SAMPLED, TrainingSample
 
 TWO = parallel.Mesh(replicate=1, fsdp=1, ep=1, cp=2)
@@ -22,11 +22,9 @@ TWO = parallel.Mesh(replicate=1, fsdp=1, ep=1, cp=2)
 
 @pytest.fixture(scope="session")
 def found(root, tmp_path_factory):
-    """What tests/ranks/ranks_that_share_context.py found on each of four ranks, in one launch."""
+    """What tests/ranks/context_parallel.py found on each of four ranks, in one launch."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = forked_ranks(
-        root / "tests/ranks/ranks_that_share_context.py", folder, ranks=4, cwd=folder
-    )
+    done = forked_ranks(root / "tests/ranks/context_parallel.py", folder, ranks=4, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "Warning" not in done.stderr, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(4)]
@@ -137,7 +135,7 @@ def test_the_ranks_see_for_each_row_what_its_document_sees(data, parts):
     together = {}
     for part in range(parts):
         rows = np.flatnonzero(np.array(workers) == part)
-        together |= seen(spans_of(rows, documents), rows.tolist())
+        together |= seen(row_spans(rows, documents), rows.tolist())
 
     expected = {}
     for one in documents:
@@ -148,7 +146,7 @@ def test_the_ranks_see_for_each_row_what_its_document_sees(data, parts):
 
 
 def test_a_rank_may_attend_for_no_row():
-    assert spans_of(np.array([], int), find_documents(torch.arange(4))) == ()
+    assert row_spans(np.array([], int), find_documents(torch.arange(4))) == ()
 
 
 def test_a_batch_is_split_by_rows():

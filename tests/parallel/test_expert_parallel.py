@@ -23,7 +23,7 @@ RANKS = 4
 @pytest.fixture(scope="module")
 def found(root, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    script = root / "tests/ranks/ranks_that_divide.py"
+    script = root / "tests/ranks/expert_parallel.py"
     done = forked_ranks(script, folder, ranks=RANKS, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "Warning" not in done.stderr, done.stderr[-5000:]

@@ -18,9 +18,9 @@ FAMILIES = ["llama", "llama, tied", "qwen3", "qwen3_moe"]
 
 @pytest.fixture(scope="session")
 def found(root, tmp_path_factory):
-    """What tests/ranks/ranks_that_train.py found on each of three ranks, in one launch."""
+    """What tests/ranks/sharded_training.py found on each of three ranks, in one launch."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = forked_ranks(root / "tests/ranks/ranks_that_train.py", folder, ranks=3, cwd=folder)
+    done = forked_ranks(root / "tests/ranks/sharded_training.py", folder, ranks=3, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "Warning" not in done.stderr, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(3)]
@@ -30,9 +30,7 @@ def found(root, tmp_path_factory):
 def failed(root, tmp_path_factory):
     """What each of three ranks raised when rank 1 failed."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = torchrun(
-        root / "tests/ranks/ranks_that_fail.py", folder, ranks=3, cwd=folder, check=False
-    )
+    done = torchrun(root / "tests/ranks/failing_rank.py", folder, ranks=3, cwd=folder, check=False)
     assert done.returncode != 0
     return [json.loads((folder / f"failed-{rank}.json").read_text()) for rank in range(3)]
 
@@ -148,7 +146,7 @@ def test_when_a_rank_fails_the_others_name_it_and_stop_soon(failed):
 
 
 def test_a_rank_that_is_killed_within_a_layer_is_named_by_the_others(root, tmp_path):
-    script = root / "tests/ranks/ranks_that_die.py"
+    script = root / "tests/ranks/killed_rank.py"
     done = torchrun(script, tmp_path, ranks=3, cwd=tmp_path, check=False)
 
     assert done.returncode != 0

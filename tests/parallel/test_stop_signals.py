@@ -49,7 +49,7 @@ def test_sigterm_waits_once_a_loop_asks_but_a_second_one_does_not():
     signals.defer()
     send(signal.SIGTERM)
 
-    assert signals.came
+    assert signals.received
     with pytest.raises(StoppedError):
         send(signal.SIGTERM)
 
@@ -88,7 +88,7 @@ def test_sigusr1_waits_however_often_it_comes():
         send(signal.SIGUSR1)
     time.sleep(0.05)
 
-    assert signals.came
+    assert signals.received
 
 
 def test_when_a_rank_has_failed_sigterm_does_not_wait():

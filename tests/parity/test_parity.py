@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from primerl import optim
-from primerl.attention import packed as attention
+from primerl.attention import refuse_unpackable, switching
 from primerl.parity import checks as parity_checks
 from primerl.parity import command as parity
 from primerl.parity import reference as parity_reference
@@ -161,6 +161,15 @@ def test_the_reference_imports_nothing_of_this_package():
     assert [name for name in loaded if name.partition(".")[0] == "primerl"] == []
 
 
+@pytest.mark.parametrize("command", ["primerl.parity", "primerl.testing.parity"])
+def test_both_names_of_the_command_say_what_they_take(command):
+    shown = subprocess.run(
+        [sys.executable, "-m", command, "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "--ep INT" in shown
+    assert "--cp INT" in shown
+
+
 def test_the_references_objective_by_hand():
     document = parity_reference.Document(
         token_ids=[5, 6, 7, 8],
@@ -250,8 +259,8 @@ def test_a_leak_is_found(monkeypatch):
     """Documents that see those before them, by an attention that takes them for one."""
     found = one_process("llama")
     assert found["logprobs"] <= parity_checks.TOLERANCES["logprobs"]
-    real = attention.find_documents
-    monkeypatch.setattr(attention, "find_documents", lambda p: real(torch.arange(len(p))))
+    real = switching.find_documents
+    monkeypatch.setattr(switching, "find_documents", lambda p: real(torch.arange(len(p))))
     found = one_process("llama")
     assert found["logprobs"] > 0.01
     assert found["gradients"] > 0.01
@@ -313,7 +322,7 @@ def test_what_leaks_is_refused_before_training_and_at_each_call(family):
     model = tiny_family(family)
     batch = first_batch(model)
     with pytest.raises(ValueError, match=LEAKING[family]):
-        attention.refuse_unpackable(model)
+        refuse_unpackable(model)
     with pytest.raises(
         ValueError, match="packed attention|packed document|pack one document|later tokens"
     ):
@@ -349,7 +358,7 @@ def test_an_attention_that_is_told_only_of_positions_finds_documents_by_them():
 def test_flash_attention_computes_sinks():
     model = tiny_family("gpt_oss")
     model.config._attn_implementation_internal = "flash_attention_2"
-    attention.refuse_unpackable(model)
+    refuse_unpackable(model)
 
 
 def test_tiny_families_keep_what_makes_them():

@@ -10,18 +10,12 @@ import time
 
 import pytest
 
-from primerl import models, testing
-
 TIMEOUT_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    tokenizer = testing.character_tokenizer("What is 0123456789+? Reply with the number only.")
-    model = testing.tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=256)
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    models.save_pretrained(model, folder, tokenizer=tokenizer)
-    return folder
+def model(tiny_chat_model):
+    return tiny_chat_model
 
 
 def command(root, model, folder, *, steps, ranks, more=()):

@@ -16,7 +16,7 @@ import pytest
 
 from primerl import rollout, testing
 from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
-from primerl.rollout.engines.vllm import readiness as vllm_readiness
+from primerl.rollout.engines.vllm.server import readiness as vllm_readiness
 from primerl.testing import hostile, hostile_server
 from primerl.types import LOGPROB_ROUNDING, Completion, Rollout, Sample, SamplingParams
 
@@ -208,14 +208,14 @@ def test_an_engine_that_cannot_say_its_version_is_reported_and_asked_again(caplo
     from primerl.rollout.engines.remote import EngineHost
 
     engine, host, told = Hesitates(), EngineHost(), []
-    host.address(engine)
+    host.add(engine, lambda *news: told.append(news))
 
     async def scenario():
-        reports = asyncio.create_task(host.report_versions(lambda *news: told.append(news)))
+        reports = asyncio.create_task(host.keep_reporting())
         while engine.asked < 50:
             await asyncio.sleep(0.01)
         engine._updates.append((time.monotonic(), 7))
-        while ("serves", 0, 7) not in told:
+        while ("serves", 0, 7, 7) not in told:
             assert not reports.done()
             await asyncio.sleep(0.01)
         reports.cancel()
@@ -347,7 +347,7 @@ def until(condition, timeout_s=30.0):
 
 def test_a_watcher_that_fails_takes_its_replica_out_of_service(monkeypatch, caplog):
     with testing.HostileServer(None) as server, engine_of(server) as engine:
-        fleet = engine._running().fleet
+        fleet = engine._connected().fleet
         number = fleet.labels.number
         broken = True
 

@@ -618,7 +618,7 @@ SAVED = {"group_size": 3, "min_group": 2, "groups_per_step": 2, "max_staleness":
         ({"group_size": 2}, "group_size=3, not 2"),
         ({"groups_per_step": 3}, "groups_per_step=2, not 3"),
         ({"min_group": 3}, "min_group=2, not 3"),
-        ({"await_proof": False}, "await_proof=True, not False"),
+        ({"await_verification": False}, "await_verification=True, not False"),
         ({"tasks": [{"prompt": f"other {n}"} for n in range(5)]}, "taken after another task"),
         ({"tasks": TASKS[:1]}, "and now there are 1"),
         ({"tasks": rollout.Shuffled(TASKS, seed=0)}, "the state does not fit"),
@@ -634,7 +634,7 @@ SAVED = {"group_size": 3, "min_group": 2, "groups_per_step": 2, "max_staleness":
     ],
 )
 def test_a_state_is_restored_only_where_its_groups_are_what_the_worker_would_make(change, message):
-    before = {"await_proof": True} if "await_proof" in change else {}
+    before = {"await_verification": True} if "await_verification" in change else {}
     engine = FakeEngine(delay_s=0)
     with make_worker(engine, **SAVED | before) as rollouts:
         for step in range(0 if before else 3):

@@ -221,7 +221,7 @@ def test_lambdas_and_local_classes_cross():
     ],
 )
 def test_an_argument_that_cannot_cross_is_named_before_anything_starts(change, name):
-    with pytest.raises(ValueError, match=f"the argument '{name}' .*can't cross.*isolation='thr"):
+    with pytest.raises(ValueError, match=f"the argument '{name}' .*can't be sent.*isolation='thr"):
         make_worker(**change)
 
 
@@ -231,7 +231,7 @@ def test_an_environment_that_cannot_cross_is_named():
     async def environment(task, engine, params):
         lock.acquire()
 
-    with pytest.raises(ValueError, match="the argument 'environment' .*can't cross"):
+    with pytest.raises(ValueError, match="the argument 'environment' .*can't be sent"):
         make_worker(environment=environment)
 
 
@@ -444,8 +444,8 @@ def test_a_portable_engine_crosses_as_a_copy():
 
 SCRIPT = """
 import asyncio, dataclasses, os, sys, time
-sys.path.insert(0, {tests!r})
-from conftest import CharacterCodes
+sys.path.insert(0, {helpers!r})
+from character_codes import CharacterCodes
 from primerl import rollout, testing
 from primerl.types import SamplingParams
 
@@ -488,7 +488,9 @@ def script(tmp_path, temporary):
 
     def start(then):
         path = tmp_path / "recipe.py"
-        path.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1]), then=then))
+        path.write_text(
+            SCRIPT.format(helpers=str(Path(__file__).parents[1] / "helpers"), then=then)
+        )
         child = subprocess.Popen(
             [sys.executable, path],
             stdin=subprocess.PIPE,

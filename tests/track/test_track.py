@@ -27,8 +27,11 @@ def record(folder, *, steps=2, **settings):
                     "trainer_wait_s": 0.0,
                     "rollout_wait_s": 0.5 * step,
                 },
-                mismatch=(0.5, 10) if step == 0 else (0.0, 0),
-                metrics={"grad_norm": np.float32(2.0), "broken": float("nan")},
+                metrics={
+                    **({"mismatch_kl": 0.05, "mismatch_tokens": 10} if step == 0 else {}),
+                    "grad_norm": np.float32(2.0),
+                    "broken": float("nan"),
+                },
             )
         run.finish(eval_before=0.25, eval_after=0.75)
     return run
@@ -205,7 +208,8 @@ def log(run, steps):
         groups = [make_group([0.0, 1.0], version=0, task_id=f"t{step}")]
         samples = advantage.assign(groups, advantage.centered)
         totals = {"rollout_tokens": 100 * (step + 1), "trainer_wait_s": 1.0 * step}
-        run.log(step, groups=groups, samples=samples, totals=totals, mismatch=(0.1 * step, 10))
+        mismatch = {"mismatch_kl": 0.01 * step, "mismatch_tokens": 10}
+        run.log(step, groups, samples, totals=totals, metrics=mismatch)
 
 
 def test_a_run_goes_on_in_its_folder_from_a_state(tmp_path):
@@ -385,11 +389,45 @@ def test_sinks_are_functions(tmp_path):
     assert seen == [(0, 0.5), (1, 0.5)]
 
 
-def test_final_is_what_save_writes(tmp_path):
-    with track.Run(tmp_path) as run:
-        run.finish(save=lambda folder: folder.mkdir())
+def test_the_first_evaluation_is_before_and_the_last_one_after(tmp_path):
+    def play(*rewards):
+        return make_group(rewards).rollouts
 
-    assert (tmp_path / "final").is_dir()
+    with track.Run(tmp_path) as run:
+        run.log_evaluation(0, [])
+        assert "evaluation" not in run.log(0, [], [])
+        run.log_evaluation(1, play(0.0, 0.5))
+        assert run.log(1, [], [])["evaluation"] == 0.25
+        assert "evaluation" not in run.log(2, [], [])
+        run.log_evaluation(3, play(0.5, 0.5))
+        run.log_evaluation(4, play(1.0, 0.5))
+        run.finish()
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["eval_before"], summary["eval_after"]) == (0.25, 0.75)
+
+
+def test_a_lasting_mismatch_is_an_alarm_of_the_run_also_of_one_that_is_resumed(tmp_path):
+    with track.Run(tmp_path / "run") as run:
+        alarms = [run.log(step, [], [], metrics={"mismatch_kl": 0.5})["alarm"] for step in (0, 1)]
+        state = json.loads(json.dumps(run.state()))
+    with track.Run(tmp_path / "run", state=state) as again:
+        alarms.append(again.log(2, [], [], metrics={"mismatch_kl": 0.5})["alarm"])
+
+    assert alarms[:2] == [None, None]
+    assert alarms[2].startswith("mismatch_kl is 0.5, above 0.1")
+
+
+def test_the_run_of_other_ranks_does_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with track.IdleRun() as run:
+        run.log_evaluation(0, make_group().rollouts)
+        run.log(0, [make_group()], [], totals={}, metrics={"loss": 1.0})
+        run.finish(score=1.0)
+
+    assert run.folder is run.final_folder is run.state() is None
+    assert run.report() == ""
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_report_has_the_outcome_the_staleness_table_and_the_folder(tmp_path):
@@ -467,10 +505,8 @@ def test_environments_and_dropped_groups_are_recorded_by_name(tmp_path):
     ]
     samples = advantage.assign(groups, advantage.centered)
     with track.Run(tmp_path) as run:
-        first = run.log(0, groups=groups, samples=samples, totals={"dropped_by": {"stale": 2}})
-        second = run.log(
-            1, groups=groups, samples=samples, totals={"dropped_by": {"stale": 2, "failed": 1}}
-        )
+        first = run.log(0, groups, samples, totals={"dropped_by": {"stale": 2}})
+        second = run.log(1, groups, samples, totals={"dropped_by": {"stale": 2, "failed": 1}})
 
     assert (first["reward/sums"], first["reward/words"]) == (0.5, 4.0)
     assert first["dropped/stale"] == 2
@@ -481,8 +517,9 @@ def test_environments_and_dropped_groups_are_recorded_by_name(tmp_path):
 
 def test_a_mismatch_that_is_not_finite_is_left_out(tmp_path):
     with track.Run(tmp_path / "run") as run:
-        for step, mismatch in enumerate([(0.5, 10), (float("nan"), 3), (0.1, 2)]):
-            line = run.log(step, groups=[], samples=[], mismatch=mismatch)
+        for step, (mean, tokens) in enumerate([(0.05, 10), (float("nan"), 3), (0.05, 2)]):
+            metrics = {"mismatch_kl": mean, "mismatch_tokens": tokens}
+            line = run.log(step, [], [], metrics=metrics)
             assert (line["mismatch_kl"] is None) == (step == 1)
 
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from primerl import rollout, testing
-from primerl.rollout.engines.vllm.arguments import flags
+from primerl.rollout.engines.vllm.server.arguments import flags
 
 HERE = Path(__file__).parent
 KEY = "of the pair"

@@ -185,7 +185,7 @@ def session_names(urls, counts):
     """As many names for each server as ``counts`` has: ports are random, and so is who is home."""
     replicas = Replicas(urls)
     for one in replicas:
-        replicas.heard(one, "run-0", 0)
+        replicas.reported(one, "run-0", 0)
     names = {url: [] for url in urls}
     for n in range(1000):
         names[replicas.choose(str(n)).url].append(str(n))

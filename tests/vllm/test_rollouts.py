@@ -12,7 +12,7 @@ import torch
 from publishing import ROUNDING, check_rounding, logprobs_of
 
 from primerl import models, rollout, weights
-from primerl.rollout.engines.vllm.updates import ON_UPDATE
+from primerl.rollout.engines.vllm.client.updates import ON_UPDATE
 from primerl.types import SamplingParams
 
 UPDATES = 3

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from primerl import rollout
-from primerl.rollout.engines.vllm.middleware import OPEN_PATHS
+from primerl.rollout.engines.vllm.server.middleware import OPEN_PATHS
 
 ADMIN = {
     "/abort_requests",

@@ -5,7 +5,7 @@ is ``{"dtype", "data"}``: numpy's name of a little-endian type, and the raw byte
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,29 +134,6 @@ def decode_group(encoded: dict[str, Any]) -> Group:
         return _group(msgspec.convert(encoded, type=_Group))
     except ValueError as error:
         raise ValueError(f"no encoded group: {error}") from error
-
-
-def require_plain(value: Any, where: str) -> None:
-    """Refuse what MessagePack would store as something else.
-
-    Raises:
-        ValueError: somewhere in ``value`` is neither text, number, bytes, list nor mapping.
-    """
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            if not isinstance(name, str):
-                raise ValueError(f"{where} has the key {name!r}, which can't be stored; use text")
-            require_plain(item, f"{where}[{name!r}]")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            require_plain(item, f"{where}[{index}]")
-    elif type(value) not in (type(None), bool, int, float, str, bytes):
-        raise ValueError(
-            f"{where} is a {type(value).__name__}, which can't be stored in the worker's state; "
-            "tasks that are to survive a restart hold text, numbers, lists and mappings"
-        )
-    elif type(value) is int and not -(2**63) <= value < 2**64:
-        raise ValueError(f"{where} is {value}, which has more than 64 bits and can't be stored")
 
 
 def _encode_sample(sample: Sample) -> dict[str, Any]:

@@ -6,14 +6,15 @@ minus the version of the weights that sampled it. Two rules keep it within ``max
 - *Admission* bounds what is started. While the engine serves version s, at most
   ``(s + 1 + max_staleness) * groups_per_step`` groups, less those dropped, have been started:
   enough for every step that may still train on tokens of version s, and no more.
-- *Taking* enforces the bound. A straggler may finish late; what is too old is dropped, counted,
-  and its place is given to another.
+- *Taking* enforces the bound. A straggler may finish late; a group that is too old is dropped,
+  counted and replaced.
 """
 
-import numpy as np
-from jaxtyping import Int
+from collections.abc import Iterable
 
-from primerl.types import Group
+import attrs
+
+from primerl.types import Group, PolicyVersion, Rollout, Sample
 
 
 def may_start(
@@ -27,19 +28,44 @@ def may_start(
     return started - dropped < (served + 1 + max_staleness) * groups_per_step
 
 
-def token_staleness(versions: Int[np.ndarray, " t"], *, version: int) -> Int[np.ndarray, " t"]:
-    """The staleness of each token, in policy steps: ``version - versions``."""
-    return version - versions
+def must_wait(
+    behind: Iterable[tuple[PolicyVersion, bool]],
+    *,
+    version: PolicyVersion,
+    groups_per_step: int,
+    max_staleness: int,
+) -> bool:
+    """Whether step ``version`` now would leave more groups behind than later steps can train.
+
+    Args:
+        behind: for each group that the step would leave, its oldest version, and whether it may
+            become ready only later.
+        version: of the step.
+        groups_per_step: that each step trains.
+        max_staleness: the bound, in policy steps.
+    """
+    any_late = False
+    for position, (oldest, late) in enumerate(sorted(behind), start=1):
+        any_late = any_late or late
+        steps_left = oldest + max_staleness - version
+        if any_late and position > steps_left * groups_per_step:
+            return True
+    return False
 
 
-def oldest_version(group: Group) -> int | None:
-    """The version of the group's oldest trained token; None where it has none to train."""
+def oldest_version(group: Group) -> PolicyVersion | None:
+    """The version of the group's oldest token to be trained; None if it has no such token."""
     versions = group.versions
     return int(versions.min()) if len(versions) else None
 
 
+def without_stale_tokens(group: Group, oldest: PolicyVersion) -> Group:
+    """The group with only tokens of ``oldest`` or later to train, without emptied samples."""
+    return attrs.evolve(group, rollouts=[_only_fresh(one, oldest) for one in group.rollouts])
+
+
 def check_schedule(*, publish_every: int, max_staleness: int, groups_per_step: int) -> None:
-    """Refuse a schedule that could only stand still.
+    """Refuse a schedule that would stall.
 
     Raises:
         ValueError: a count is out of range, or the trainer would reach the bound before it
@@ -60,3 +86,12 @@ def check_schedule(*, publish_every: int, max_staleness: int, groups_per_step: i
             f"publish at least every {max_staleness + 1} steps, or raise max_staleness to "
             f"{publish_every - 1}"
         )
+
+
+def _only_fresh(rollout: Rollout, oldest: PolicyVersion) -> Rollout:
+    samples: list[Sample] = []
+    for sample in rollout.samples:
+        mask = sample.loss_mask & (sample.versions >= oldest)
+        if mask.any():
+            samples.append(attrs.evolve(sample, loss_mask=mask))
+    return attrs.evolve(rollout, samples=samples)

@@ -1,12 +1,17 @@
-"""An engine that lives in another process, reached over a channel.
+"""Engines of one process, used from a child process over a channel.
 
 An engine in the trainer's process (``TransformersEngine`` shares its memory) stays there; the
 worker's process, and those of environments, hold a ``RemoteEngine``. An engine that is itself a
-client of a server elsewhere has ``portable = True`` and crosses as a copy.
+client of a server elsewhere is ``portable``: the worker's process holds a copy of it.
+
+A child learns which version an engine serves in one way, whatever the engine: the parent calls its
+handler ``serves``. It does so when the version has changed, and before each message that may
+depend on it (a call of the trainer, a completion); a channel keeps the order of messages.
 """
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -21,54 +26,95 @@ from primerl.rollout.errors import summary
 from primerl.rollout.processes.channel import Channel
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
-POLL_S = 0.01  # how soon a newly served version is told to the other process
+POLL_S = 0.01  # how soon a newly served version is reported to the other process
 
 log = logging.getLogger(__name__)
 
 
+class RemoteEngine:
+    """An ``Engine`` whose weights and requests are in the parent process.
+
+    ``version`` is the latest that the parent has reported; a completion is checked against it.
+    """
+
+    def __init__(self, index: int, engine: Engine) -> None:
+        self.version: PolicyVersion = engine.version
+        self.newest_version: PolicyVersion = newest_version(engine)
+        self.context_length = engine.context_length
+        self.vocab_size: int | None = getattr(engine, "vocab_size", None)
+        self.channel: Channel | None = None
+        self._index = index
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    ) -> Completion:
+        """Sample one completion in the parent process; what the engine raises is raised."""
+        assert self.channel is not None, "RemoteEngines.find connects it"
+        prompt = np.asarray(prompt_ids, dtype=np.int32)
+        completion: Completion = await self.channel.call(
+            "generate", self._index, prompt, params, session
+        )
+        return completion
+
+
 @attrs.frozen
 class EngineAddress:
-    """What a child needs to reach an engine of its parent."""
+    """An engine of the parent, as it is sent to a child: a ``RemoteEngine``, or a copy."""
 
     index: int
-    version: PolicyVersion
-    context_length: int
-    vocab_size: int | None = None
-    name: str = "engine"
+    name: str
+    engine: Engine
 
 
-@attrs.frozen
-class Answer:
-    """A completion, and what its engine serves by the time that it is there."""
+@attrs.define(eq=False)
+class _Served:
+    """An engine, and what its child has been told of it."""
 
-    completion: Completion
-    version: PolicyVersion
-    newest_version: PolicyVersion
+    engine: Engine
+    tell: Callable[[PolicyVersion, PolicyVersion], None]
+    told: tuple[PolicyVersion, PolicyVersion] | None = None
+    failure: str = ""
+
+    def report(self) -> None:
+        versions = int(self.engine.version), newest_version(self.engine)
+        if versions != self.told:
+            self.told = versions
+            self.tell(*versions)
 
 
 class EngineHost:
     """Serves engines of this process to child processes: the ``generate`` handler of a channel."""
 
     def __init__(self) -> None:
-        self._engines: dict[int, Engine] = {}
+        self._served: dict[int, _Served] = {}
         self._indices = itertools.count()
 
-    def address(self, engine: Engine) -> EngineAddress:
-        """Where a child finds ``engine``, which is served from now on."""
-        known = [index for index, one in self._engines.items() if one is engine]
-        index = known[0] if known else next(self._indices)
-        self._engines[index] = engine
-        return _address(index, engine)
+    def add(
+        self, engine: Engine, notify: Callable[..., Any], *, portable: bool = False
+    ) -> EngineAddress:
+        """Where a child finds ``engine``, which is served from now on.
+
+        Args:
+            engine: of this process.
+            notify: calls a handler of the child without waiting for it.
+            portable: whether the child gets a copy.
+        """
+        index = next(self._indices)
+        self._served[index] = _Served(engine, functools.partial(notify, "serves", index))
+        return EngineAddress(
+            index, type(engine).__name__, engine if portable else RemoteEngine(index, engine)
+        )
 
     @contextlib.contextmanager
-    def lease(self, engine: Engine) -> Iterator[EngineAddress]:
-        """Serve ``engine`` while the body runs."""
-        index = next(self._indices)
-        self._engines[index] = engine
+    def lease(
+        self, engine: Engine, notify: Callable[..., Any], *, portable: bool = False
+    ) -> Iterator[EngineAddress]:
+        """Serve ``engine``, as ``add`` does, while the body runs."""
+        address = self.add(engine, notify, portable=portable)
         try:
-            yield _address(index, engine)
+            yield address
         finally:
-            del self._engines[index]
+            del self._served[address.index]
 
     async def generate(
         self,
@@ -76,97 +122,66 @@ class EngineHost:
         prompt_ids: np.ndarray,
         params: SamplingParams,
         session: str | None,
-    ) -> Answer:
+    ) -> Completion:
         """Sample with an engine of this process, for another one."""
-        engine = self._engines[index]
-        completion = await engine.generate(prompt_ids.tolist(), params, session=session)
-        return Answer(completion, engine.version, newest_version(engine))
+        served = self._served[index]
+        completion = await served.engine.generate(prompt_ids.tolist(), params, session=session)
+        served.report()
+        return completion
 
-    async def report_versions(self, notify: Callable[..., Any]) -> None:
-        """Tell the versions that engines serve, whenever one changes; runs until cancelled.
+    def report(self) -> None:
+        """Tell each child the versions that its engines serve, where they have changed.
 
         An engine that can't say its version is logged, once for each error, and asked again.
         """
-        told: dict[int, PolicyVersion] = {}
-        failures: dict[int, str] = {}
+        for served in list(self._served.values()):
+            try:
+                served.report()
+                served.failure = ""
+            except Exception as error:  # whatever a user's property raises
+                if served.failure != summary(error):
+                    served.failure = summary(error)
+                    log.error("the engine can't say its version: %s", summary(error))
+
+    async def keep_reporting(self) -> None:
+        """Report until cancelled."""
         while True:
-            for index, engine in list(self._engines.items()):
-                try:
-                    version = int(engine.version)
-                except Exception as error:  # whatever a stranger's property raises
-                    if failures.get(index) != summary(error):
-                        failures[index] = summary(error)
-                        log.error("the engine can't say its version: %s", summary(error))
-                    continue
-                failures.pop(index, None)
-                if told.get(index) != version:
-                    told[index] = version
-                    notify("serves", index, version)
+            self.report()
             await asyncio.sleep(POLL_S)
 
 
-def _address(index: int, engine: Engine) -> EngineAddress:
-    vocab_size = getattr(engine, "vocab_size", None)
-    name = type(engine).__name__
-    return EngineAddress(index, engine.version, engine.context_length, vocab_size, name)
-
-
-class RemoteEngine:
-    """An ``Engine`` whose weights and requests are in the parent process.
-
-    ``version`` is the latest that the parent's engine has told, by itself or beside a completion;
-    what a completion says of itself is not believed before it was checked.
-    """
-
-    def __init__(self, channel: Channel, address: EngineAddress) -> None:
-        self.version: PolicyVersion = address.version
-        self.newest_version: PolicyVersion = address.version
-        self.context_length = address.context_length
-        self.vocab_size = address.vocab_size
-        self._index = address.index
-        self._channel = channel
-
-    async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
-    ) -> Completion:
-        """Sample one completion in the parent process; what the engine raises is raised."""
-        prompt = np.asarray(prompt_ids, dtype=np.int32)
-        answer: Answer = await self._channel.call("generate", self._index, prompt, params, session)
-        self.version = max(self.version, answer.version)
-        self.newest_version = max(self.newest_version, answer.newest_version)
-        return answer.completion
-
-
 class RemoteEngines:
-    """The engines that a child knows, by their address or as the copies that crossed."""
+    """The engines that a child knows, by their address or as objects of its own process."""
 
     def __init__(self, channel: Channel | None) -> None:
         self._channel = channel
-        self._known: dict[int, RemoteEngine] = {}
+        self._known: dict[int, Engine] = {}
 
-    def find(self, where: "EngineAddress | Engine") -> Engine:
-        """The engine at an address; an engine that crossed is returned as it is."""
+    def find(self, where: EngineAddress | Engine) -> Engine:
+        """The engine at an address; an engine of this process is returned as it is."""
         if not isinstance(where, EngineAddress):
             return where
-        if where.index not in self._known:
-            assert self._channel is not None, "an address comes over a channel"
-            self._known[where.index] = RemoteEngine(self._channel, where)
-        self.serves(where.index, where.version)
-        return self._known[where.index]
+        if isinstance(where.engine, RemoteEngine):
+            where.engine.channel = self._channel
+        return self._known.setdefault(where.index, where.engine)
 
-    def serves(self, index: int, version: PolicyVersion) -> None:
-        """Take note of a version that is served now."""
-        if index in self._known:  # news of an update may overtake each other
-            self._known[index].version = max(version, self._known[index].version)
+    def serves(self, index: int, version: PolicyVersion, newest: PolicyVersion) -> None:
+        """The parent reports what an engine serves: the slowest of its replicas, and the newest."""
+        engine = self._known.get(index)
+        if isinstance(engine, RemoteEngine):
+            engine.version = version
+            engine.newest_version = newest
+        elif hasattr(engine, "learn"):
+            engine.learn(version)
 
-    def forget(self, where: "EngineAddress | Engine | None") -> None:
-        """This engine is not asked any more: its parent stops serving it, or it is a copy."""
+    def forget(self, where: EngineAddress | Engine | None) -> None:
+        """The parent stops serving an engine; a copy of it is closed."""
         if isinstance(where, EngineAddress):
-            self._known.pop(where.index, None)
-        elif where is not None and self._channel is not None and hasattr(where, "close"):
-            where.close()
+            engine = self._known.pop(where.index, None)
+            if hasattr(engine, "close"):
+                engine.close()
 
 
-def portable(engine: Engine) -> bool:
+def is_portable(engine: Engine) -> bool:
     """Whether a copy of ``engine`` in another process serves as well as the original."""
     return bool(getattr(engine, "portable", False))

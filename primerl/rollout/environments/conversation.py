@@ -1,4 +1,4 @@
-"""Token-exact conversations: what was sampled is never decoded and tokenized again."""
+"""Token-exact conversations: sampled tokens are never decoded and tokenized again."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from primerl.rollout.engines.protocol import Engine
 from primerl.types import NOT_SAMPLED, Rollout, Sample, SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
-# Stands for any assistant's words when only the template's text around them is wanted.
+# Stands for an assistant's reply when only the template's text after it is needed.
 _PLACEHOLDER = "reply-7c1e9b04d2"
 
 
@@ -23,14 +23,14 @@ class Conversation:
         return chat.rollout(reward=float("4" in reply))
 
     A turn appends only new tokens: the chat template's text between the last reply and the next,
-    then the sampled reply as it was sampled. Re-tokenizing a decoded reply would train on tokens
-    that the policy never produced.
+    then the sampled tokens of the reply. Tokenizing a decoded reply again would train on tokens
+    that the policy never sampled.
 
     Args:
         engine: samples the replies.
         tokenizer: a Hugging Face tokenizer. Without a chat template, turns take plain strings.
         params: of every reply. The tokenizer's ``eos_token_id`` always stops a reply as well.
-        session: names the conversation to engines of several replicas.
+        session: an id of the conversation, for engines of several replicas.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Conversation:
         self._opening: list[Mapping[str, Any]] = []
 
     async def turn(self, messages: Messages | str) -> str:
-        """Say ``messages`` to the policy and return its decoded reply.
+        """Append ``messages``, sample a reply and return it as text.
 
-        ``stop`` then says how the reply ended: ``"stop"``, ``"length"``, or ``"context"`` where
-        the context left less room than ``max_tokens``.
+        ``stop`` then says how the reply ended: ``"stop"``, ``"length"``, or ``"context"`` if the
+        context left less room than ``max_tokens``.
 
         Raises:
             ValueError: the messages leave no room for a reply, or the tokenizer has no template
@@ -94,7 +94,7 @@ class Conversation:
         )
 
     def rollout(self, *, reward: float, metrics: Mapping[str, float] | None = None) -> Rollout:
-        """The finished conversation with what it earned."""
+        """The finished conversation with its reward."""
         return Rollout(
             samples=[self.sample()], reward=reward, metrics=metrics or {}, stop=self.stop
         )
@@ -125,10 +125,10 @@ class Conversation:
 
     def _after_reply(self, messages: Messages) -> list[int]:
         """The template's tokens from the end of a reply to the beginning of the next."""
-        spoken = [*self._opening, {"role": "assistant", "content": _PLACEHOLDER}]
-        text = self._render([*spoken, *messages], reply_next=True)
+        conversation = [*self._opening, {"role": "assistant", "content": _PLACEHOLDER}]
+        text = self._render([*conversation, *messages], reply_next=True)
         between = self._encode(text[text.rindex(_PLACEHOLDER) + len(_PLACEHOLDER) :])
-        # The reply's own stop token is already there, and must not be said twice.
+        # The reply's own stop token is already there, and must not be repeated.
         sampled_stop = self.token_ids[-1] in self.params.stop_token_ids
         return between[1:] if sampled_stop and between[:1] == self.token_ids[-1:] else between
 

@@ -26,11 +26,11 @@ def single_turn(tokenizer: Any, *, reward: Reward) -> Environment:
         tokenizer: a Hugging Face tokenizer.
         reward: ``(task, reply) -> number``, or a coroutine function of the same form.
 
-    The task's ``"prompt"`` is a string, or a list of chat messages. A string is put to a model
-    with a chat template as a user's message, and to one without as it stands.
+    The task's ``"prompt"`` is a string, or a list of chat messages. A string becomes a user's
+    message if the tokenizer has a chat template, and is the prompt itself if not.
 
-    A reward that fails stops the run, with a ``RewardError`` that names the task: it is a mistake
-    in the experiment, and retrying would hide it.
+    A reward function that fails stops the run with a ``RewardError`` that names the task: it is a
+    mistake in the experiment, which retrying would hide.
     """
 
     async def environment(task: Task, engine: Engine, params: SamplingParams) -> Rollout:
@@ -53,7 +53,7 @@ async def _reward(reward: Reward, task: Task, reply: str) -> float:
         if inspect.isawaitable(value):
             value = await value
         number = float(value)
-    except Exception as error:  # a stranger's function may raise anything; none of it is swallowed
+    except Exception as error:  # user code may raise anything
         raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
     if not np.isfinite(number):
         raise RewardError(f"{where} returned {number}; expected a finite number")

@@ -1,12 +1,12 @@
-"""What runs in an environment's own process."""
+"""The child process of ``isolated``, which plays rollouts."""
 
-from primerl.rollout.collection.groups import attempt
-from primerl.rollout.engines.remote import EngineAddress, RemoteEngine
+from primerl.rollout.collection.rollouts import attempt
+from primerl.rollout.engines.remote import EngineAddress, RemoteEngines
 from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.processes.channel import Channel
-from primerl.types import Rollout, SamplingParams
+from primerl.types import PolicyVersion, Rollout, SamplingParams
 
-MAX_REPLY_BYTES = 1 << 31  # a rollout that is larger is a mistake, and would exhaust the worker
+MAX_REPLY_BYTES = 1 << 31  # a larger rollout is a mistake, and would exhaust the worker's memory
 
 
 class EnvironmentHost:
@@ -14,11 +14,11 @@ class EnvironmentHost:
 
     def __init__(self, channel: Channel, *, environment: Environment) -> None:
         channel.max_message_bytes = MAX_REPLY_BYTES
-        self._channel = channel
+        self._engines = RemoteEngines(channel)
         self._environment = environment
 
     async def astart(self) -> None:
-        """Nothing to do: environments prepare themselves."""
+        """Do nothing: environments set themselves up."""
 
     async def aclose(self) -> None:
         """Close the environment."""
@@ -27,9 +27,15 @@ class EnvironmentHost:
 
     async def play(self, task: Task, engine: EngineAddress, params: SamplingParams) -> Rollout:
         """Play one rollout; completions come from the parent's engine."""
-        remote = RemoteEngine(self._channel, engine)
-        return await attempt(self._environment, task, remote, params)
+        try:
+            return await attempt(self._environment, task, self._engines.find(engine), params)
+        finally:
+            self._engines.forget(engine)
+
+    def serves(self, index: int, version: PolicyVersion, newest: PolicyVersion) -> None:
+        """The parent reports the versions that an engine serves now."""
+        self._engines.serves(index, version, newest)
 
     def ping(self) -> bool:
-        """Answer, if the event loop turns."""
+        """Answer, which shows that the event loop is not blocked."""
         return True

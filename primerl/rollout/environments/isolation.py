@@ -1,4 +1,4 @@
-"""Environments in processes of their own: what hangs or dies there takes one process with it."""
+"""Environments in processes of their own, so that one that hangs or dies harms no others."""
 
 import asyncio
 import contextlib
@@ -9,10 +9,10 @@ from primerl.rollout.engines.remote import EngineHost
 from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.environments.process_pool import ProcessPool
 from primerl.rollout.processes.child import ProcessDied
-from primerl.rollout.processes.crossing import pickle_arguments
+from primerl.rollout.processes.pickling import pickle_arguments
 from primerl.types import Rollout, SamplingParams
 
-SHARED_TRIES = 2  # a process may have died for another's sake
+SHARED_TRIES = 2  # another rollout may have caused the death of a shared process
 
 
 def isolated(
@@ -27,19 +27,18 @@ def isolated(
         environment = rollout.isolated(heavy_environment, processes=4)
 
     For environments that compute, block their event loop or crash. Each process plays many
-    rollouts at once, and calls back for the engine's completions. A process that dies is started
-    again, and its rollouts are played again, if need be one to a process: the one that brings its
-    process down fails, the others don't. A process that is blocked when a rollout's time is up is
-    killed.
+    rollouts at once, with completions from the parent's engine. A process that dies is replaced,
+    and its rollouts are played again, if necessary one to a process: only the one that makes its
+    process die fails. A process that is blocked when a rollout's time is up is killed.
 
     Args:
-        environment: crosses into each process by pickle, lambdas and local functions included.
-        processes: a new rollout goes to the one with the fewest.
-        timeout_s: how long a rollout may take, waiting for a process included.
+        environment: is pickled into each process; lambdas and local functions are supported.
+        processes: how many; a new rollout is played in the one with the fewest.
+        timeout_s: how long a rollout may take, including the wait for a process.
         threads: of numerical libraries, in each process.
 
     Raises:
-        ValueError: a number is out of range, or the environment can't cross.
+        ValueError: a number is out of range, or the environment can't be pickled.
     """
     if processes < 1:
         raise ValueError(f"processes is {processes}, expected at least 1")
@@ -53,8 +52,8 @@ def isolated(
 class IsolatedEnvironment:
     """An environment behind a pool of processes: made by ``isolated``.
 
-    The processes start with the first rollout, where that is played, and end with ``aclose``,
-    which a worker calls, or with the process that started them.
+    The processes are started by the first rollout, from the process that plays it, and ended by
+    ``aclose``, which a worker calls, or with the process that started them.
     """
 
     def __init__(
@@ -65,14 +64,13 @@ class IsolatedEnvironment:
         self._engines = EngineHost()
         handlers = {"generate": self._engines.generate}
         self._pool = ProcessPool(arguments, handlers, processes=processes, threads=threads)
-        # Where rollouts are played again whose process died: one in each, so that whichever
-        # brings its process down takes no other with it.
+        # Rollouts whose process died are played again here, one to a process.
         self._alone = ProcessPool(
             arguments, handlers, processes=processes, threads=threads, most_each=1
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return IsolatedEnvironment, self._plan  # processes stay where they were started
+        return IsolatedEnvironment, self._plan  # processes are not sent along
 
     @property
     def restarts(self) -> int:
@@ -82,13 +80,13 @@ class IsolatedEnvironment:
     async def __call__(self, task: Task, engine: Engine, params: SamplingParams) -> Rollout:
         """Play one rollout in the process that has the fewest.
 
-        If that process dies, the rollout is played again; if it dies again, in one that the
-        rollout has to itself.
+        If that process dies, the rollout is played again; if that happens again, in a process of
+        its own.
 
         Raises:
             TimeoutError: it did not end within ``timeout_s``.
-            RuntimeError: its process died when it had one to itself, or none can be started. What
-                the environment raises is raised.
+            RuntimeError: a process of its own died, too, or none can be started. What the
+                environment raises is raised.
         """
         for _ in range(SHARED_TRIES):
             with contextlib.suppress(ProcessDied):
@@ -102,11 +100,11 @@ class IsolatedEnvironment:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline, pool.process() as child:
-                with self._engines.lease(engine) as address:
+                with self._engines.lease(engine, child.notify) as address:
                     rollout: Rollout = await child.call("play", dict(task), address, params)
                 return rollout
         except asyncio.CancelledError:
-            if child is not None:  # it may be blocked, and would then attract every rollout
+            if child is not None:  # if it is blocked, it would attract all further rollouts
                 pool.check(child)
             raise
         except TimeoutError:

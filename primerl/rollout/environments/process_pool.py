@@ -1,4 +1,4 @@
-"""A pool of processes that play environments: each is watched, and replaced when it dies."""
+"""A pool of processes that play an environment; watchdogs replace those that die."""
 
 import asyncio
 import contextlib
@@ -11,24 +11,24 @@ import attrs
 from primerl.rollout.environments.host import EnvironmentHost
 from primerl.rollout.processes.channel import Handlers
 from primerl.rollout.processes.child import Child, ProcessDied
-from primerl.rollout.processes.supervised import Surroundings
+from primerl.rollout.processes.launch import LaunchContext
 
-ANSWER_S = 5.0  # what an event loop that is not blocked needs to answer
-SETTLED_S = 5.0  # a process that lived so long did not die of its start
+ANSWER_S = 5.0  # in which an event loop that is not blocked answers
+STABLE_S = 5.0  # a process that lived so long did not die of starting
 MAX_BACKOFF_S = 30.0
-MOST_BUILD_FAILURES, MOST_START_DEATHS = 3, 20  # in a row, before a place is given up
+MAX_BUILD_FAILURES, MAX_START_DEATHS = 3, 20  # in a row, before a slot is given up
 
 log = logging.getLogger(__name__)
 
 
 @attrs.define(eq=False)
-class _Place:
-    """One process, or its successor."""
+class _Slot:
+    """One process, or its replacement."""
 
     child: Child | None = None
     playing: int = 0
     ready: bool = False
-    tried: bool = False  # until each has been, all first rollouts would go to the fastest
+    tried: bool = False  # before each has been, all rollouts would go to the fastest to start
     broken: Exception | None = None
 
 
@@ -58,10 +58,10 @@ class ProcessPool:
         self._processes = processes
         self._threads = threads
         self._most_each = most_each
-        # Now, because code of an environment in this process may change what there is.
-        self._surroundings = Surroundings.now()
-        self._places: list[_Place] = []
-        self._keepers: list[asyncio.Task[None]] = []
+        # Recorded now, because an environment in this process may change it.
+        self._context = LaunchContext.current()
+        self._slots: list[_Slot] = []
+        self._watchdogs: list[asyncio.Task[None]] = []
         self._checks: dict[Child, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
 
@@ -72,21 +72,21 @@ class ProcessPool:
         Raises:
             RuntimeError: none can be started.
         """
-        place = await self._least_loaded()
-        assert place.child is not None
-        place.playing += 1
+        slot = await self._least_loaded()
+        assert slot.child is not None
+        slot.playing += 1
         try:
-            yield place.child
+            yield slot.child
         finally:
-            place.playing -= 1
+            slot.playing -= 1
             self._changed.set()
 
     def children(self) -> list[Child]:
-        """The processes that there are."""
-        return [place.child for place in self._places if place.child is not None]
+        """The processes that have been started."""
+        return [slot.child for slot in self._slots if slot.child is not None]
 
     def check(self, child: Child) -> "asyncio.Task[None]":
-        """See in the background whether a process still answers; one that doesn't is killed."""
+        """Check in the background that a process still answers; if not, it is killed."""
         if child not in self._checks:
             self._checks[child] = asyncio.create_task(_kill_if_blocked(child))
             self._checks[child].add_done_callback(lambda _: self._checks.pop(child, None))
@@ -94,59 +94,57 @@ class ProcessPool:
 
     async def aclose(self) -> None:
         """End the processes. The pool can be used again."""
-        keepers, self._keepers, self._places = self._keepers, [], []
+        watchdogs, self._watchdogs, self._slots = self._watchdogs, [], []
         self._changed = asyncio.Event()  # the next use may be on another event loop
-        for task in (*keepers, *self._checks.values()):
+        for task in (*watchdogs, *self._checks.values()):
             task.cancel()
-        if keepers:
-            await asyncio.wait(keepers)
+        if watchdogs:
+            await asyncio.wait(watchdogs)
 
-    async def _least_loaded(self) -> _Place:
-        if not self._keepers:
-            self._places = [_Place() for _ in range(self._processes)]
-            self._keepers = [
-                asyncio.create_task(self._keep(place, number))
-                for number, place in enumerate(self._places)
+    async def _least_loaded(self) -> _Slot:
+        if not self._watchdogs:
+            self._slots = [_Slot() for _ in range(self._processes)]
+            self._watchdogs = [
+                asyncio.create_task(self._watch(slot, number))
+                for number, slot in enumerate(self._slots)
             ]
         most = float("inf") if self._most_each is None else self._most_each
         while True:
-            broken = [place.broken for place in self._places if place.broken is not None]
-            if broken and len(broken) == len(self._places):
+            broken = [slot.broken for slot in self._slots if slot.broken is not None]
+            if broken and len(broken) == len(self._slots):
                 raise RuntimeError(f"no environment process can start: {broken[0]}") from broken[0]
-            ready = [p for p in self._places if p.ready and p.child is not None and p.child.alive]
-            free = [place for place in ready if place.playing < most]
-            if free and all(place.tried for place in self._places):
-                return min(free, key=lambda place: place.playing)
+            ready = [p for p in self._slots if p.ready and p.child is not None and p.child.alive]
+            free = [slot for slot in ready if slot.playing < most]
+            if free and all(slot.tried for slot in self._slots):
+                return min(free, key=lambda slot: slot.playing)
             self._changed.clear()
             await self._changed.wait()
 
-    async def _keep(self, place: _Place, number: int) -> None:
-        """Keep a process in the place until cancelled, or until it can't be started."""
+    async def _watch(self, slot: _Slot, number: int) -> None:
+        """The watchdog of a slot: replaces its process until cancelled, or until none can start."""
         build_failures = deaths = 0
-        while place.broken is None:
+        while slot.broken is None:
             name = f"environment process {number}"
-            place.child = Child(
-                name, EnvironmentHost, threads=self._threads, surroundings=self._surroundings
-            )
+            slot.child = Child(name, EnvironmentHost, threads=self._threads, context=self._context)
             try:
                 began = time.monotonic()
-                await place.child.start(self._arguments, self._handlers)
+                await slot.child.start(self._arguments, self._handlers)
                 build_failures = 0
-                place.ready = place.tried = True
+                slot.ready = slot.tried = True
                 self._changed.set()
-                how = await place.child.wait()
+                how = await slot.child.wait()
                 log.warning("%s; starting another", how)
-                deaths = deaths + 1 if time.monotonic() - began < SETTLED_S else 0
+                deaths = deaths + 1 if time.monotonic() - began < STABLE_S else 0
                 self.restarts += 1
             except ProcessDied as error:  # while it started
                 deaths += 1
-                place.broken = error if deaths == MOST_START_DEATHS else None
-            except Exception as error:  # whatever building the environment raises
+                slot.broken = error if deaths == MAX_START_DEATHS else None
+            except Exception as error:  # making the environment may raise anything
                 build_failures += 1
-                place.broken = error if build_failures == MOST_BUILD_FAILURES else None
+                slot.broken = error if build_failures == MAX_BUILD_FAILURES else None
             finally:
-                place.ready, place.tried = False, True
-                await place.child.close(grace_s=2.0)
+                slot.ready, slot.tried = False, True
+                await slot.child.close(grace_s=2.0)
                 self._changed.set()
             pause_s = 0.05 * 2 ** min(10, max(0, deaths + build_failures - 1))
             await asyncio.sleep(min(MAX_BACKOFF_S, pause_s))
@@ -159,5 +157,5 @@ async def _kill_if_blocked(child: Child) -> None:
                 await child.call("ping")
         except TimeoutError:
             log.warning("%s is blocked and is killed", child.name)
-            child.kill("was blocked, and was killed for it")
+            child.kill("was killed because it was blocked")
             await child.wait()

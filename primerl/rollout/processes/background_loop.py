@@ -18,7 +18,7 @@ class BackgroundLoop:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        """Begin a coroutine; cancelling the future cancels it."""
+        """Schedule a coroutine; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call_soon(self, function: Any, *args: Any) -> None:
@@ -26,7 +26,7 @@ class BackgroundLoop:
         self._loop.call_soon_threadsafe(function, *args)
 
     def stop(self) -> None:
-        """Cancel what runs, and end the thread."""
+        """Cancel running coroutines and end the thread."""
         if self._thread.is_alive():
             self.submit(_cancel_others()).result(STOP_S)
             self._loop.call_soon_threadsafe(self._loop.stop)

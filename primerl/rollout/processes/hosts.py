@@ -1,4 +1,4 @@
-"""Where a worker's collector runs: on a thread of this process, or in a process of its own."""
+"""Where a worker's collector runs: on a thread of this process, or in a child process."""
 
 import asyncio
 import contextlib
@@ -10,13 +10,13 @@ from typing import Any
 
 from primerl.rollout.collection.collector import Collector
 from primerl.rollout.engines.protocol import Engine
-from primerl.rollout.engines.remote import EngineHost, portable
+from primerl.rollout.engines.remote import EngineHost, is_portable
 from primerl.rollout.processes.child import Child
-from primerl.rollout.processes.crossing import pickle_arguments
+from primerl.rollout.processes.pickling import pickle_arguments
 
 STOP_S = 20.0
-INTERRUPT_S = 3.0  # a trainer that calls the worker within this time learns of its death there
-BLOCKED_S = 10.0  # an event loop that is this silent will not end politely
+INTERRUPT_S = 3.0  # a trainer that calls the worker within this time gets the error from the call
+BLOCKED_S = 10.0  # an event loop without a heartbeat for so long has to be ended by force
 
 log = logging.getLogger(__name__)
 
@@ -24,29 +24,27 @@ log = logging.getLogger(__name__)
 class InThread:
     """Runs the collector on this process's event loop."""
 
-    death = ""
-    interrupted = False  # a thread does not die alone
+    cause_of_death = ""  # a thread ends only with its process
+    interrupted = False
 
     def __init__(self, engine: Engine, arguments: dict[str, Any]) -> None:
         self._collector = Collector(None, engine=engine, **arguments)
 
     @property
-    def last_beat(self) -> float:
+    def last_heartbeat(self) -> float:
         """When the event loop last turned, by the monotonic clock."""
-        return self._collector.last_beat
+        return self._collector.last_heartbeat
 
     def members(self) -> list[dict[str, Any]]:
-        """The processes at work, without those of the environment."""
+        """The running processes, without those of the environment."""
         return []
 
     async def start(self) -> None:
-        """Begin to collect."""
+        """Start collecting."""
         await self._collector.astart()
 
     async def call(self, name: str, *args: Any) -> Any:
         """The result of a method of the collector."""
-        if name in ("take", "settle"):
-            args = (*args[:-1], None)  # the engine itself says what it serves
         result = getattr(self._collector, name)(*args)
         return await result if asyncio.iscoroutine(result) else result
 
@@ -55,74 +53,74 @@ class InThread:
         getattr(self._collector, name)(*args)
 
     async def stop(self) -> dict[str, Any]:
-        """End it; returns the last stats, unless it died."""
+        """Stop collecting; returns the last stats, or None if the process has died."""
         return await self._collector.aclose()
 
     def kill(self) -> None:
-        """Nothing: a thread ends with its process."""
+        """Do nothing: a thread ends with its process."""
 
 
 class InProcess:
     """Runs the collector in a child process and serves this process's engines to it."""
 
     def __init__(self, engine: Engine, arguments: dict[str, bytes], threads: int) -> None:
-        self._engine = engine
-        self._arguments = arguments
         self._engines = EngineHost()
         self._child = Child("the rollout worker", Collector, threads=threads, by_value=True)
+        address = self._engines.add(engine, self._child.notify, portable=is_portable(engine))
+        self._arguments = arguments | pickle_arguments(engine=address)
         self._background: list[asyncio.Task[None]] = []
         self._trainer = threading.current_thread()
-        self.death = ""
+        self.cause_of_death = ""
         self.interrupted = False
-        self._told = False
-        self.last_beat = time.monotonic()
+        self._death_reported = False
+        self.last_heartbeat = time.monotonic()
 
     def members(self) -> list[dict[str, Any]]:
-        """The processes at work, without those of the environment."""
+        """The running processes, without those of the environment."""
         return [{"name": self._child.name, "pid": self._child.pid, "alive": self._child.alive}]
 
     async def start(self) -> None:
-        """Begin to collect."""
-        arguments = dict(self._arguments)
-        if "engine" not in arguments:
-            arguments |= pickle_arguments(engine=self._engines.address(self._engine))
-        await self._child.start(arguments, {"generate": self._engines.generate, "beat": self._beat})
-        self._beat()
+        """Start collecting."""
+        await self._child.start(
+            self._arguments, {"generate": self._engines.generate, "heartbeat": self._heartbeat}
+        )
+        self._heartbeat()
         self._background = [
-            asyncio.create_task(self._engines.report_versions(self._child.notify)),
-            asyncio.create_task(self._mourn()),
+            asyncio.create_task(self._engines.keep_reporting()),
+            asyncio.create_task(self._watch_child()),
         ]
 
     async def call(self, name: str, *args: Any) -> Any:
         """The result of a method of the collector."""
         try:
             with contextlib.ExitStack() as stack:
-                crossing = [self._crossing(one, stack) for one in args]
-                return await self._child.call(name, *crossing)
+                sent = [self._sendable(one, stack) for one in args]
+                self._engines.report()  # what the trainer saw before it called
+                return await self._child.call(name, *sent)
         except RuntimeError:
-            self._told = self._told or not self._child.alive
+            self._death_reported = self._death_reported or not self._child.alive
             raise
 
     def notify(self, name: str, *args: Any) -> None:
         """Call a method of the collector, without an answer."""
         self._child.notify(name, *args)
 
-    async def _mourn(self) -> None:
-        """Say at once that the child died, and soon interrupt a trainer that is busy elsewhere."""
-        self.death = await self._child.wait()
-        log.error("%s", self.death)
+    async def _watch_child(self) -> None:
+        """The watchdog: logs the child's death, and interrupts a trainer that is busy elsewhere."""
+        self.cause_of_death = await self._child.wait()
+        log.error("%s", self.cause_of_death)
         await asyncio.sleep(INTERRUPT_S)
         main = threading.main_thread()
-        if not self._told and self._trainer is main and main.ident is not None:
+        if not self._death_reported and self._trainer is main and main.ident is not None:
             self.interrupted = True
             signal.pthread_kill(main.ident, signal.SIGINT)
 
     async def stop(self) -> dict[str, Any] | None:
-        """End it; returns the last stats, unless it died."""
+        """Stop collecting; returns the last stats, or None if the process has died."""
         for task in self._background:
             task.cancel()
-        blocked = time.monotonic() - self.last_beat > BLOCKED_S
-        if blocked or not self._child.alive:  # it is ended by force, and has been reported
+        blocked = time.monotonic() - self.last_heartbeat > BLOCKED_S
+        if blocked or not self._child.alive:
             await self._child.close(grace_s=0)
             return None
         try:
@@ -138,12 +136,12 @@ class InProcess:
         """End the process by force."""
         self._child.kill_and_wait()
 
-    def _crossing(self, value: Any, stack: contextlib.ExitStack) -> Any:
-        if not isinstance(value, Engine) or portable(value):
+    def _sendable(self, value: Any, stack: contextlib.ExitStack) -> Any:
+        if not isinstance(value, Engine):
             return value
-        if value is self._engine:
-            return self._engines.address(value)
-        return stack.enter_context(self._engines.lease(value))
+        return stack.enter_context(
+            self._engines.lease(value, self._child.notify, portable=is_portable(value))
+        )
 
-    def _beat(self) -> None:
-        self.last_beat = time.monotonic()
+    def _heartbeat(self) -> None:
+        self.last_heartbeat = time.monotonic()

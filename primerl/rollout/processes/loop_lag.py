@@ -1,4 +1,4 @@
-"""How late an event loop is: the sign of blocking work in an environment, a reward or a filter."""
+"""Event-loop lag: the sign of blocking work in an environment, a reward or a filter."""
 
 import asyncio
 import time
@@ -11,16 +11,16 @@ WINDOW = 2400  # two minutes of samples
 
 
 class LoopLag:
-    """Measures the loop that ``run`` runs on: by how much a timer fires too late, in seconds."""
+    """Measures by how many seconds timers fire late on the event loop that runs ``run``."""
 
     def __init__(self) -> None:
         self.max_s = 0.0
-        self.last_beat = time.monotonic()
+        self.last_heartbeat = time.monotonic()
         self._recent: deque[float] = deque(maxlen=WINDOW)
 
     @property
     def p99_s(self) -> float:
-        """The 99th percentile of the last two minutes."""
+        """The 99th percentile over the last two minutes, in seconds."""
         return float(np.quantile(self._recent, 0.99)) if self._recent else 0.0
 
     async def run(self) -> None:
@@ -28,7 +28,7 @@ class LoopLag:
         while True:
             due = time.monotonic() + PERIOD_S
             await asyncio.sleep(PERIOD_S)
-            self.last_beat = time.monotonic()
-            lag = max(0.0, self.last_beat - due)
+            self.last_heartbeat = time.monotonic()
+            lag = max(0.0, self.last_heartbeat - due)
             self._recent.append(lag)
             self.max_s = max(self.max_s, lag)

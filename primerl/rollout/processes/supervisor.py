@@ -8,17 +8,17 @@ process that starts this program) and the command, each in a session of its own:
     owner -> outer supervisor -> inner supervisor -> command -> whatever it starts
 
 Both are subreapers: a process that loses its parent becomes their child, whatever session it has
-moved to. So nothing is left behind, whoever dies and however:
+moved to. So no process is left behind, whichever of them dies:
 
-- the owner dies (kill -9 included), or sends SIGTERM: the command is asked to stop, killed after
-  ``GRACE_S``, and so is all that it started. A dead owner's ``FOLDER`` is removed.
+- the owner dies (kill -9 included), or sends SIGTERM: the command is asked to stop and killed after
+  ``GRACE_S``, with everything that it started. A dead owner's ``FOLDER`` is removed.
 - the command ends: what it started is killed, and its exit code is passed on (128 + the signal's
-  number when a signal killed it).
+  number if a signal killed it).
 - a supervisor is killed: the other one does the same.
 
-Out of reach are processes that others start on the command's behalf (``systemd-run``, ``docker``,
-a ``tmux`` server that was there before), those of another user (``sudo``), and, if both supervisors
-are killed at once, all but the command. Beyond Linux only the command's process group is ended.
+Not covered are processes that others start on the command's behalf (``systemd-run``, ``docker``,
+an existing ``tmux`` server), those of another user (``sudo``), and, if both supervisors are killed
+at once, all but the command. Outside Linux only the command's process group is ended.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ import time
 from collections.abc import Callable
 
 POLL_S = 0.2
-SWEEP_S = 1.0  # what a dead command started may end by itself, and remove what it shared
-OUTER_GRACE_S = 5.0  # that the inner supervisor has, beyond the command's
+SWEEP_S = 1.0  # in which descendants of a dead command may end and release what they shared
+OUTER_GRACE_S = 5.0  # for the inner supervisor, in addition to the command's
 MARKER = ".primerl-folder"
 FAILED = 127  # the exit code where the command could not be run
 _WAKING = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -44,12 +44,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(owner: int, folder: str, grace_s: float, command: list[str]) -> int:
-    """Run both supervisors until all has ended; returns the command's exit code."""
+    """Run both supervisors until all processes have ended; returns the command's exit code."""
     for number in _WAKING:  # an ignored SIGCHLD, which is inherited, would hide exit codes
         signal.signal(number, signal.SIG_DFL)
     # Signals are taken one at a time, so that none interrupts anything.
     signal.pthread_sigmask(signal.SIG_BLOCK, _WAKING)
-    # Both hold it until all is over. The command does not: it is closed on exec.
+    # Both supervisors hold the lock until the end. The command does not: it is closed on exec.
     lock = os.open(os.path.join(folder, MARKER), os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_SH)
     outer = os.getpid()
@@ -72,14 +72,14 @@ def main(owner: int, folder: str, grace_s: float, command: list[str]) -> int:
 def supervise(
     parent: int, run: Callable[[], int], lock: int, *, grace_s: float, orphan_grace_s: float
 ) -> int:
-    """Call ``run`` in a child until that or the process ``parent`` ends; returns its exit code.
+    """Call ``run`` in a child until it or the process ``parent`` ends; returns its exit code.
 
     Args:
         parent: of this process.
         run: what the child does; its result is the exit code.
-        lock: a file that stays open.
+        lock: the file descriptor that is kept open.
         grace_s: between SIGTERM and SIGKILL; with 0 the child is killed at once.
-        orphan_grace_s: the same, where ``parent`` died.
+        orphan_grace_s: the same, after ``parent`` has died.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     child = _start(run)
@@ -106,9 +106,9 @@ def _start(run: Callable[[], int]) -> int:
         return pid
     code = FAILED
     try:
-        os.setsid()  # who signals its own process group does not mean its supervisor
+        os.setsid()  # a command that signals its own process group must not hit its supervisor
         code = run()
-    except BaseException:  # nothing may run what the parent has still to do
+    except BaseException:  # the forked child must not run the rest of the parent's program
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(code)
@@ -124,10 +124,10 @@ def _execute(command: list[str], parent: int) -> int:
 
 
 def _close_inherited(lock: int) -> None:
-    """Leave the command's connections to the command: whoever has one open keeps it alive."""
+    """Close inherited connections: their other end sees EOF only once no process holds them."""
     for name in os.listdir("/dev/fd"):
         if int(name) > 2 and int(name) != lock:
-            with contextlib.suppress(OSError):  # the one that listed them
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.close(int(name))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -135,7 +135,7 @@ def _close_inherited(lock: int) -> None:
 
 
 def _signalled() -> bool:
-    """Wait for a signal or ``POLL_S``; whether one asks this process to end."""
+    """Wait for a signal, at most ``POLL_S``; returns whether it asks this process to end."""
     if hasattr(signal, "sigtimedwait"):
         taken = signal.sigtimedwait(_WAKING, POLL_S)
         return taken is not None and taken.si_signo != signal.SIGCHLD
@@ -157,21 +157,21 @@ def _ended() -> dict[int, int]:
 
 
 def _sweep(child: int, patience_s: float) -> None:
-    """Kill what the child left, wherever it moved its processes to."""
+    """Kill the remaining descendants of the child, whatever session they are in."""
     if not os.path.isdir("/proc/self"):
         with contextlib.suppress(OSError):
             os.killpg(child, signal.SIGKILL)
         return
-    if not _gone(patience_s):
-        # A resource tracker of multiprocessing removes shared memory once all the others are gone.
+    if not _all_ended(patience_s):
+        # The resource tracker of multiprocessing removes shared memory after the others have ended.
         _kill(lambda: {pid for pid in _descendants() if not _tracks_resources(pid)})
-    if not _gone(SWEEP_S):
+    if not _all_ended(SWEEP_S):
         _kill(_descendants)
-        _gone(SWEEP_S)
+        _all_ended(SWEEP_S)
 
 
-def _gone(patience_s: float) -> bool:
-    """Whether nothing is left within ``patience_s``."""
+def _all_ended(patience_s: float) -> bool:
+    """Whether all descendants end within ``patience_s``."""
     deadline = time.monotonic() + patience_s
     _ended()
     while left := bool(_descendants()):
@@ -183,7 +183,7 @@ def _gone(patience_s: float) -> bool:
 
 
 def _kill(find: Callable[[], set[int]]) -> None:
-    """Kill what ``find`` finds: first all are stopped, so that none starts another meanwhile."""
+    """Kill the processes that ``find`` finds, stopping all first so that none can start another."""
     stopped: set[int] = set()
     for _ in range(_MOST_ROUNDS):
         new = find() - stopped
@@ -214,7 +214,7 @@ def _descendants() -> set[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended."""
+    """Whether the process exists and has not ended."""
     if os.path.isdir("/proc/self"):
         found = _state_and_parent(pid)
         return found is not None and found[0] not in "ZX"
@@ -228,9 +228,9 @@ def alive(pid: int) -> bool:
 def _state_and_parent(pid: int) -> tuple[str, int] | None:
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
-            # The command's name stands in parentheses and may hold anything.
+            # The command's name is in parentheses and may contain any character.
             state, parent = file.read().rpartition(")")[2].split()[:2]
-    except (OSError, ValueError):  # it may end while it is looked at
+    except (OSError, ValueError):  # the process may end meanwhile
         return None
     return state, int(parent)
 
@@ -250,24 +250,24 @@ def _prctl(option: int, value: int) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder that ``supervised.make_folder`` made; whatever has taken its place stays."""
-    import shutil  # takes as long to load as all the rest
+    """Remove a folder that ``launch.make_folder`` made; anything else at its path is left alone."""
+    import shutil  # takes as long to load as the rest of this program
 
     try:
         known = os.lstat(folder)
-        # Neither a link nor a pipe is followed or waited for.
+        # Does not follow a link, or block on a pipe.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         marker = os.open(os.path.join(folder, MARKER), flags)
     except OSError:
         return
     try:
-        said = os.read(marker, 1 << 16)
+        content = os.read(marker, 1 << 16)
     except OSError:
         return
     finally:
         os.close(marker)
-    mine = stat.S_ISDIR(known.st_mode) and known.st_uid == os.getuid()
-    if mine and said == os.fsencode(folder):
+    owned = stat.S_ISDIR(known.st_mode) and known.st_uid == os.getuid()
+    if owned and content == os.fsencode(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""A curriculum: tasks that are sometimes solved more often than those that always or never are."""
+"""A curriculum that prefers tasks that are solved sometimes, but not always."""
 
 import heapq
 import math
@@ -16,21 +16,21 @@ DEFAULT_WEIGHTS = {UNSEEN: 1.0, EASY: 0.1, MEDIUM: 1.0, HARD: 0.2}
 
 
 class DifficultyPools:
-    """Draws tasks by how often they are solved.
+    """Draws tasks by their solve rates.
 
     A task's solve rate is an exponential average of its groups' mean rewards, which must lie in
-    [0, 1]: ``rate = momentum * rate + (1 - momentum) * mean``, from the first mean on. It sorts
-    the task into a pool: unseen (no group yet), easy (``rate >= easy``), hard (``rate <= hard``) or
-    medium. A draw picks a pool that has tasks by weight, then its task that was drawn longest ago,
-    the first in order among those never drawn.
+    [0, 1]: ``rate = momentum * rate + (1 - momentum) * mean``, starting with the first mean. It
+    determines the task's pool: unseen (no group yet), easy (``rate >= easy``), hard
+    (``rate <= hard``) or medium. A draw picks a non-empty pool by weight, and from it the task that
+    was drawn longest ago, or the first in order that was never drawn.
 
-    A draw costs O(log n). The state holds the rates by id, so give tasks ids of their own where
-    the list may change: what is known of the tasks that remain is kept.
+    A draw costs O(log n). The state holds the rates by id, so give tasks ids of their own if the
+    list may change: the rates of the remaining tasks are then kept.
 
     Args:
-        tasks: finitely many mappings; they are read into a list.
-        easy: solve rate from which a task is easy.
-        hard: solve rate up to which a task is hard.
+        tasks: mappings, which are read into a list.
+        easy: the lowest solve rate of an easy task.
+        hard: the highest solve rate of a hard task.
         weights: of the pools ``unseen``, ``easy``, ``medium`` and ``hard``; by default
             1, 0.1, 1 and 0.2.
         momentum: of the average, in [0, 1); 0 keeps the last mean alone.
@@ -71,7 +71,7 @@ class DifficultyPools:
         self._fill({}, {})
 
     def draw(self) -> dict[str, Any] | None:
-        """The next task; None where there are none at all."""
+        """The next task; None if there are no tasks."""
         pools = [pool for pool in POOLS if self._counts[pool]]
         if not pools:
             return None
@@ -84,7 +84,7 @@ class DifficultyPools:
         return dict(self._tasks[index])
 
     def report(self, task: Task, group: Group | None) -> None:
-        """Take the group's mean reward into the task's solve rate.
+        """Update the task's solve rate with the group's mean reward.
 
         Raises:
             ValueError: a reward is outside [0, 1], or the task is not one of these.
@@ -117,11 +117,11 @@ class DifficultyPools:
         return {task["id"]: rate for task, rate in rates if rate is not None}
 
     def pool_sizes(self) -> dict[str, int]:
-        """How many tasks each pool has, by name."""
+        """The number of tasks in each pool, by name."""
         return dict(self._counts)
 
     def state(self) -> dict[str, Any]:
-        """``{"draws": so far, "seed", "rates": by id, "last_drawn": number of it, by id}``."""
+        """``{"draws": so far, "seed", "rates": by id, "last_drawn": number of draw, by id}``."""
         drawn = zip(self._tasks, self._last_drawn, strict=True)
         return {
             "draws": self._draws,
@@ -131,15 +131,15 @@ class DifficultyPools:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; tasks that it doesn't know are new, others are left.
+        """Resume where ``state`` was taken; tasks that it does not have start as unseen.
 
         Raises:
-            ValueError: the seed is another.
+            ValueError: the seed has changed.
         """
         if state.get("seed", self._seed) != self._seed:
             raise ValueError(
-                f"the state was taken with seed={state['seed']}, not {self._seed}: it would draw "
-                "otherwise; restore with the same seed, or begin a new stream"
+                f"the state was taken with seed={state['seed']}, not {self._seed}: other tasks "
+                "would be drawn; restore with the same seed, or begin a new stream"
             )
         self._draws = state["draws"]
         self._fill(state["rates"], state["last_drawn"])
@@ -168,7 +168,7 @@ class DifficultyPools:
     def _pop(self, pool: str) -> int:
         """The pool's task that was drawn longest ago.
 
-        A task that moved or was drawn leaves its old entry behind; such entries are passed over.
+        Entries of tasks that have been drawn or moved to another pool since are skipped.
         """
         while True:
             last_drawn, index = heapq.heappop(self._heaps[pool])

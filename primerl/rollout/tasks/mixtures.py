@@ -1,29 +1,27 @@
-"""Several streams of tasks as one, and the environments that play them."""
+"""Several streams of tasks as one."""
 
-import asyncio
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from primerl.rollout.engines.protocol import Engine
-from primerl.rollout.environments.environment import Environment, Task
+from primerl.rollout.environments.environment import Task
 from primerl.rollout.tasks.streams import TaskStream, as_task_stream
-from primerl.types import Group, Rollout, SamplingParams
+from primerl.types import Group
 
 
 class Mixture:
-    """Several streams in fixed shares.
+    """Several streams in fixed proportions.
 
         tasks = rollout.Mixture({"math": math, "code": code}, weights={"math": 3, "code": 1})
         environment = rollout.route({"math": play_math, "code": play_code})
 
-    A task carries the name of its stream as ``"environment"``, and before its id: ``"math/17"``.
-    After any number n of draws, a stream of share p has been drawn within one of n·p times; no
-    chance is involved. A stream that ends leaves, and the others share anew.
+    A task has the name of its stream as ``"environment"`` and as a prefix of its id: ``"math/17"``.
+    After n draws, a stream of share p has been drawn n·p times, give or take one; nothing is
+    random. When a stream ends, the shares of the others are scaled up.
 
     Args:
         streams: by name: streams, or tasks to be drawn in order.
-        weights: by name; equal without. Shares are weights divided by their sum.
+        weights: by name; equal by default. Shares are weights divided by their sum.
 
     Raises:
         ValueError: there are no streams, a name contains ``/``, or the weights are not one
@@ -48,7 +46,7 @@ class Mixture:
             if not 0 < weight < float("inf"):
                 raise ValueError(f"the weight of {name!r} is {weight}, expected a positive number")
         self._streams = {name: as_task_stream(tasks) for name, tasks in streams.items()}
-        # Exact: by way of its digits, 0.1 is a tenth.
+        # Exact: from its decimal digits, 0.1 is a tenth.
         self._weights = {name: Fraction(str(weights[name])) for name in streams}
         self._drawn = dict.fromkeys(streams, 0)
 
@@ -64,7 +62,7 @@ class Mixture:
         return None
 
     def report(self, task: Task, group: Group | None) -> None:
-        """Pass the group on to the stream that the task came from, with the id it had there.
+        """Report the group to the stream that the task came from, with the task's id there.
 
         Raises:
             ValueError: the task came from none of the streams.
@@ -77,7 +75,7 @@ class Mixture:
         self._streams[name].report({**task, "id": own_id}, group)
 
     def state(self) -> dict[str, Any]:
-        """``{"drawn": by stream, since the last one left, "weights", "streams": states}``."""
+        """``{"drawn": by stream, since one last ended, "weights", "streams": states}``."""
         return {
             "drawn": dict(self._drawn),
             "weights": {name: str(weight) for name, weight in self._weights.items()},
@@ -85,7 +83,7 @@ class Mixture:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken. Under other weights, draws are counted anew from there.
+        """Resume where ``state`` was taken. With other weights, draws are counted anew from there.
 
         Raises:
             ValueError: the streams have other names.
@@ -99,61 +97,17 @@ class Mixture:
             stream.restore(state["streams"][name])
         drawn = state["drawn"]
         weights = {name: str(weight) for name, weight in self._weights.items()}
-        # Or the stream whose share has grown would be drawn alone until it had caught up.
+        # Otherwise a stream whose share has grown would be drawn alone until it had caught up.
         same = state.get("weights", weights) == weights
         self._drawn = {name: drawn[name] if same else 0 for name in self._streams if name in drawn}
 
     def _next_name(self) -> str:
-        """Earliest deadline first, of the streams that have had less than their share.
+        """Earliest deadline first, among the streams below their share.
 
-        After n draws, stream i is owed n·p_i; its next draw is due at draw (drawn_i + 1) / p_i.
+        After n draws, stream i should have n·p_i; its next draw is due at draw (drawn_i + 1) / p_i.
         """
         total = sum(self._weights[name] for name in self._drawn)
         shares = {name: self._weights[name] / total for name in self._drawn}
         n = sum(self._drawn.values()) + 1
-        owed = [name for name, drawn in self._drawn.items() if drawn < n * shares[name]]
-        return min(owed, key=lambda name: (self._drawn[name] + 1) / shares[name])
-
-
-def route(environments: Mapping[str, Environment]) -> "Route":
-    """An environment that plays each task in the one that the task's ``"environment"`` names.
-
-    Raises:
-        ValueError: there are no environments; or, when it is played, a task names none of them.
-    """
-    if not environments:
-        raise ValueError("there are no environments to route to; pass at least one")
-    return Route(environments)
-
-
-class Route:
-    """Several environments as one: made by ``route``. It closes them, and lists their processes."""
-
-    def __init__(self, environments: Mapping[str, Environment]) -> None:
-        self._environments = dict(environments)
-
-    async def __call__(self, task: Task, engine: Engine, params: SamplingParams) -> Rollout:
-        """Play ``task`` where it belongs."""
-        name = task.get("environment", "")
-        if name not in self._environments:
-            raise ValueError(
-                f"the task {task.get('id')!r} names the environment {name!r}; there are "
-                f"{sorted(self._environments)}"
-            )
-        return await self._environments[name](task, engine, params)
-
-    def members(self) -> list[dict[str, Any]]:
-        """The processes that the environments started."""
-        listed: list[dict[str, Any]] = []
-        for environment in self._environments.values():
-            if hasattr(environment, "members"):
-                listed += environment.members()
-        return listed
-
-    async def aclose(self) -> None:
-        """Close every environment that can be closed."""
-        closing = [one.aclose() for one in self._environments.values() if hasattr(one, "aclose")]
-        results = await asyncio.gather(*closing, return_exceptions=True)
-        for error in results:
-            if isinstance(error, BaseException):
-                raise error
+        below = [name for name, drawn in self._drawn.items() if drawn < n * shares[name]]
+        return min(below, key=lambda name: (self._drawn[name] + 1) / shares[name])

@@ -1,4 +1,4 @@
-"""Where tasks come from: streams that are drawn from, told what came of it, saved and restored."""
+"""Task streams: tasks are drawn, their groups reported, and the position saved and restored."""
 
 import hashlib
 import random
@@ -19,29 +19,29 @@ class TaskStream(Protocol):
     """Decides which task is played next; called from one thread at a time."""
 
     def draw(self) -> Task | None:
-        """The next task, a dict of its own with a string ``"id"``; None when nothing is left."""
+        """The next task, as a new dict with a string ``"id"``; None when nothing is left."""
         ...
 
     def report(self, task: Task, group: Group | None) -> None:
-        """Learn from the group that played a drawn task; it is None where the group failed."""
+        """Learn from the group that played a drawn task, or None if the group failed."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What ``restore`` needs, in JSON's types."""
+        """What ``restore`` needs, in JSON types."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where the stream of ``state`` was."""
+        """Resume exactly where the stream of ``state`` was."""
         ...
 
 
 def as_task_stream(tasks: Iterable[Task] | TaskStream) -> TaskStream:
-    """``tasks`` if it is a stream, and else its items in order."""
+    """``tasks`` if it is a stream, otherwise its items in order."""
     return tasks if isinstance(tasks, TaskStream) else InOrder(tasks)
 
 
 def as_task(row: Any, index: int) -> dict[str, Any]:
-    """A copy of a row with a string ``"id"``: its own, or else its index.
+    """A copy of a row with a string ``"id"``: its own, or its index.
 
     Raises:
         ValueError: the row is not a mapping.
@@ -56,13 +56,13 @@ def as_task(row: Any, index: int) -> dict[str, Any]:
 
 
 def fingerprint(row: Any) -> str | None:
-    """What tells a task from another, in a stream's state: a digest; None where it can't be told.
+    """A digest that identifies a task in a stream's state; None if it can't be encoded.
 
-    Of the row as MessagePack, which is the same in every process.
+    It is of the row as MessagePack, which is the same in every process.
     """
     try:
         content = msgspec.msgpack.encode(row, order="deterministic")
-    except (TypeError, ValueError, OverflowError):  # what a worker's state could not hold either
+    except (TypeError, ValueError, OverflowError):  # a worker's state could not hold it either
         return None
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
@@ -71,7 +71,7 @@ def require_same_task(saved: Mapping[str, Any], row: Any, place: int) -> None:
     """Refuse a state whose last drawn task is not ``row``, at ``place`` of these tasks.
 
     Raises:
-        ValueError: it is another.
+        ValueError: the last drawn task was another.
     """
     now = fingerprint(row)
     last = saved.get("last")
@@ -84,20 +84,20 @@ def require_same_task(saved: Mapping[str, Any], row: Any, place: int) -> None:
 
 
 class InOrder:
-    """Tasks in their order, again and again; ends where a pass yields nothing.
+    """Tasks in their order, pass after pass; ends when a pass yields nothing.
 
-    Anything that can be iterated: a list, a Hugging Face dataset, a generator (which has one pass).
-    A task's default id is its index in the pass. Restoring skips to the place, by indexing where
+    Tasks are any iterable: a list, a Hugging Face dataset, a generator (which has one pass).
+    A task's default id is its index in the pass. Restoring skips to the position, by indexing if
     the tasks have a length and indices.
 
     Raises:
-        ValueError: the tasks, or one of them when it is drawn, have the wrong form.
+        ValueError: the tasks are not iterable, or when it is drawn, a task is not a mapping.
     """
 
     def __init__(self, tasks: Iterable[Task]) -> None:
         self._tasks: Any = _require_rows(tasks)
         self._indexed = _is_indexed(tasks)
-        self._rows: Iterator[Any] | None = None  # made late: iterators don't pickle
+        self._rows: Iterator[Any] | None = None  # made on first use: iterators can't be pickled
         self._last: Any = None
         self._pass = 0
         self._index = 0
@@ -115,7 +115,7 @@ class InOrder:
         return as_task(row, self._index - 1)
 
     def report(self, task: Task, group: Group | None) -> None:
-        """Nothing: the order is fixed."""
+        """Do nothing: the order is fixed."""
 
     def state(self) -> dict[str, Any]:
         """``{"pass": passes completed, "index": tasks drawn in this one, "last": its digest}``."""
@@ -123,10 +123,10 @@ class InOrder:
         return {"pass": self._pass, "index": self._index, "last": last}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; the tasks before that place are passed over.
+        """Resume where ``state`` was taken; the tasks before that position are skipped.
 
         Raises:
-            ValueError: there are fewer tasks than that, or another one is at that place.
+            ValueError: there are fewer tasks than that, or there is another one at that position.
         """
         passes, place = state["pass"], state["index"]
         if self._indexed:
@@ -135,7 +135,7 @@ class InOrder:
             last = self._tasks[place - 1] if known else None
         else:
             self._rows = iter(self._tasks)
-            # All of an iterator lies before a second pass, which it doesn't have.
+            # An iterator has no second pass: to restore one, all of it is skipped.
             skip = None if passes and self._rows is self._tasks else place
             count, last = 0, None
             for row in islice(self._rows, skip):
@@ -158,9 +158,9 @@ class InOrder:
 
 
 class Shuffled:
-    """Tasks in a new random order each pass, decided by ``seed`` and the number of the pass.
+    """Tasks in a new random order each pass, determined by ``seed`` and the number of the pass.
 
-    Every task comes once in a pass. What has no length and indices is read into a list.
+    Every task comes once in a pass. Tasks without a length and indices are read into a list.
     """
 
     def __init__(self, tasks: Iterable[Task], *, seed: int) -> None:
@@ -169,26 +169,24 @@ class Shuffled:
         self._seed = seed
         self._pass = 0
         self._index = 0
-        self._order = self._order_of(0)
+        self._order = self._shuffled_order(0)
 
     def draw(self) -> dict[str, Any] | None:
-        """The next task; None where there are none at all."""
+        """The next task; None if there are no tasks."""
         if self._index == len(self._order):
             if not self._order:
                 return None
             self._pass, self._index = self._pass + 1, 0
-            self._order = self._order_of(self._pass)
+            self._order = self._shuffled_order(self._pass)
         index = self._order[self._index]
         self._index += 1
         return as_task(self._tasks[index], index)
 
     def report(self, task: Task, group: Group | None) -> None:
-        """Nothing: the order is decided by the seed."""
+        """Do nothing: the order is determined by the seed."""
 
     def state(self) -> dict[str, Any]:
-        """Passes completed, tasks drawn in this one, how many there are, the last one's digest,
-        and the seed.
-        """
+        """The completed passes, position, digest of the last task, number of tasks, and seed."""
         return {
             "pass": self._pass,
             "index": self._index,
@@ -198,11 +196,11 @@ class Shuffled:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken.
+        """Resume where ``state`` was taken.
 
         Raises:
-            ValueError: the number of tasks or the seed is another, and so would be the order; or
-                the task that was drawn last is another.
+            ValueError: the number of tasks or the seed has changed, and so would the order; or
+                the task that was drawn last has changed.
         """
         if state["seed"] != self._seed:
             raise ValueError(
@@ -215,15 +213,15 @@ class Shuffled:
                 "their order is another; restore with the same tasks, or begin a new stream"
             )
         self._pass, self._index = state["pass"], state["index"]
-        self._order = self._order_of(self._pass)
+        self._order = self._shuffled_order(self._pass)
         if self._index:
             require_same_task(state, self._last(), self._order[self._index - 1])
 
     def _last(self) -> Any:
         return self._tasks[self._order[self._index - 1]] if self._index else None
 
-    def _order_of(self, number: int) -> list[int]:
-        # Of all that random offers, only random() is promised to stay as it is.
+    def _shuffled_order(self, number: int) -> list[int]:
+        # Only random.random() is guaranteed to give the same numbers in every version of Python.
         rng = random.Random(f"{self._seed} {number}")
         return sorted(range(len(self._tasks)), key=lambda _: rng.random())
 

@@ -9,7 +9,7 @@ from torch import nn
 from primerl._gathering import is_first_rank
 from primerl.weights.transports.folder_transport import FolderTransport, check_engines
 from primerl.weights.transports.publisher import Publisher
-from primerl.weights.transports.receipts import Fetcher, Receipt
+from primerl.weights.transports.receipts import Fetcher, Receipt, on_all_ranks
 
 
 class Disk:
@@ -48,7 +48,6 @@ class Disk:
         snapshot_every: int = 16,
         timeout_s: float = 600.0,
     ) -> None:
-        self.figures: dict[str, float] = {}  # those of ``Proven`` are the canary's
         check_engines(engines)
         publisher = None
         if is_first_rank():
@@ -59,13 +58,12 @@ class Disk:
             model, engines, publisher, dtype=dtype, timeout_s=timeout_s
         )
 
-    def publish(self, version: int) -> Receipt | None:
+    def publish(self, version: int) -> Receipt:
         """Put the weights of ``version`` into every engine and check that they arrived.
 
-        A delta that does not arrive is followed by the full version. Returns None on ranks other
-        than 0.
+        A delta that does not arrive is followed by the full version.
 
         Raises:
             RuntimeError: they did not arrive; the message says what was caught, and where.
         """
-        return self._transport.publish(version)
+        return on_all_ranks(self._transport.publish(version))

@@ -37,10 +37,11 @@ class FolderTransport:
         self._dtype = dtype
         self._timeout_s = timeout_s
 
-    def publish(self, version: int) -> Receipt | None:
-        """Publish the model's weights; all ranks call it. Returns None on ranks other than 0."""
+    def publish(self, version: int) -> Receipt:
+        """Publish the model's weights; all ranks call it. Ranks other than 0 get an empty one."""
         tensors = _Timed(checkpoint_tensors(self._model, dtype=self._dtype))
-        return together(lambda: self._publish(version, tensors), tensors)
+        receipt = together(lambda: self._publish(version, tensors), tensors)
+        return receipt or Receipt(version=version)
 
     def _publish(self, version: int, tensors: "_Timed") -> Receipt:
         publisher = self._publisher

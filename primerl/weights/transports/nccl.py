@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from primerl._checkpoint_tensors import TensorLayout, checkpoint_layout, checkpoint_tensors
 from primerl._digests import TensorDigest, digest_of, digest_of_all
 from primerl._outcomes import together
+from primerl._vllm_names import COLLECTIVE_RPC, WEIGHT_RECEIPT
 from primerl.weights.transports.broadcast_group import (
     Communicator,
     Later,
@@ -21,7 +22,7 @@ from primerl.weights.transports.broadcast_group import (
     new_unique_id,
 )
 from primerl.weights.transports.folder_transport import check_engines
-from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts
+from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts, on_all_ranks
 
 _POLL_S = 0.001
 
@@ -95,16 +96,15 @@ class NCCL:
         self._unique_id = unique_id
         self._group: _Group | None = None
 
-    def publish(self, version: int) -> Receipt | None:
+    def publish(self, version: int) -> Receipt:
         """Put the weights of ``version`` into every replica and check that they arrived.
-
-        Returns None on ranks other than 0.
 
         Raises:
             RuntimeError: they did not arrive; the message says what was caught, and where.
         """
         tensors = checkpoint_tensors(self._model, dtype=self._dtype)
-        return together(lambda: self._publish(version, tensors), tensors)
+        receipt = together(lambda: self._publish(version, tensors), tensors)
+        return on_all_ranks(receipt or Receipt(version=version))
 
     def _publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
         started = time.perf_counter()
@@ -150,7 +150,7 @@ class NCCL:
         )
 
     def _current_group(self, engine: Servers) -> _Group:
-        answers = engine.call("/collective_rpc", {"method": "weight_receipt"})
+        answers = engine.call(COLLECTIVE_RPC, {"method": WEIGHT_RECEIPT})
         workers = {url: len(answer["results"]) for url, answer in answers.items()}
         if self._group is None or self._group.workers != workers:
             world_size = 1 + sum(workers.values())

@@ -5,6 +5,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
+from primerl._gathering import is_first_rank
+from primerl._outcomes import on_first_rank
+
 _IGNORED = (
     "the trainer has tensors that the server's model has not, such as a head of its own where the "
     "server's is tied to the embedding; start the server from a folder with the trainer's config"
@@ -33,24 +36,54 @@ class Fetcher(Protocol):
         ...
 
 
+@runtime_checkable
+class Transport(Protocol):
+    """Publishes the trainer's weights."""
+
+    def publish(self, version: int) -> "Receipt":
+        """Put the weights of ``version`` into every engine; returns when all serve them."""
+        ...
+
+
 @attrs.frozen(kw_only=True)
 class Receipt:
-    """What one ``publish`` did."""
+    """What one ``publish`` did: the same on all ranks, except for ``replicas``."""
 
     version: int
-    kind: str
+    kind: str = "full"
     """``"full"`` or ``"delta"``."""
-    digest: str | None
+    digest: str | None = None
     """Of all tensors as they were sent; None where they went to engines in memory alone."""
-    tensors: int
-    bytes: int
-    """That were written or sent; 0 where engines copied from the trainer's memory."""
-    seconds: dict[str, float]
-    """By phase: ``gather``, ``encode``, ``write``, ``load`` (all replicas, checks included)."""
-    replicas: dict[str, list[dict[str, Any]]]
-    """By replica, the receipt of each worker: version, digest of what its model was handed."""
+    tensors: int = 0
+    """Number of tensors sent; 0 where engines copied from the trainer's memory."""
+    bytes: int = 0
+    """Written or sent; 0 where engines copied from the trainer's memory."""
+    seconds: dict[str, float] = attrs.field(factory=dict)
+    """By phase: ``gather``, ``encode``, ``write``, ``load`` (all replicas, checks included), and
+    ``verify`` where a canary checks the engines."""
+    replicas: dict[str, list[dict[str, Any]]] = attrs.field(factory=dict)
+    """By replica, the receipt of each worker: version, digest of what its model was handed. Empty
+    on ranks other than 0."""
     fallback: str | None = None
-    """Why a delta was sent again whole, if it was."""
+    """Why a delta was followed by the full version, if it was."""
+    canary: dict[str, float] = attrs.field(factory=dict)
+    """Metrics of the canary; empty where there is none."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """For the run's log: ``publish_s``, ``publish_bytes``, and those of the canary.
+
+        The canary's are ``mismatch_kl``, for steps without fresh tokens, and ``canary_difference``,
+        the root mean square difference of logprobs in nats, both of the worst replica.
+        """
+        publish_s = sum(self.seconds.values())
+        return {"publish_s": publish_s, "publish_bytes": float(self.bytes), **self.canary}
+
+
+def on_all_ranks(receipt: Receipt) -> Receipt:
+    """Rank 0's receipt, on every rank; the others get no ``replicas``."""
+    told = on_first_rank(lambda: attrs.asdict(attrs.evolve(receipt, replicas={})))
+    return receipt if is_first_rank() else Receipt(**told)
 
 
 def check_receipts(

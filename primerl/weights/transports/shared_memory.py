@@ -1,5 +1,6 @@
 """Publishing to engines on the trainer's host, through memory."""
 
+import collections
 import time
 import uuid
 import weakref
@@ -10,12 +11,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from primerl._gathering import is_first_rank, whole_tensors
+from primerl._gathering import whole_tensors
 from primerl._outcomes import on_first_rank, together
 from primerl.weights.transports.folder_transport import FolderTransport, check_engines
 from primerl.weights.transports.host_folder import HostFolder
 from primerl.weights.transports.publisher import Publisher
-from primerl.weights.transports.receipts import Fetcher, Receipt
+from primerl.weights.transports.receipts import Fetcher, Receipt, on_all_ranks
 
 
 @runtime_checkable
@@ -63,7 +64,6 @@ class SharedMemory:
         dtype: torch.dtype | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        self.figures: dict[str, float] = {}  # those of ``Proven`` are the canary's
         check_engines(engines)
         self._model = model
         self._receivers = [one for one in engines if isinstance(one, Receiver)]
@@ -77,34 +77,20 @@ class SharedMemory:
         self._servers = FolderTransport(model, servers, publisher, dtype=dtype, timeout_s=timeout_s)
         self._has_servers = bool(servers)
 
-    def publish(self, version: int) -> Receipt | None:
+    def publish(self, version: int) -> Receipt:
         """Put the weights of ``version`` into every engine; returns when all serve them.
-
-        Returns None on ranks other than 0.
 
         Raises:
             RuntimeError: an engine did not take them in time, or not as they were sent; the
                 message says what was caught, and where.
         """
         here, served = on_first_rank(lambda: [bool(self._receivers), self._has_servers])
-        receipt = self._servers.publish(version) if served else None
-        if not here:
-            return receipt
-        seconds = self._copy(version)
-        if receipt is None and is_first_rank():
-            return Receipt(
-                version=version,
-                kind="full",
-                digest=None,
-                tensors=0,
-                bytes=0,
-                seconds=seconds,
-                replicas={},
-            )
-        if receipt is None:
-            return None
-        total = {k: receipt.seconds.get(k, 0.0) + seconds.get(k, 0.0) for k in receipt.seconds}
-        return attrs.evolve(receipt, seconds=total)
+        receipt = self._servers.publish(version) if served else Receipt(version=version)
+        if here:
+            seconds = collections.Counter(receipt.seconds)
+            seconds.update(self._copy(version))
+            receipt = attrs.evolve(receipt, seconds=dict(seconds))
+        return on_all_ranks(receipt)
 
     def _copy(self, version: int) -> dict[str, float]:
         """Have engines in this process copy; the seconds by phase."""

@@ -42,6 +42,12 @@ class Verdict:
     """Mean of ``r - 1 - log r`` over the sequences, r trainer over engine, of the worst replica."""
     replicas: tuple[ReplicaVerdict, ...]
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """``mismatch_kl`` and ``canary_difference``, in nats, of the worst replica."""
+        difference = max(one.difference for one in self.replicas)
+        return {"mismatch_kl": self.mismatch_kl, "canary_difference": difference}
+
 
 class Canary:
     """Compares engines with the trainer on fixed sequences, after each publication.

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import attrs
 import numpy as np
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from primerl._gathering import is_first_rank
 from primerl._outcomes import on_first_rank
+from primerl.weights.transports.receipts import Transport
 from primerl.weights.verification.canary import Canary
 from primerl.weights.verification.scoring import movement, rms, trainer_logprobs
 
@@ -31,15 +32,6 @@ REST_NOISE = 5.0  # so many times the noise
 REST_MOST = 0.3
 
 log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class Transport(Protocol):
-    """What publishes the trainer's weights."""
-
-    def publish(self, version: int) -> Any:
-        """Put the weights of ``version`` into every engine; returns when all serve them."""
-        ...
 
 
 @attrs.frozen(kw_only=True)

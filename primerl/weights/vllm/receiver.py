@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from primerl._digests import TensorDigest, digest_of, digest_of_all
+from primerl._vllm_names import FOLDER_BACKEND, NCCL_BACKEND
 from primerl.weights.transports.broadcast_group import (
     Communicator,
     Later,
@@ -297,7 +298,7 @@ class BroadcastTransfer(LayerwiseTransfer):
 
 
 class WeightReceiver:
-    """Methods that vLLM's workers get, called through ``/collective_rpc``."""
+    """Methods that vLLM's workers get, called by the names of ``primerl._vllm_names``."""
 
     model_runner: Any
     weight_transfer_engine: Any
@@ -346,6 +347,6 @@ class WeightReceiver:
         return receipt
 
 
-for _name, _engine in (("primerl", FolderTransfer), ("primerl_nccl", BroadcastTransfer)):
+for _name, _engine in ((FOLDER_BACKEND, FolderTransfer), (NCCL_BACKEND, BroadcastTransfer)):
     with contextlib.suppress(ValueError):  # a subclass's module was loaded first, and this again
         WeightTransferEngineFactory.register_engine(_name, _engine)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primerl import filters, rollout
+from primerl.rollout.collection.staleness import check_schedule, may_start, oldest_version
 
 
 @pytest.mark.parametrize(
@@ -26,18 +27,15 @@ from primerl import filters, rollout
 )
 def test_admission_by_hand(started, dropped, served, may):
     assert (
-        rollout.may_start(
+        may_start(
             started=started, dropped=dropped, served=served, groups_per_step=4, max_staleness=2
         )
         is may
     )
 
 
-def test_staleness_is_counted_for_each_token():
-    versions = np.array([3, 4, 5], np.int32)
-
-    assert rollout.token_staleness(versions, version=5).tolist() == [2, 1, 0]
-    assert rollout.oldest_version(make_group(version=3)) == 3
+def test_a_group_is_as_old_as_its_oldest_token_to_be_trained():
+    assert oldest_version(make_group(version=3)) == 3
 
 
 @pytest.mark.parametrize(
@@ -52,9 +50,9 @@ def test_staleness_is_counted_for_each_token():
 def test_a_schedule_that_would_stand_still_is_refused(change, message):
     schedule = {"publish_every": 3, "max_staleness": 2, "groups_per_step": 1}
 
-    rollout.check_schedule(**schedule)
+    check_schedule(**schedule)
     with pytest.raises(ValueError, match=message):
-        rollout.check_schedule(**(schedule | change))
+        check_schedule(**(schedule | change))
 
 
 def test_take_returns_the_oldest_version_first():
@@ -134,7 +132,7 @@ def test_over_random_schedules_the_bound_holds_and_the_accounts_balance(
             if groups is not None:
                 assert len(groups) == groups_per_step
                 for group in groups:
-                    staleness = rollout.token_staleness(group.versions, version=trainer)
+                    staleness = trainer - group.versions
                     assert staleness.max() <= max_staleness
                     assert staleness.min() >= 0
                 trainer += 1
@@ -333,16 +331,17 @@ def test_a_schedule_never_stands_still(seed, max_staleness, size):
     seed=st.integers(0, 2**32),
     bound=st.integers(0, 3),
     on_stale=st.sampled_from(["drop", "wait", "mask_tokens"]),
-    await_proof=st.booleans(),
+    verify=st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
-def test_whatever_becomes_of_deliveries_every_group_is_in_one_place(
-    seed, bound, on_stale, await_proof
-):
+def test_whatever_becomes_of_deliveries_every_group_is_in_one_place(seed, bound, on_stale, verify):
     """Versions that are late, duplicate or go back, lost deliveries, rejections and restarts."""
     events = random.Random(seed)
     plan = {"groups_per_step": 2, "max_staleness": bound, "on_stale": on_stale}
-    plan |= {"await_proof": await_proof, "keep": [lambda group: events.random() < 0.8]}
+    plan |= {
+        "await_verification": verify,
+        "keep": [lambda group: events.random() < 0.8],
+    }
     buffer, version, flying, reserved, delivered = rollout.Buffer(**plan), 3, 0, None, 0
     for _ in range(150):
         event = events.random()
@@ -369,8 +368,10 @@ def test_whatever_becomes_of_deliveries_every_group_is_in_one_place(
         elif event < 0.9:
             buffer.give_back()
             reserved = None
-        elif event < 0.95 and await_proof:
-            buffer.settle(max(0, version - events.randint(0, 3)), proven=events.random() < 0.7)
+        elif event < 0.95 and verify:
+            buffer.mark_version(
+                max(0, version - events.randint(0, 3)), verified=events.random() < 0.7
+            )
         elif event > 0.97:
             state, buffer = buffer.state(), rollout.Buffer(**plan)
             buffer.restore(state)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from primerl.rollout.engines.replicas import Replicas
-from primerl.rollout.engines.vllm.members import Members
+from primerl.rollout.engines.vllm.client.members import Members
 
 URLS = [f"http://r{n}" for n in range(5)]
 SESSIONS = [f"session-{n}" for n in range(200)]
@@ -17,7 +17,7 @@ SESSIONS = [f"session-{n}" for n in range(200)]
 def serving(urls=URLS, version=1):
     replicas = Replicas(urls)
     for one in replicas:
-        replicas.heard(one, f"run-{version}", version)
+        replicas.reported(one, f"run-{version}", version)
     return replicas
 
 
@@ -29,12 +29,12 @@ def test_a_replica_serves_once_it_holds_weights_of_this_run():
     replicas = Replicas(URLS[:2], version=7)
     first, second = replicas
     assert replicas.choose() is None
-    replicas.heard(first, "default", None)
+    replicas.reported(first, "default", None)
     assert replicas.choose() is None
     assert replicas.version == 7
     assert "http://r0 is up, but its weights ('default')" in replicas.describe()
     assert "http://r1 is down (not reached yet)" in replicas.describe()
-    replicas.heard(second, "run-8", 8)
+    replicas.reported(second, "run-8", 8)
     assert replicas.choose() is second
     assert replicas.version == 8
     assert replicas.live() == [first, second]
@@ -64,10 +64,10 @@ def test_when_a_replica_leaves_only_its_own_sessions_move_and_come_back():
     during = {session: home(replicas, session) for session in SESSIONS}
     assert URLS[2] not in during.values()
     assert all(during[s] == url for s, url in before.items() if url != URLS[2])
-    replicas.heard(replicas.get(URLS[2]), "run-1", 1)
+    replicas.reported(replicas.get(URLS[2]), "run-1", 1)
     assert {session: home(replicas, session) for session in SESSIONS} == before
     replicas.join("http://new")
-    replicas.heard(replicas.get("http://new"), "run-1", 1)
+    replicas.reported(replicas.get("http://new"), "run-1", 1)
     moved = {s for s in SESSIONS if home(replicas, s) != before[s]}
     assert {home(replicas, s) for s in moved} == {"http://new"}
 
@@ -93,9 +93,9 @@ def test_version_is_that_of_the_slowest_and_laggards_are_not_used():
     replicas.serves(fast, "run-12", 12)
     assert replicas.serving() == [fast], "two publications behind is not"
     assert replicas.version == 12
-    replicas.heard(slow, "run-8", 8)
+    replicas.reported(slow, "run-8", 8)
     assert replicas.serving() == [fast], "12 was reported; older weights may not serve any more"
-    replicas.heard(slow, "run-12", 12)
+    replicas.reported(slow, "run-12", 12)
     assert set(replicas.serving()) == {fast, slow}
 
 
@@ -105,18 +105,18 @@ def test_what_another_copy_saw_is_a_floor():
     replicas.learn(2)
     assert replicas.version == 2
     assert replicas.choose() is None
-    replicas.heard(only, "run-2", 2)
+    replicas.reported(only, "run-2", 2)
     assert replicas.choose() is only
 
 
 def test_news_that_overtake_each_other():
     replicas = serving(URLS[:1], version=3)
     (only,) = replicas
-    replicas.heard(only, "run-2", 2)
+    replicas.reported(only, "run-2", 2)
     assert (only.version, only.label) == (3, "run-3")
-    assert replicas.heard(only, "failed", None), "what is in flight there is lost"
+    assert replicas.reported(only, "failed", None), "what is in flight there is lost"
     assert (only.version, only.label) == (None, "failed")
-    assert not replicas.heard(only, "failed", None)
+    assert not replicas.reported(only, "failed", None)
     replicas.lost(only, "killed")
     assert (only.alive, only.version) == (False, None)
 
@@ -161,7 +161,7 @@ class Fleet(RuleBasedStateMachine):
     @rule(url=urls)
     def update(self, url):
         one = self.replicas.get(url)
-        self.replicas.heard(one, f"run-{self.newest}", self.newest)
+        self.replicas.reported(one, f"run-{self.newest}", self.newest)
 
     @rule(url=urls)
     def die(self, url):
@@ -169,7 +169,7 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(url=urls)
     def restart(self, url):
-        self.replicas.heard(self.replicas.get(url), "default", None)
+        self.replicas.reported(self.replicas.get(url), "default", None)
 
     @invariant()
     def holds(self):

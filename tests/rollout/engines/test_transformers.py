@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from primerl import loss, rollout, testing, weights
+from primerl.rollout.engines.transformers.batcher import Batcher
 from primerl.types import SamplingParams
 
 TOLERANCE = 1e-5
@@ -77,7 +78,7 @@ def test_logprobs_equal_the_packed_forward_of_the_trainer(family, temperature):
 
 
 def require_pause(engine):
-    if not hasattr(engine._manager, "pause"):
+    if not engine._batcher.can_pause:
         pytest.skip("this transformers cannot pause; updates wait until requests have ended")
 
 
@@ -96,7 +97,7 @@ def run_with_updates(engine, models, *, requests=12, tokens=60):
         ]
         await asyncio.sleep(0.01)  # let them be submitted
         for version, model in enumerate(models[1:], start=1):
-            while max(len(r.token_ids) for r in engine._requests.values()) < 15 * version:
+            while max(len(r.token_ids) for r in engine._batcher.requests.values()) < 15 * version:
                 await asyncio.sleep(0.001)
             transport = weights.SharedMemory(model, engine)
             await asyncio.to_thread(transport.publish, version)
@@ -171,10 +172,12 @@ def test_keep_continues_on_the_cache_of_the_earlier_weights(family):
 
 
 class Draining(rollout.TransformersEngine):
-    """Updates as with transformers 5.17, which has no pause."""
+    """Updates as with a transformers that cannot pause."""
 
-    async def _update(self, pairs, version):
-        await self._drain_and_load(pairs, version)
+    def start(self):
+        super().start()
+        self._batcher.can_pause = False
+        return self
 
 
 def test_without_a_pause_an_update_waits_for_what_is_in_flight_and_holds_back_the_rest():
@@ -184,11 +187,11 @@ def test_without_a_pause_an_update_waits_for_what_is_in_flight_and_holds_back_th
 
     async def main(engine):
         early = [asyncio.create_task(engine.generate(p, params)) for p in asked]
-        while not any(request.token_ids for request in engine._requests.values()):
+        while not any(request.token_ids for request in engine._batcher.requests.values()):
             await asyncio.sleep(0.001)
         transport = weights.SharedMemory(models[1], engine)
         update = asyncio.create_task(asyncio.to_thread(transport.publish, 1))
-        while engine._open.is_set():
+        while engine._batcher.open.is_set():
             await asyncio.sleep(0.001)
         late = [asyncio.create_task(engine.generate(p, params)) for p in asked]
         await update
@@ -278,9 +281,9 @@ def test_a_cancelled_request_leaves_and_the_others_go_on():
         completion = asyncio.run(main(engine))
         again = asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
         weights.SharedMemory(model, engine).publish(1)  # also forgets the cancelled request
-        handlers = engine._manager.output_router.result_handlers
+        handlers = engine._batcher.manager.output_router.result_handlers
 
-        assert not engine._requests
+        assert not engine._batcher.requests
         assert not handlers
 
     assert len(completion.token_ids) == 60
@@ -340,23 +343,23 @@ def test_generation_that_breaks_is_an_error_with_its_cause():
                 asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
 
 
-def test_an_update_that_fails_half_way_fails_the_requests_that_it_withdrew():
-    class Broken(rollout.TransformersEngine):
-        def _load(self, pairs, version):
-            raise MemoryError("no room for the weights")
+def test_an_update_that_fails_half_way_fails_the_requests_that_it_cancelled(monkeypatch):
+    def broken(*arguments):
+        raise MemoryError("no room for the weights")
 
+    monkeypatch.setattr(Batcher, "_load", broken)
     model = wide_model()
 
     async def main(engine):
         running = asyncio.create_task(engine.generate([5], SamplingParams(max_tokens=100)))
-        while not any(request.token_ids for request in engine._requests.values()):
+        while not any(request.token_ids for request in engine._batcher.requests.values()):
             await asyncio.sleep(0.001)
         with pytest.raises(MemoryError):
             await asyncio.to_thread(engine.update_weights, dict(model.state_dict()), version=1)
         with pytest.raises(RuntimeError, match="update failed: no room"):
             await asyncio.wait_for(running, 5)
 
-    with Broken(model) as engine:
+    with rollout.TransformersEngine(model) as engine:
         require_pause(engine)
         asyncio.run(main(engine))
 
@@ -477,7 +480,7 @@ def test_closing_fails_what_is_in_flight_and_leaves_no_thread():
 def test_closing_ends_the_wait_of_requests_that_an_update_holds_back():
     async def main():
         with Draining(wide_model()) as engine:
-            engine._loop.call_soon_threadsafe(engine._open.clear)
+            engine._loop.call_soon(engine._batcher.open.clear)
             waiting = asyncio.create_task(engine.generate([5], SamplingParams(max_tokens=3)))
             await asyncio.sleep(0.05)
         with pytest.raises(asyncio.CancelledError):

@@ -15,8 +15,9 @@ import pytest
 from scripted_vllm import DROP, GARBAGE, HANG, ScriptedVLLM
 
 from primerl import rollout, testing
-from primerl.rollout.engines.vllm import wire
-from primerl.rollout.engines.vllm.http import Http, ServerFailed
+from primerl.rollout.engines.vllm.client.http import Http, ServerFailed
+from primerl.rollout.engines.vllm.protocol import responses
+from primerl.rollout.engines.vllm.protocol.labels import Labels
 from primerl.types import Rollout, Sample, SamplingParams
 
 P = SamplingParams
@@ -297,15 +298,15 @@ def test_servers_in_place_of_urls():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"urls": "localhost:8000"}, "can't be read"),
-        ({"urls": ["localhost:8000"]}, "no url of a server"),
-        ({"urls": []}, "no urls"),
-        ({"urls": ["http://a", "http://a/"]}, "twice"),
-        ({"urls": "http://a", "on_update": "abort"}, "on_update='abort'"),
-        ({"urls": "http://a", "run": "a-b"}, "run is 'a-b'"),
-        ({"urls": "http://a", "retries": -1}, "retries is -1"),
-        ({"urls": "http://a", "down_timeout_s": 0}, "down_timeout_s is 0"),
-        ({"urls": "http://a", "api_key": "a\nb"}, "api_key"),
+        ({"servers": "localhost:8000"}, "can't be read"),
+        ({"servers": ["localhost:8000"]}, "not the url of a server"),
+        ({"servers": []}, "no urls"),
+        ({"servers": ["http://a", "http://a/"]}, "twice"),
+        ({"servers": "http://a", "on_update": "abort"}, "on_update='abort'"),
+        ({"servers": "http://a", "run": "a-b"}, "run is 'a-b'"),
+        ({"servers": "http://a", "retries": -1}, "retries is -1"),
+        ({"servers": "http://a", "down_timeout_s": 0}, "down_timeout_s is 0"),
+        ({"servers": "http://a", "api_key": "a\nb"}, "api_key"),
     ],
 )
 def test_wrong_arguments(arguments, words):
@@ -355,11 +356,11 @@ def test_a_copy_knows_what_the_original_knew(server, make):
 
 
 def test_versions_are_per_token(server, make):
-    server.token_s = 0.01
+    server.token_s = 0.02
     engine = make(server)
 
     async def scenario():
-        request = asyncio.ensure_future(engine.generate([3], P(max_tokens=60)))
+        request = asyncio.ensure_future(engine.generate([3], P(max_tokens=120)))
         for version in (1, 2):
             await asyncio.sleep(0.2)
             await asyncio.to_thread(engine.load_weights, {}, version=version)
@@ -476,7 +477,7 @@ def test_an_update_that_was_not_prepared_changes_nothing(servers, make):
     engine = make(*servers)
     first.calls.clear(), second.calls.clear()
     first.faults["/collective_rpc"] = [(500, "no such folder")]
-    with pytest.raises(RuntimeError, match=f"nothing is changed: {first.url}.* no such folder"):
+    with pytest.raises(RuntimeError, match=f"no server was changed: {first.url}.* no such folder"):
         engine.load_weights({}, version=1)
     assert {*routes_of(first), *routes_of(second)} == {("/collective_rpc", "prepare_weights")}
     assert engine.version == 0
@@ -508,7 +509,7 @@ def test_a_replica_in_which_loading_failed_does_not_serve_until_the_next(servers
 
 
 def test_a_failed_replica_is_not_used_though_it_says_otherwise(servers, make, monkeypatch):
-    monkeypatch.setattr("primerl.rollout.engines.vllm.updates.SEED_AGAIN_S", 0.3)
+    monkeypatch.setattr("primerl.rollout.engines.vllm.client.updates.SEED_AGAIN_S", 0.3)
     first, second = servers
     engine = make(*servers)
     first.faults["/update_weights"] = [(500, "half way")]
@@ -529,7 +530,7 @@ def test_a_failed_replica_is_not_used_though_it_says_otherwise(servers, make, mo
 
 
 def test_a_failed_replica_that_is_started_anew_is_seeded(servers, make, monkeypatch):
-    monkeypatch.setattr("primerl.rollout.engines.vllm.updates.SEED_AGAIN_S", 0.1)
+    monkeypatch.setattr("primerl.rollout.engines.vllm.client.updates.SEED_AGAIN_S", 0.1)
     first, _second = servers
     engine = make(*servers)
     first.faults["/update_weights"] = [(500, "half way")]
@@ -698,7 +699,7 @@ def test_weights_of_another_run_are_not_adopted_again(server, make):
 
 
 def test_seeding_is_tried_again(servers, make, monkeypatch):
-    monkeypatch.setattr("primerl.rollout.engines.vllm.updates.SEED_AGAIN_S", 0.1)
+    monkeypatch.setattr("primerl.rollout.engines.vllm.client.updates.SEED_AGAIN_S", 0.1)
     engine = make(*servers)
     engine.load_weights({}, version=1)
     servers[0].faults["/collective_rpc"] = [(500, "not yet")]
@@ -726,7 +727,7 @@ def test_all_dead_is_a_clear_error_in_time_unless_one_returns(servers, make):
 
 
 def test_a_server_that_falls_silent_is_lost(servers, make, monkeypatch):
-    monkeypatch.setattr("primerl.rollout.engines.vllm.fleet.SILENT_S", 0.2)
+    monkeypatch.setattr("primerl.rollout.engines.vllm.client.fleet.SILENT_S", 0.2)
     first, _second = servers
     engine = make(*servers)
     first.faults["/inference/v1/generate"] = [HANG] * 10
@@ -740,7 +741,7 @@ def test_a_server_that_falls_silent_is_lost(servers, make, monkeypatch):
 
 
 def test_requests_leave_a_host_that_vanished(servers, make, monkeypatch):
-    monkeypatch.setattr("primerl.rollout.engines.vllm.fleet.SILENT_S", 0.5)
+    monkeypatch.setattr("primerl.rollout.engines.vllm.client.fleet.SILENT_S", 0.5)
     first, second = servers
     engine = make(*servers)
     first.token_s = second.token_s = 0.05
@@ -766,7 +767,7 @@ def test_ranks_of_a_server_that_differ_for_a_moment_are_not_its_end(server, make
 
 
 def test_a_server_that_is_busy_loading_is_not_lost(server, make, monkeypatch):
-    monkeypatch.setattr("primerl.rollout.engines.vllm.fleet.SILENT_S", 0.2)
+    monkeypatch.setattr("primerl.rollout.engines.vllm.client.fleet.SILENT_S", 0.2)
     engine = make(server)
     server.faults["/weight_info"] = [HANG] * 5
     time.sleep(0.6)
@@ -943,15 +944,15 @@ def test_a_synchronous_run_publishes_and_takes(servers, make, isolation):
 
 
 def choice(**fields):
-    return wire.Choice(finish_reason="stop", token_ids=[5, 6, 7], **fields)
+    return responses.Choice(finish_reason="stop", token_ids=[5, 6, 7], **fields)
 
 
 def test_spans_become_versions():
-    labels = wire.Labels("abc")
-    spans = [wire.Span("abc-1", 0, 1), wire.Span("abc-3", 1, 3)]
-    assert wire.span_versions(choice(weight_versions=spans), labels.number) == [1, 3, 3]
+    labels = Labels("abc")
+    spans = [responses.Span("abc-1", 0, 1), responses.Span("abc-3", 1, 3)]
+    assert responses.span_versions(choice(weight_versions=spans), labels.number) == [1, 3, 3]
     spans[0].version = "default"
-    assert wire.span_versions(choice(weight_versions=spans), labels.number) == [None, 3, 3]
+    assert responses.span_versions(choice(weight_versions=spans), labels.number) == [None, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -967,9 +968,9 @@ def test_spans_become_versions():
     ],
 )
 def test_spans_that_do_not_cover_the_tokens(spans):
-    made = None if spans is None else [wire.Span(*span) for span in spans]
+    made = None if spans is None else [responses.Span(*span) for span in spans]
     with pytest.raises(rollout.BadCompletion, match="span"):
-        wire.span_versions(choice(weight_versions=made), wire.Labels("a").number)
+        responses.span_versions(choice(weight_versions=made), Labels("a").number)
 
 
 @pytest.mark.parametrize(
@@ -990,22 +991,22 @@ def test_spans_that_do_not_cover_the_tokens(spans):
     ],
 )
 def test_labels(label, version):
-    assert wire.Labels("ab").number(label) == version
+    assert Labels("ab").number(label) == version
 
 
 @pytest.mark.parametrize("value", [-9999.0, -math.inf, math.nan])
 def test_damaged_weights_are_named(value):
-    logprobs = wire.Logprobs([wire.TokenLogprob(one) for one in (-1.0, value, -1.0)])
+    logprobs = responses.Logprobs([responses.TokenLogprob(one) for one in (-1.0, value, -1.0)])
     with pytest.raises(rollout.BadCompletion, match="damaged"):
-        wire.make_completion(choice(logprobs=logprobs), [0, 0, 0])
+        responses.make_completion(choice(logprobs=logprobs), [0, 0, 0])
 
 
 def test_logprobs_of_every_token():
     with pytest.raises(rollout.BadCompletion, match="0 logprobs for 3 tokens"):
-        wire.make_completion(choice(), [0, 0, 0])
-    logprobs = wire.Logprobs([wire.TokenLogprob(-1.0, token) for token in (5, 6, 8)])
+        responses.make_completion(choice(), [0, 0, 0])
+    logprobs = responses.Logprobs([responses.TokenLogprob(-1.0, token) for token in (5, 6, 8)])
     with pytest.raises(rollout.BadCompletion, match="the logprob of 8 with token 7"):
-        wire.make_completion(choice(logprobs=logprobs), [0, 0, 0])
-    logprobs = wire.Logprobs([wire.TokenLogprob(one) for one in (-1.0, 1e-6, 0.0)])
-    made = wire.make_completion(choice(logprobs=logprobs), [0, 0, 0])
+        responses.make_completion(choice(logprobs=logprobs), [0, 0, 0])
+    logprobs = responses.Logprobs([responses.TokenLogprob(one) for one in (-1.0, 1e-6, 0.0)])
+    made = responses.make_completion(choice(logprobs=logprobs), [0, 0, 0])
     assert made.logprobs.tolist() == [-1.0, np.float32(1e-6), 0.0], "rounding is let pass"

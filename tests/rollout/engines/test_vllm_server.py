@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl import rollout
-from primerl.rollout.engines.vllm import arguments as vllm_arguments
-from primerl.rollout.engines.vllm import child as vllm_child
-from primerl.rollout.engines.vllm import readiness as vllm_readiness
-from primerl.rollout.engines.vllm import server as vllm_server
-from primerl.rollout.engines.vllm.middleware import RequireKey
-from primerl.rollout.processes import supervised, supervisor
+from primerl.rollout.engines.vllm.server import __main__ as vllm_server
+from primerl.rollout.engines.vllm.server import arguments as vllm_arguments
+from primerl.rollout.engines.vllm.server import child as vllm_child
+from primerl.rollout.engines.vllm.server import readiness as vllm_readiness
+from primerl.rollout.engines.vllm.server.middleware import RequireKey
+from primerl.rollout.processes import launch, supervisor
 
 TREE = Path(__file__).parents[2] / "helpers/process_tree.py"
 
@@ -123,7 +123,7 @@ def test_the_command_sets_what_training_needs():
         "--scheduling-policy=priority",
         '--weight-transfer-config={"backend": "primerl"}',
         "--worker-extension-cls=primerl.weights.vllm.receiver.WeightReceiver",
-        "--middleware=primerl.rollout.engines.vllm.middleware.RequireKey",
+        "--middleware=primerl.rollout.engines.vllm.server.middleware.RequireKey",
     }
 
 
@@ -140,7 +140,7 @@ def test_users_settings_come_after_ours_and_our_middleware_is_the_outermost():
 
 @pytest.mark.parametrize("name", ["api_key", "hf_token"])
 def test_a_secret_never_becomes_a_flag(name):
-    with pytest.raises(ValueError, match=f"{name} would stand on vLLM's command line"):
+    with pytest.raises(ValueError, match=f"{name} would be visible on vLLM's command line"):
         command(**{name: "secret"})
     for flags in ([f"--{name.replace('_', '-')}", "secret"], [f"--{name}=secret"]):
         with pytest.raises(ValueError, match="command line"):
@@ -306,7 +306,7 @@ def test_an_unusable_key_is_refused(installed, key):
 
 
 def test_a_folder_that_is_not_there_is_refused(installed):
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         rollout.serve_vllm("/no/such/model")
 
 
@@ -419,8 +419,10 @@ def test_a_server_leaves_nothing_in_the_folder_for_temporary_files(
         with server:
             (_,) = folder.glob("**/a-socket")
             if how == "kill -9":
-                for one in family(server):
+                processes = family(server)
+                for one in processes:
                     one.kill()
+                psutil.wait_procs(processes, timeout=10)
 
     left = [path for path in folder.glob("**/*") if path.is_file()]
     failed = how != "close"
@@ -454,7 +456,7 @@ def test_a_server_that_ends_while_starting_says_why(stand_in):
     with pytest.raises(RuntimeError) as caught:
         server.start()
 
-    assert "ended while starting (exit code 1): ValueError: no such dtype" in str(caught.value)
+    assert "exited while starting (exit code 1): ValueError: no such dtype" in str(caught.value)
     assert "starting\nTraceback" in str(caught.value)
     server.close()
     assert "no such dtype" in server.log_tail()  # what happened stays readable
@@ -472,7 +474,7 @@ def test_what_an_earlier_start_said_is_not_blamed(stand_in, tmp_path):
 
 def test_a_server_that_is_open_is_ended(stand_in, tmp_path):
     server = stand_in(SERVER.format(open=True), log_path=tmp_path / "log")
-    with pytest.raises(RuntimeError, match="does not guard its routes: /weight_info answers 200"):
+    with pytest.raises(RuntimeError, match="does not protect its routes: /weight_info answers 200"):
         server.start()
     assert not server.alive
 
@@ -509,8 +511,8 @@ def test_the_command_line_serves_until_it_is_told_to_end(tmp_path, how, code):
         source = "import os, threading; threading.Timer(2, os._exit, [6]).start()\n" + source
     program = f"""
 import sys
-from primerl.rollout.engines.vllm import child as vllm_child
-from primerl.rollout.engines.vllm import server as vllm_server
+from primerl.rollout.engines.vllm.server import child as vllm_child
+from primerl.rollout.engines.vllm.server import __main__ as vllm_server
 vllm_child.check_vllm_version = lambda: True
 vllm_child.server_command = lambda model, *, port, flags_as_given, **_: (
     print(model, flags_as_given, flush=True)
@@ -572,9 +574,9 @@ def gone(pid, timeout_s=15.0):
 
 PARENT = """
 import subprocess, sys
-from primerl.rollout.processes import supervised
-folder = supervised.make_folder("", within=sys.argv[1])
-child = supervised.start([sys.executable, *sys.argv[2:]], folder=folder, grace_s=1.0)
+from primerl.rollout.processes import launch
+folder = launch.make_folder("", within=sys.argv[1])
+child = launch.start([sys.executable, *sys.argv[2:]], folder=folder, grace_s=1.0)
 print(child.pid, flush=True)
 code = child.wait()
 sys.exit(code if code >= 0 else 99)
@@ -683,9 +685,9 @@ def test_when_both_supervisors_are_killed_at_once_the_server_dies(tree):
 
 def test_a_server_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
     source = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
-    folder = supervised.make_folder("", within=str(tmp_path))
+    folder = launch.make_folder("", within=str(tmp_path))
     command = [sys.executable, "-c", source + "time.sleep(60)"]
-    child = supervised.start(command, folder=folder, grace_s=0.5, stdout=subprocess.PIPE)
+    child = launch.start(command, folder=folder, grace_s=0.5, stdout=subprocess.PIPE)
     with child.stdout:
         child.stdout.readline()
     started = time.monotonic()
@@ -711,9 +713,9 @@ while True:
     os.environ["MARK"] = "1"
     time.sleep(0.002)
 """
-    folder = supervised.make_folder("", within=str(tmp_path))
+    folder = launch.make_folder("", within=str(tmp_path))
     command = [sys.executable, "-c", source, str(tmp_path)]
-    child = supervised.start(command, folder=folder, grace_s=0.0, stdout=subprocess.PIPE)
+    child = launch.start(command, folder=folder, grace_s=0.0, stdout=subprocess.PIPE)
     with child.stdout:
         child.stdout.readline()
     time.sleep(0.5)
@@ -736,7 +738,7 @@ def cmdline(process):
 
 def test_a_folder_is_removed_only_if_it_is_the_one_that_was_made(tmp_path):
     def made():
-        folder = Path(supervised.make_folder("ours-", within=str(tmp_path)))
+        folder = Path(launch.make_folder("ours-", within=str(tmp_path)))
         (folder / "file").write_text("temporary")
         return folder
 
@@ -753,7 +755,7 @@ def test_a_folder_is_removed_only_if_it_is_the_one_that_was_made(tmp_path):
     (trap / ".primerl-folder").unlink()
     os.mkfifo(trap / ".primerl-folder")  # opened, it would wait for a writer
     for folder in (ours, precious, moved, replaced, linked, trap):
-        supervised.remove_folder(str(folder))
+        supervisor.remove_folder(str(folder))
 
     assert not ours.exists()
     for kept in (precious, tmp_path / "elsewhere", replaced, linked, trap):
@@ -763,12 +765,12 @@ def test_a_folder_is_removed_only_if_it_is_the_one_that_was_made(tmp_path):
 def test_a_folder_can_be_used_whatever_the_umask_says(tmp_path):
     before = os.umask(0o777)
     try:
-        folder = Path(supervised.make_folder("", within=str(tmp_path)))
+        folder = Path(launch.make_folder("", within=str(tmp_path)))
     finally:
         os.umask(before)
 
     assert folder.stat().st_mode & 0o777 == 0o700
-    supervised.remove_folder(str(folder))
+    supervisor.remove_folder(str(folder))
     assert not folder.exists()
 
 
@@ -875,12 +877,12 @@ def test_a_websocket_without_the_key_is_closed(guarded):
 
 def test_the_key_is_taken_from_standard_input_which_nobody_inherits():
     program = (
-        "from primerl.rollout.engines.vllm.middleware import RequireKey; "
+        "from primerl.rollout.engines.vllm.server.middleware import RequireKey; "
         "one, two = (RequireKey(None) for _ in range(2)); "
         "print(one._expected == two._expected == b'Bearer the-key')"
     )
     environment = {**os.environ, "PRIMERL_API_KEY_FROM": "stdin", "PRIMERL_API_KEY": "another"}
-    for sent, said in (("the-key", "True"), ("", "standard input holds no key")):
+    for sent, said in (("the-key", "True"), ("", "standard input has no key")):
         done = subprocess.run(
             [sys.executable, "-c", program],
             input=sent, env=environment, text=True, capture_output=True, check=False,
@@ -893,5 +895,5 @@ def test_without_a_key_the_server_does_not_start(monkeypatch):
         monkeypatch.setenv("PRIMERL_API_KEY", key) if key is not None else monkeypatch.delenv(
             "PRIMERL_API_KEY", raising=False
         )
-        with pytest.raises(RuntimeError, match="PRIMERL_API_KEY holds no key"):
+        with pytest.raises(RuntimeError, match="PRIMERL_API_KEY has no key"):
             RequireKey(inner)

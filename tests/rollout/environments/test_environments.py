@@ -155,7 +155,7 @@ def test_unknown_and_unscored_generators_are_refused(codes):
         rollout.verifiers("reasoning-gym", tokenizer=codes)
     with pytest.raises(ValueError, match="'reasoning-gym:' names no dataset"):
         rollout.verifiers("reasoning-gym:", tokenizer=codes)
-    with pytest.raises(ValueError, match="no generator 'chain_summ'; close: chain_sum"):
+    with pytest.raises(ValueError, match="no generator 'chain_summ'; similar: chain_sum"):
         puzzles(codes, "chain_summ")
     with pytest.raises(ValueError, match="'rush_hour' stores no answer"):
         puzzles(codes, "rush_hour")

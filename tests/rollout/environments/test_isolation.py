@@ -311,5 +311,5 @@ def test_an_environment_that_cannot_cross_is_named_where_it_is_wrapped():
     async def environment(task, engine, params):
         return lock, codes
 
-    with pytest.raises(ValueError, match="the argument 'environment' .*can't cross"):
+    with pytest.raises(ValueError, match="the argument 'environment' .*can't be sent"):
         rollout.isolated(environment)

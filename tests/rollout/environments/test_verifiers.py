@@ -287,7 +287,7 @@ def test_the_context_bounds_a_reply_and_then_the_rollout(tokenizer):
         play(environment, RandomEngine(tokenizer, context_length=10))
 
 
-def test_seats_that_are_not_trained_and_seats_to_choose_from(tokenizer):
+def test_agents_that_are_not_trained_and_agents_to_choose_from(tokenizer):
     environment = rollout.verifiers("duel", tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"\['left', 'right'\] to train .* agent="):
         play(environment, RandomEngine(tokenizer))
@@ -337,8 +337,8 @@ def test_tools_with_state_wrong_calls_and_deadlines(tokenizer):
                 environment(three, environment_engine, PARAMS),
                 environment(nine, other_engine, PARAMS),
             )
-            (stage,) = environment._stages.values()
-            for tool in stage._agents["agent"]._shared_tools.values():
+            (running,) = environment._running.values()
+            for tool in running._agents["agent"]._shared_tools.values():
                 assert str(urlsplit(tool.url).port) not in ports_in_files()
             return (
                 *played,
@@ -522,7 +522,7 @@ def test_a_stop_before_the_first_turn_leaves_nothing_to_train(tokenizer):
         "faulty", tokenizer=tokenizer, config={"taskset": {"where": "stopped"}}
     )
 
-    with pytest.raises(ValueError, match="the policy said nothing .stop: enough."):
+    with pytest.raises(ValueError, match="the policy sampled no token .stop: enough."):
         play(environment, RandomEngine(tokenizer))
 
 
@@ -531,14 +531,14 @@ def test_a_missing_environment_says_how_to_install_it(tokenizer):
         rollout.verifiers("no-such", tokenizer=tokenizer)
     with pytest.raises(ValueError, match="prime env install acme/no-such@1.0"):
         rollout.verifiers("acme/no-such@1.0", tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="dungeon has none to choose.*'system'"):
+    with pytest.raises(ValueError, match="dungeon has no dataset to choose.*'system'"):
         rollout.verifiers("dungeon:deep", tokenizer=tokenizer)
     with pytest.raises(ValueError, match="sistem"):
         rollout.verifiers("dungeon", tokenizer=tokenizer, config={"taskset": {"sistem": ""}})
 
 
-def test_a_seat_that_is_not_there_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"no seat 'agent' to train, only \['player'\]"):
+def test_an_unknown_agent_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"no agent 'agent' to train, only \['player'\]"):
         rollout.verifiers("dungeon", tokenizer=tokenizer, agent="agent")
 
 

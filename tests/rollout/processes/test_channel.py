@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from conftest import make_group
 
-from primerl.rollout.processes.channel import Channel, ChannelClosed, _encode
+from primerl.rollout.processes.channel import Channel, ChannelClosed
+from primerl.rollout.processes.messages import encode
 
 
 @contextlib.asynccontextmanager
@@ -60,7 +61,7 @@ def test_a_groups_arrays_travel_beside_the_pickle_not_as_lists():
     group = make_group()
     large = np.zeros(100_000, np.float32)
 
-    _, _, _, content, *buffers = _encode("return", 0, "", [group, large])
+    _, _, _, content, *buffers = encode("return", 0, "", [group, large])
 
     assert [len(buffer) for buffer in buffers] == [400_000]
     assert len(content) < 5_000

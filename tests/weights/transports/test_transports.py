@@ -48,6 +48,10 @@ def test_every_replica_holds_the_checkpoint_of_the_trainer(family, encoding, tmp
         assert receipt.tensors == len(sent(model))
         assert {r[0]["digest"] for r in receipt.replicas.values()} == {receipt.digest}
         assert set(receipt.seconds) == {"gather", "encode", "write", "load"}
+        assert receipt.metrics == {
+            "publish_s": sum(receipt.seconds.values()),
+            "publish_bytes": receipt.bytes,
+        }
         assert min(receipt.seconds.values()) >= 0
     assert kinds == (["full"] * 3 if encoding == "full" else ["full", "delta", "delta"])
     if encoding == "delta":
@@ -354,9 +358,9 @@ def test_nccl_carries_a_tensor_between_two_communicators():
 
 @pytest.fixture(scope="session")
 def found(root, tmp_path_factory):
-    """What tests/ranks/ranks_that_publish.py found on each of two ranks."""
+    """What tests/ranks/weight_publishing.py found on each of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = root / "tests/ranks/ranks_that_publish.py"
+    script = root / "tests/ranks/weight_publishing.py"
     done = forked_ranks(script, folder, ranks=2, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
@@ -365,7 +369,9 @@ def found(root, tmp_path_factory):
 def test_ranks_publish_what_an_unsharded_trainer_would(found):
     assert found[0]["same"] == {"llama full": True, "qwen3_moe full": True, "qwen3_moe delta": True}
     assert found[0]["kinds"] == ["full", "delta"]
-    assert found[1]["receipts"] == [None, None, None, None]
+    assert found[1]["receipts"] == found[0]["receipts"]
+    assert found[1]["metrics"] == found[0]["metrics"]
+    assert min(found[1]["metrics"].values()) > 0
 
 
 def test_no_rank_holds_more_than_a_layer(found):

@@ -1,1 +1,1 @@
-"""vLLM: its server process, and the client that samples from a fleet of them."""
+"""vLLM servers: the engine that is their client, the server process, and the protocol."""

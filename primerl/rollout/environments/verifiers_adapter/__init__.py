@@ -1,4 +1,4 @@
-"""Environments of the ``verifiers`` library (0.4), played by our engines.
+"""Environments of the ``verifiers`` library (0.4), sampled by our engines.
 
 Everything that knows verifiers is in this package; it is imported on first use.
 """

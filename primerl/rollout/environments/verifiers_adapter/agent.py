@@ -1,4 +1,4 @@
-"""The seats of a verifiers environment, played by an engine.
+"""The agents of a verifiers environment, sampled by an engine.
 
 Imported on first use: importing this module imports verifiers.
 """
@@ -19,7 +19,7 @@ _runtimes: Any = require("verifiers.v1.runtimes", extra="verifiers")
 
 
 class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
-    """A subprocess runtime whose folder exists once something uses it, which few rollouts do."""
+    """A subprocess runtime whose folder is made on first use: few rollouts need one."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
@@ -43,24 +43,24 @@ class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
         return self._folder is not None or bool(self._background)
 
     async def start(self) -> None:
-        """Make the folder: tool servers ask for its name."""
+        """Make the folder, whose name tool servers need."""
         self.info.id = str(self.workdir)
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        """Start a tool server, and remember the file that it is to write its port to."""
+        """Start a tool server, and record the file to which it will write its port."""
         if "MCP_PORT_FILE" in env:
             self._port_files.append(env["MCP_PORT_FILE"])
         await super().run_background(argv, env, log)
 
     async def teardown(self) -> None:
-        """End what runs in the folder, and remove it."""
+        """Stop what runs in the folder, and remove it."""
         if self.used:
             await super().teardown()
         for path in self._port_files:
             remove_port_file(path)
 
     def cleanup(self) -> None:
-        """The same, for when there is no event loop any more."""
+        """The same without an event loop."""
         for process in self._background:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -71,13 +71,13 @@ class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
 
 
 class EngineAgent(vf.Agent):  # type: ignore[misc]
-    """A seat of an environment, played by the engine.
+    """An agent of an environment, sampled by the engine.
 
     Args:
-        config: the seat's.
-        name: the seat's name.
+        config: the agent's.
+        name: the agent's name.
         harness: None keeps the one that ``config`` names.
-        interception: shared by all seats.
+        interception: shared by all agents.
         shared_tools: the taskset's tool servers, for tasks of ``task_type``.
         task_type: of the taskset.
     """
@@ -101,7 +101,7 @@ class EngineAgent(vf.Agent):  # type: ignore[misc]
         self._traces: list[Any] = []
 
     def for_episode(self, traces: list[Any]) -> "EngineAgent":
-        """This seat in one episode, whose finished traces go to ``traces``."""
+        """This agent in one episode, whose finished traces are appended to ``traces``."""
         agent = copy.copy(self)
         agent._traces = traces
         return agent
@@ -132,7 +132,7 @@ class EngineAgent(vf.Agent):  # type: ignore[misc]
         self, task: Any, *, runtime: Any = None, tools: Any = None, on_trace: Any = None
     ) -> AsyncIterator[Any]:
         """Play ``task`` turn by turn, with the environment as the user."""
-        minted: list[Any] = []
+        own_traces: list[Any] = []
         try:
             async with (
                 self._workspace(task, runtime) as box,
@@ -140,12 +140,12 @@ class EngineAgent(vf.Agent):  # type: ignore[misc]
                     task,
                     runtime=box,
                     tools=self._tools(task) if tools is None else tools,
-                    on_trace=self._stamp(on_trace, minted.append),
+                    on_trace=self._stamp(on_trace, own_traces.append),
                 ) as interaction,
             ):
                 yield interaction
         finally:
-            self._traces.extend(minted)
+            self._traces.extend(own_traces)
 
     def _tools(self, task: Any) -> Mapping[str, Any]:
         return self._shared_tools if isinstance(task, self._task_type) else {}

@@ -24,7 +24,7 @@ class ContextFull(Exception):
 
 @attrs.frozen(eq=False)
 class Reply:
-    """What the engine said: as tokens, and as the message that they spell."""
+    """The engine's reply: its tokens, and the message that they decode to."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -69,7 +69,7 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         Args:
             messages: the whole conversation, in verifiers' types.
             tail: those of them that are new since ``previous``.
-            previous: tokens of the last prompt and of the reply to it; None renders everything.
+            previous: tokens of the last prompt and of the reply to it; with None, all is rendered.
             tools: that the reply may call.
             session: names the conversation to the engine.
 
@@ -90,7 +90,7 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         try:
             completion = await self._engine.generate(prompt_ids, params, session=session)
         except Exception as error:
-            self.error = error  # verifiers keeps no more than its text
+            self.error = error  # verifiers keeps only its text
             raise
         token_ids = _shared(completion.token_ids)
         parsed = self._renderer.parse_response(token_ids, tools=wire_tools, prompt_ids=prompt_ids)
@@ -140,7 +140,7 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         turn: Any = None,
         headers: Mapping[str, str] | None = None,  # noqa: ARG002
     ) -> Any:
-        """Serve a harness that speaks HTTP, through verifiers' own server."""
+        """Serve a harness that uses HTTP, through verifiers' own server."""
         try:
             response = await self.respond(turn, session_id)
         except ContextFull as error:
@@ -167,12 +167,12 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         return token_ids
 
 
-SHARED_TOKENS = 1 << 20  # more than vocabularies have; an id beyond it must not fill the memory
+SHARED_TOKENS = 1 << 20  # above the size of any vocabulary; a larger id must not fill the memory
 _TOKENS: list[int] = []
 
 
 def _shared(token_ids: np.ndarray) -> list[int]:
-    """As a list whose numbers are shared by all lists: an ``int`` of its own is 32 bytes."""
+    """A list whose ``int`` objects, of 32 bytes each, are shared by all such lists."""
     above = int(token_ids.max(initial=-1)) + 1
     if above > SHARED_TOKENS:
         return [int(token) for token in token_ids]
@@ -204,7 +204,7 @@ def _text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if any(part.type != "text" for part in content):
-        raise ValueError("a message holds an image; text is all that this adapter renders")
+        raise ValueError("a message holds an image; this adapter renders text only")
     return "\n".join(part.text for part in content)
 
 

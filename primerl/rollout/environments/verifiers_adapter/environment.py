@@ -1,4 +1,4 @@
-"""Environments written for ``verifiers``, played by our engines."""
+"""Environments written for ``verifiers``, with rollouts sampled by an engine."""
 
 import asyncio
 import itertools
@@ -8,7 +8,7 @@ from typing import Any
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Task
 from primerl.rollout.environments.verifiers_adapter.loading import load, load_renderer
-from primerl.rollout.environments.verifiers_adapter.stage import Stage
+from primerl.rollout.environments.verifiers_adapter.running_environment import RunningEnvironment
 from primerl.rollout.environments.verifiers_adapter.trace_samples import last_reply, trace_samples
 from primerl.types import Rollout, SamplingParams
 
@@ -31,17 +31,17 @@ def verifiers(
         with rollout.worker(engine, environment, environment.tasks, ...) as rollouts:
 
     Args:
-        id: an installed package, ``name`` or ``owner/name@version``. What follows a colon is the
-            taskset's ``dataset``.
+        id: an installed package, ``name`` or ``owner/name@version``, optionally followed by a colon
+            and the taskset's ``dataset``.
         tokenizer: a Hugging Face tokenizer.
         config: verifiers' environment config: ``{"taskset": {...}, "agent": {...}}``.
         renderer: turns messages into tokens: a ``renderers`` renderer or its config. By default
             the model's own if ``renderers`` knows its name, else the tokenizer's chat template.
-        agent: the seat that is trained, where an environment has several that could be.
+        agent: the agent that is trained, if an environment has several that could be.
         max_turns: model calls of one agent; the rollout then ends with ``stop="max_turns"``.
-        timeout_s: of one rollout, set-up and scoring included.
-        tool_timeout_s: of one tool call; the policy is told when it passes.
-        startup_timeout_s: until the environment's shared tool servers answer.
+        timeout_s: of one rollout, including set-up and scoring.
+        tool_timeout_s: of one tool call; the policy gets an error when it has passed.
+        startup_timeout_s: within which the environment's shared tool servers have to answer.
 
     Raises:
         ImportError: verifiers is missing or of another version.
@@ -58,15 +58,15 @@ def verifiers(
         tool_timeout_s=tool_timeout_s,
         startup_timeout_s=startup_timeout_s,
     )
-    environment.load()  # a wrong name is an error here, not in a worker
+    environment.load()  # raises an error of the name or config here, not in a worker
     return environment
 
 
 class VerifiersEnvironment:
     """``async (task, engine, params) -> Rollout`` over a verifiers environment.
 
-    Made by ``verifiers``. Crosses processes by pickle: what runs is set up anew where it is first
-    called, once for each event loop, and ended by ``aclose`` or with the loop.
+    Made by ``verifiers``. It can be pickled: servers and agents are set up on the first call, once
+    for each event loop, and closed by ``aclose`` or with the loop.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class VerifiersEnvironment:
         self.tool_timeout_s = tool_timeout_s
         self.startup_timeout_s = startup_timeout_s
         self._loaded: Any = None
-        self._stages: dict[asyncio.AbstractEventLoop, Stage] = {}
+        self._running: dict[asyncio.AbstractEventLoop, RunningEnvironment] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_loaded": None, "_stages": {}}
+        return {**vars(self), "_loaded": None, "_running": {}}
 
     @property
     def tasks(self) -> "Tasks":
-        """The environment's tasks, in its order; iterate as often as you like."""
+        """The environment's tasks, in its order; they can be iterated any number of times."""
         return Tasks(self)
 
     def load(self) -> Any:
@@ -121,18 +121,18 @@ class VerifiersEnvironment:
             TimeoutError: the rollout, or its scoring, took too long.
             RuntimeError: the environment's own code failed; the message says where and how.
             ValueError: not exactly one agent of the episode is to be trained.
-            Exception: whatever the engine raised, as it is.
+            Exception: what the engine raised, unchanged.
         """
         from primerl.rollout.environments.verifiers_adapter.client import EngineClient
         from primerl.rollout.environments.verifiers_adapter.harness import CLIENT
 
-        stage = await self._stage()
-        client = EngineClient(engine, params, stage.renderer)
+        running = await self._set_up()
+        client = EngineClient(engine, params, running.renderer)
         token = CLIENT.set(client)
         deadline = asyncio.timeout(self.timeout_s)
         try:
             async with deadline:
-                traces = await stage.play(_rebuild(self.load(), task))
+                traces = await running.play(_rebuild(self.load(), task))
         except TimeoutError:
             if deadline.expired():
                 raise TimeoutError(
@@ -150,25 +150,25 @@ class VerifiersEnvironment:
         return _rollout(self._trained(traces), params)
 
     async def aclose(self) -> None:
-        """End the tool servers of this event loop, if any were started."""
-        stage = self._stages.pop(asyncio.get_running_loop(), None)
-        if stage is not None:
-            await stage.aclose()
+        """Close the tool servers of this event loop, if any were started."""
+        running = self._running.pop(asyncio.get_running_loop(), None)
+        if running is not None:
+            await running.aclose()
 
-    async def _stage(self) -> "Stage":
+    async def _set_up(self) -> RunningEnvironment:
         loop = asyncio.get_running_loop()
-        stage = self._stages.get(loop)
-        if stage is None or stage.failed:
-            self._stages = {k: v for k, v in self._stages.items() if not k.is_closed()}
-            stage = self._stages[loop] = Stage(
+        running = self._running.get(loop)
+        if running is None or running.failed:
+            self._running = {k: v for k, v in self._running.items() if not k.is_closed()}
+            running = self._running[loop] = RunningEnvironment(
                 self.load(),
                 load_renderer(self.tokenizer, self.renderer),
                 startup_timeout_s=self.startup_timeout_s,
             )
-        if not stage.ready.done():
-            await asyncio.shield(stage.ready)  # others wait for it, too
-        stage.ready.result()
-        return stage
+        if not running.ready.done():
+            await asyncio.shield(running.ready)  # other rollouts wait for it, too
+        running.ready.result()
+        return running
 
     def _check(self, trace: Any, task: Task, client: Any) -> None:
         where = f"{self.id}, task {task['id']!r}"
@@ -191,7 +191,7 @@ class VerifiersEnvironment:
         ]
         if len(trained) != 1:
             raise ValueError(
-                f"{self.id}: a rollout trains one agent once, but the episode has "
+                f"{self.id}: a rollout trains exactly one run of one agent, but the episode has "
                 f"{[trace.agent.name for trace in trained]} to train among "
                 f"{[trace.agent.name for trace in traces]}; name one with agent=..."
             )
@@ -199,9 +199,9 @@ class VerifiersEnvironment:
 
 
 class Tasks:
-    """The tasks of a verifiers environment as mappings, in order; endless where they are.
+    """The tasks of a verifiers environment as mappings, in order; endless if the taskset is.
 
-    Each has an ``"id"``, the ``"prompt"`` if there is one, and under ``"data"`` what rebuilds it.
+    Each has an ``"id"``, the ``"prompt"`` if there is one, and verifiers' own task as ``"data"``.
     """
 
     def __init__(self, environment: VerifiersEnvironment, first: int = 0) -> None:
@@ -218,7 +218,7 @@ class Tasks:
             yield plain
 
     def split(self, count: int) -> tuple[list[Task], "Tasks"]:
-        """The first ``count`` tasks, to hold out, and those after them."""
+        """The first ``count`` tasks, to be held out, and the rest."""
         first = list(itertools.islice(self, count))
         return first, Tasks(self._environment, self._first + count)
 
@@ -240,7 +240,7 @@ def _rollout(trace: Any, params: SamplingParams) -> Rollout:
         stop = "context" if reply.filled_context else reply.completion.finish_reason
     samples = trace_samples(trace, temperature=params.temperature)
     if not samples:
-        raise ValueError(f"the policy said nothing (stop: {stop}); is the prompt too long?")
+        raise ValueError(f"the policy sampled no token (stop: {stop}); is the prompt too long?")
     return Rollout(
         samples=samples,
         reward=trace.reward,

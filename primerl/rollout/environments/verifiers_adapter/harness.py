@@ -18,14 +18,14 @@ _graph: Any = require("verifiers.v1.graph", extra="verifiers")
 _interception: Any = require("verifiers.v1.interception", extra="verifiers")
 
 CLIENT: ContextVar[EngineClient] = ContextVar("primerl_engine_client")
-"""Answers for every agent of the episode that the current task plays."""
+"""The model client of every agent in the episode that the current asyncio task plays."""
 
 
 class EngineInterception(_interception.Interception):  # type: ignore[misc]
-    """Where rollouts of this process meet their client.
+    """Connects rollouts of this process with their model client.
 
     Args:
-        http: also listen, for tool servers that keep state and harnesses that speak HTTP.
+        http: also listen on a port, for stateful tool servers and harnesses that use HTTP.
         state_secrets: of the shared tool servers.
     """
 
@@ -38,7 +38,7 @@ class EngineInterception(_interception.Interception):  # type: ignore[misc]
             )
 
     async def start(self) -> None:
-        """Listen, if asked to."""
+        """Start the HTTP server, if there is one."""
         if self._server is not None:
             await self.stack.enter_async_context(self._server)
 
@@ -48,7 +48,11 @@ class EngineInterception(_interception.Interception):  # type: ignore[misc]
         client = CLIENT.get()
         async with contextlib.AsyncExitStack() as stack:
             if self._server is None:
-                slot = ("http://127.0.0.1:9", secrets.token_hex(8), "")  # nothing listens there
+                slot = (
+                    "http://127.0.0.1:9",
+                    secrets.token_hex(8),
+                    "",
+                )  # nothing listens there
                 stack.callback(session.release)
             else:
                 slot = await stack.enter_async_context(self._server.acquire(session))
@@ -62,8 +66,8 @@ class EngineHarness(vf.Harness):  # type: ignore[misc]
     """Plays as verifiers' ``null`` harness does, which starts a program for each rollout.
 
     Args:
-        config: the seat's.
-        http: connections to tool servers, where there are any.
+        config: the agent's.
+        http: connections to tool servers, if there are any.
     """
 
     APPENDS_SYSTEM_PROMPT = True
@@ -78,7 +82,7 @@ class EngineHarness(vf.Harness):  # type: ignore[misc]
         self.http = http
 
     async def launch(self, *_: Any, **__: Any) -> Any:
-        """Unused: the conversation is held by ``session``."""
+        """Not used: ``session`` holds the conversation."""
         raise NotImplementedError("EngineHarness plays through its session")
 
     async def session(self, *place: Any, **options: Any) -> Any:
@@ -156,15 +160,15 @@ class ChatSession(vf.HarnessSession):  # type: ignore[misc]
         return vf.ToolMessage(tool_call_id=call.id, content=content, name=call.name)
 
 
-# Of every node, shared by all of them: thousands of rollouts are in flight.
+# One set, shared by all nodes: thousands of rollouts are in flight.
 _NODE_FIELDS = set(vf.MessageNode.model_fields)
 
 
 class PlainTurns:
-    """Turns that no hook of the environment sees: the trace grows by what is new.
+    """Turns without hooks of the environment: new messages are appended to the trace.
 
-    verifiers' own way hashes the whole conversation at each turn to find its place in the trace;
-    here it is known.
+    verifiers itself hashes the whole conversation at each turn to find its place in the trace,
+    which is known here.
     """
 
     def __init__(self, session: Any) -> None:
@@ -186,7 +190,7 @@ class PlainTurns:
         if session.released or session.stopped:
             return None
         spoken = [] if self._previous is None else [*self._previous[0], *self._previous[1]]
-        if reply.prompt_ids[: len(spoken)] != spoken:  # rendered anew: another branch
+        if reply.prompt_ids[: len(spoken)] != spoken:  # rendered from scratch: another branch
             spoken, self._leaf, self._committed = [], None, 0
         for message in messages[self._committed :]:
             self._append(message, tools)
@@ -203,7 +207,7 @@ class PlainTurns:
         if self._leaf is None and tools:
             trace.tools = tools
         sampled = [] if reply is None else reply.token_ids
-        # Every field is given: pydantic inspects the signature of each default's factory.
+        # All fields are given: pydantic would inspect the signature of each default factory.
         node = vf.MessageNode.model_construct(
             _NODE_FIELDS,
             parent=self._leaf,
@@ -244,7 +248,7 @@ class HookedTurns:
         if session.response_interceptors or session.response_stops:
             response, rewrites, stopped = await session.rewrite_response(response)
             trace.response_rewrites.extend(rewrites)
-            if rewrites:  # other words than those that were sampled: nothing to train
+            if rewrites:  # the text is not what was sampled, so it can't be trained
                 response = response.model_copy(update={"tokens": None})
         if session.released or session.stopped:
             return None

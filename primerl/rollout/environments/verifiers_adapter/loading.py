@@ -19,7 +19,7 @@ def load(
     max_turns: int | None,
     tool_timeout_s: float,
 ) -> Any:
-    """Verifiers' ``Env`` for ``name``, every seat of it on this machine unless it says otherwise.
+    """Verifiers' ``Env`` for ``name``; its agents run on this machine unless it says otherwise.
 
     Raises:
         ImportError: verifiers is missing or of another version.
@@ -35,28 +35,31 @@ def load(
         options = sorted(vf.taskset_config_type(taskset["id"]).model_fields)
         if "dataset" not in options:
             raise ValueError(
-                f"{name!r} names the dataset {dataset!r}, but {package} has none to choose; its "
-                f"taskset's options are {options}"
+                f"{name!r} names the dataset {dataset!r}, but {package} has no dataset to choose; "
+                f"its taskset's options are {options}"
             )
         taskset["dataset"] = dataset
     whole = {**config, "taskset": taskset}
     bundled = vf.default_harness_id(taskset["id"])
-    for seat, field in vf.env_config_type(taskset["id"], config.get("id", "")).model_fields.items():
+    for agent_name, field in vf.env_config_type(
+        taskset["id"], config.get("id", "")
+    ).model_fields.items():
         if isinstance(field.default, vf.AgentConfig):
             harness = "null" if bundled == "bash" else bundled
-            ours = _seat(field.default, harness=harness, max_turns=max_turns)
-            whole[seat] = {**ours, **config.get(seat, {})}
-            if "harness" in whole[seat]:
-                whole[seat]["harness"] = {"tool_timeout": tool_timeout_s, **whole[seat]["harness"]}
+            ours = _agent_config(field.default, harness=harness, max_turns=max_turns)
+            merged = {**ours, **config.get(agent_name, {})}
+            if "harness" in merged:
+                merged["harness"] = {"tool_timeout": tool_timeout_s, **merged["harness"]}
+            whole[agent_name] = merged
     env = vf.load_environment(vf.resolve_env_config(whole))
-    seats = [seat for seat, spec in env.config if isinstance(spec, vf.AgentConfig)]
-    if agent is not None and agent not in seats:
-        raise ValueError(f"{name!r} has no seat {agent!r} to train, only {seats}")
+    agents = [one for one, spec in env.config if isinstance(spec, vf.AgentConfig)]
+    if agent is not None and agent not in agents:
+        raise ValueError(f"{name!r} has no agent {agent!r} to train, only {agents}")
     return env
 
 
 def load_renderer(tokenizer: Any, chosen: Any) -> Any:
-    """``chosen``, or by default the model's own where ``renderers`` knows it by its name."""
+    """``chosen``, or by default the model's own if ``renderers`` knows it by its name."""
     if chosen is None:
         base = require("renderers.base", extra="verifiers")
         known = getattr(tokenizer, "name_or_path", "") in base.MODEL_RENDERER_MAP
@@ -82,8 +85,8 @@ def check_version() -> None:
         )
 
 
-def _seat(declared: Any, *, harness: str, max_turns: int | None) -> dict[str, Any]:
-    # What the environment's author declared for a seat stands.
+def _agent_config(declared: Any, *, harness: str, max_turns: int | None) -> dict[str, Any]:
+    # What the environment's author declared for an agent takes precedence.
     ours: dict[str, Any] = {
         "model": "policy",
         "client": {"type": "train", "api_key_var": "PRIMERL_NO_KEY"},
@@ -98,7 +101,7 @@ def _seat(declared: Any, *, harness: str, max_turns: int | None) -> dict[str, An
 
 
 def _taskset_id(package: str) -> str:
-    """What verifiers finds it by: its own ``<name>``, ``<name>_environment``, or ``<name>``."""
+    """The name by which verifiers finds it: of its own, ``<name>_environment``, or ``<name>``."""
     module = package.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
     if module.isidentifier():
         for name in (f"verifiers.v1.tasksets.{module}", f"{module}_environment", module):

@@ -1,4 +1,4 @@
-"""The files in which verifiers' tool servers report their ports, and which verifiers leaves."""
+"""The files in which verifiers' tool servers report their ports, which verifiers leaves behind."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ _NAME = re.compile(r"/tmp/vf-port-[0-9a-f]{32}")
 
 
 def remove_port_file(path: str) -> None:
-    """Remove a port file; a path that verifiers does not give to one is left alone."""
+    """Remove a port file; a path that can't be verifiers' is left alone."""
     if _NAME.fullmatch(path):
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -19,8 +19,8 @@ def remove_port_file(path: str) -> None:
 def remove_port_files(runtime: Any) -> None:
     """Remove the port files of the tool servers that a subprocess runtime runs.
 
-    Verifiers makes the runtime itself, and tells the path to the server alone, so it is read from
-    the environment that the server was started with.
+    Verifiers gives the path only to the server, so it is read from the environment variables with
+    which the server was started.
     """
     for process in getattr(runtime, "_background", []):
         with contextlib.suppress(OSError):

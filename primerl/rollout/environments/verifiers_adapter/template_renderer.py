@@ -10,9 +10,9 @@ import attrs
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
-# Stands for any assistant's words when only the template's text after them is wanted.
+# Stands for an assistant's reply when only the template's text after it is needed.
 _PLACEHOLDER = "reply-7c1e9b04d2"
-_CACHED_CHARACTERS = 20_000  # longer texts are rarely met twice
+_CACHED_CHARACTERS = 20_000  # longer texts rarely occur twice
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _TOOLS = """You may call these functions; each line describes one:
 {tools}
@@ -50,21 +50,21 @@ class Parsed:
 
 
 class TemplateRenderer:
-    """Renders with any Hugging Face tokenizer; the part of ``renderers``' protocol that we use.
+    """Renders with any Hugging Face tokenizer; implements what we use of ``renderers``' protocol.
 
     With a chat template, a turn after a reply adds the template's own text between that reply and
-    the next; nothing that was sampled is tokenized again. Without one, messages are concatenated
-    as they stand. Function calls are Hermes' JSON in ``<tool_call>`` tags; a template that knows
-    nothing of functions gets them described in the system message.
+    the next; sampled tokens are never tokenized again. Without one, messages are concatenated
+    unchanged. Function calls are Hermes' JSON in ``<tool_call>`` tags; for a template without
+    support for functions they are described in the system message.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        cache_size: how many rendered texts to remember: rollouts of one task share their prompt.
+        cache_size: number of rendered texts that are cached: rollouts of a task share their prompt.
     """
 
     def __init__(self, tokenizer: Any, *, cache_size: int = 512) -> None:
         self._tokenizer = tokenizer
-        # The Rust tokenizer behind it encodes the same, without a wrapper that costs more.
+        # The Rust tokenizer encodes the same, without the overhead of its wrapper.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         template = getattr(tokenizer, "chat_template", None)
         self._template = None if template is None else str(template)
@@ -96,7 +96,7 @@ class TemplateRenderer:
         *,
         tools: Tools | None = None,
     ) -> Rendered | None:
-        """What was said, and ``new_messages`` after it; None if one of them is an assistant's."""
+        """The conversation so far and ``new_messages``; None if one of them is an assistant's."""
         if any(message["role"] == "assistant" for message in new_messages):
             return None
         if self._template is None:
@@ -106,7 +106,7 @@ class TemplateRenderer:
             spoken = [*opening, {"role": "assistant", "content": _PLACEHOLDER}, *new_messages]
             text = self._text(spoken, tools, True)
             between = self._encode(text[text.rindex(_PLACEHOLDER) + len(_PLACEHOLDER) :])
-            # The reply's own stop token is already there, and must not be said twice.
+            # The reply's own stop token is already there, and must not be repeated.
             last = previous_completion_ids[-1]
             if between[:1] == [last] and last in self.get_stop_token_ids():
                 between = between[1:]

@@ -1,4 +1,4 @@
-"""An environment's tools, called over MCP with a deadline."""
+"""An environment's tools, called over MCP with a timeout."""
 
 import asyncio
 import contextlib
@@ -20,14 +20,14 @@ MAX_BYTES = 1 << 24  # of one answer of a tool server
 def connections() -> Any:
     """The HTTP connections to tool servers, for all rollouts of an event loop.
 
-    Making them for each rollout costs 30 ms, most of it for certificates. An answer ends in an
-    error at ``MAX_BYTES``, and a compressed one at once.
+    Making them for each rollout would cost 30 ms, mostly for certificates. An answer of more than
+    ``MAX_BYTES`` is an error, and so is any compressed answer.
     """
     return _http.AsyncClient(
         follow_redirects=True,
         headers={"Accept-Encoding": "identity"},
         event_hooks={"response": [_bound]},
-        timeout=_http.Timeout(None, connect=30.0),  # each call has its own deadline
+        timeout=_http.Timeout(None, connect=30.0),  # each call has its own timeout
         limits=_http.Limits(max_connections=None, max_keepalive_connections=64),
     )
 
@@ -39,7 +39,7 @@ async def _bound(response: Any) -> None:
 
 
 class _Bounded(_http.AsyncByteStream):  # type: ignore[misc]
-    """A stream that ends in an error after ``MAX_BYTES``."""
+    """A stream that raises an error after ``MAX_BYTES``."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -63,13 +63,13 @@ async def toolbox(
     """The tools of the servers at ``urls``, by their servers' names.
 
     Args:
-        urls: for each server's name, where it is.
+        urls: of the servers, by name.
         http: ``connections``.
         timeout_s: of each call.
 
     Raises:
         verifiers.v1.ToolsetError: a server does not answer within ``timeout_s``, or two tools have
-            one name.
+            the same name.
     """
     async with contextlib.AsyncExitStack() as stack:
         tools: dict[str, tuple[Any, str]] = {}
@@ -117,7 +117,7 @@ class Toolbox:
         self._timeout_s = timeout_s
 
     async def call(self, name: str, arguments: str) -> str:
-        """The result as text; what the policy got wrong comes back to it as text, too."""
+        """The result as text; a mistake of the policy is returned to it as text, too."""
         if name not in self._owners:
             return f"error: there is no tool {name!r}, only {sorted(self._owners)}"
         try:

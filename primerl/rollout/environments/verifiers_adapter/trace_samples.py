@@ -11,8 +11,8 @@ from primerl.types import NOT_SAMPLED, Completion, Sample
 class SampledLogprobs(list[float]):
     """A completion's logprobs as verifiers stores them, with the completion itself.
 
-    verifiers' trace has no place for per-token versions, but keeps this list in the node of the
-    reply: so they reach the samples with the very tokens that they describe.
+    verifiers' trace has no field for per-token versions, but keeps this list in the node of the
+    reply, so the versions stay with their tokens.
 
     Args:
         completion: what the engine returned.
@@ -28,7 +28,7 @@ class SampledLogprobs(list[float]):
 def trace_samples(trace: Any, *, temperature: float) -> list[Sample]:
     """One sample for each branch of ``trace`` that has something to train.
 
-    A reply that several branches share is in the mask of the first of them only.
+    A reply that several branches share is trained only in the first of them.
 
     Raises:
         ValueError: a reply's tokens are not those that the engine sampled.

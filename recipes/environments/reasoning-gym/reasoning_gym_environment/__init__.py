@@ -14,13 +14,13 @@ from reasoning_gym.factory import DATASETS
 
 __all__ = ["ReasoningGym"]
 
-CHUNK = 32  # tasks made at once: some generators make all of theirs when they are created
-STREAM = 1_000_000  # tasks between the starts of two seeds
+CHUNK = 32  # tasks made at once: some generators make all tasks when they are created
+STREAM = 1_000_000  # distance between the first tasks of two seeds
 UNSCORED = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
 
 
 class Puzzle(vf.TaskData):
-    """A generator's entry, in JSON that keeps its tuples."""
+    """A generator's entry, in JSON that preserves tuples."""
 
     dataset: str
     entry: dict[str, Any]
@@ -31,18 +31,18 @@ class Solve(vf.Task[Puzzle]):
 
     @vf.reward
     async def correct(self, trace: vf.Trace) -> float:
-        """What the generator's scorer says of the text in the last ``<answer>`` tags, if any."""
+        """The scorer's value of the text in the last ``<answer>`` tags, or of the whole reply."""
         reply = trace.last_reply
         if "<answer>" in reply:
             reply = reply.rsplit("<answer>", 1)[1].split("</answer>", 1)[0].strip()
         try:
             return float(scorer(self.data.dataset)(reply, restored(self.data.entry)))
-        except Exception:  # a stranger's scorer, on whatever the policy wrote: that is no answer
+        except Exception:  # the scorers of reasoning-gym may raise anything on a malformed answer
             return 0.0
 
 
 class Options(vf.TasksetConfig):
-    """Which generator, and which part of its stream."""
+    """The generator, and the part of its stream that is used."""
 
     dataset: str = ""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -90,7 +90,7 @@ def check(dataset: str) -> None:
     """Refuse a generator that is unknown or can't be scored.
 
     Raises:
-        ValueError: with the names that come close, or the reason.
+        ValueError: the message has similar names, or the reason.
     """
     if dataset in UNSCORED:
         raise ValueError(
@@ -107,15 +107,15 @@ def check(dataset: str) -> None:
         close = difflib.get_close_matches(dataset, known, n=5, cutoff=0.5)
         raise ValueError(
             f"reasoning-gym has no generator {dataset!r}; "
-            + (f"close: {', '.join(close)}" if close else f"there are {', '.join(sorted(known))}")
+            + (f"similar: {', '.join(close)}" if close else f"there are {', '.join(sorted(known))}")
         )
 
 
 def drawn(entries: Any, number: int) -> dict[str, Any]:
-    """Entry ``number`` of the chunk ``entries``, the same each time.
+    """Entry ``number`` of the chunk ``entries``, reproducibly.
 
-    One generator (list_functions) draws from Python's global generator as well: it is seeded for
-    the entry, and left as it was.
+    One generator (list_functions) also draws from Python's global random state, which is seeded for
+    the entry and restored.
     """
     state = random.getstate()
     random.seed(number)
@@ -133,7 +133,7 @@ def scorer(dataset: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON; ``restored`` gives the tuples back, which some scorers compare."""
+    """``value`` as JSON; ``restored`` restores tuples, which some scorers compare."""
     if isinstance(value, tuple):
         return {"__tuple__": [plain(item) for item in value]}
     if isinstance(value, list):
@@ -146,7 +146,7 @@ def plain(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """What ``plain`` was given, but for objects that JSON has no form for: those stay text."""
+    """The inverse of ``plain``, except that objects which JSON can't represent stay text."""
     if isinstance(value, list):
         return [restored(item) for item in value]
     if isinstance(value, dict):

@@ -16,23 +16,23 @@ class Word(vf.TaskData):
 
 
 class ReverseWord(vf.Task[Word]):
-    """Rewarded by letter and by word."""
+    """Rewarded for correct letters and for the correct word."""
 
     @vf.reward
     async def reversal(self, trace: vf.Trace) -> float:
-        """Half for the share of letters in their place, half for the whole word."""
+        """Half for the share of letters in the right place, half for the whole word."""
         reply, answer = trace.last_reply, self.data.answer
         right = sum(a == b for a, b in zip(reply, answer, strict=False))
         return 0.5 * right / max(len(answer), len(reply)) + 0.5 * (reply == answer)
 
     @vf.metric
     async def exact_match(self, trace: vf.Trace) -> float:
-        """Whether it is the reversed word."""
+        """Whether the reply is the reversed word."""
         return float(trace.last_reply == self.data.answer)
 
 
 class Options(vf.TasksetConfig):
-    """Which words, and how they are put."""
+    """The prompt, and which words are used."""
 
     prompt: str = "Reverse the letters of this word, and reply with nothing else: {word}"
     split: Literal["train", "eval"] = "train"
@@ -41,7 +41,7 @@ class Options(vf.TasksetConfig):
 
 
 class ReverseWords(vf.Taskset[ReverseWord, Options]):
-    """Every word once, in an order drawn with ``seed``; the first ``held_out`` are for eval."""
+    """Every word once, in an order given by ``seed``; the first ``held_out`` are for eval."""
 
     def load(self) -> list[ReverseWord]:
         """All words of the split."""

@@ -1,0 +1,27 @@
+"""Names that a client of a vLLM server, the server's workers and a weight transport share."""
+
+# Routes of vLLM 0.32.
+GENERATE = "/inference/v1/generate"
+HEALTH = "/health"
+METRICS = "/metrics"
+MODELS = "/v1/models"
+WEIGHT_INFO = "/weight_info"
+COLLECTIVE_RPC = "/collective_rpc"
+PAUSE = "/pause"
+RESUME = "/resume"
+START_UPDATE = "/start_weight_update"
+LOAD_UPDATE = "/update_weights"
+FINISH_UPDATE = "/finish_weight_update"
+SET_WEIGHT_VERSION = "/update_weight_version"
+
+# Methods of the worker extension, called through COLLECTIVE_RPC.
+WORKER_EXTENSION = "primerl.weights.vllm.receiver.WeightReceiver"
+PREPARE_WEIGHTS = "prepare_weights"
+READ_WEIGHTS = "read_weights"
+SERVED_DTYPE = "served_dtype"
+SERVED_VOCAB_SIZE = "served_vocab_size"
+WEIGHT_RECEIPT = "weight_receipt"
+
+# Backends of vLLM's weight transfer that the worker extension registers.
+FOLDER_BACKEND = "primerl"
+NCCL_BACKEND = "primerl_nccl"

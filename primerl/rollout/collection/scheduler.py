@@ -1,0 +1,258 @@
+"""The scheduler: starts groups as far ahead of training as the bound allows, and ends them."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from primerl.rollout.collection.buffer import Buffer
+from primerl.rollout.collection.counters import Counters
+from primerl.rollout.collection.groups import ENGINE, FAILED, GroupFailed, run_group
+from primerl.rollout.collection.plan import Plan
+from primerl.rollout.collection.rollouts import Progress
+from primerl.rollout.collection.verification import UNVERIFIED
+from primerl.rollout.engines.health import EngineFailed, EngineHealth
+from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.environments.environment import Environment, Task
+from primerl.rollout.tasks.streams import TaskStream
+from primerl.types import Group, PolicyVersion
+
+POLL_S = 0.01  # how soon a newly served version is noticed
+CANCELLED = "cancelled"
+
+log = logging.getLogger(__name__)
+
+
+class GroupScheduler:
+    """Draws tasks, runs their groups, and hands them to the buffer.
+
+    Args:
+        environment: plays the tasks.
+        tasks: where they come from.
+        engine: samples.
+        health: of the engine.
+        buffer: decides what may start, and stores what has ended.
+        plan: of the worker.
+
+    Attributes:
+        error: what has stopped the run, if anything has.
+        idle_s: time in which no group was in flight.
+    """
+
+    def __init__(
+        self,
+        *,
+        environment: Environment,
+        tasks: TaskStream,
+        engine: Engine,
+        health: EngineHealth,
+        buffer: Buffer,
+        plan: Plan,
+    ) -> None:
+        self.error: Exception | None = None
+        self.idle_s = 0.0
+        self.counters = Counters(
+            groups_per_step=plan.groups_per_step, quarantine_after=plan.quarantine_after
+        )
+        self._environment = environment
+        self._tasks = tasks
+        self._engine = engine
+        self._health = health
+        self._buffer = buffer
+        self._plan = plan
+        self._again: deque[Task] = deque()  # drawn tasks that are to be started next
+        self._drawn_all = False
+        self._in_flight: dict[asyncio.Task[None], tuple[Task, Progress]] = {}
+        self._last_failure: GroupFailed | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def tasks_exhausted(self) -> bool:
+        """Whether there are no further tasks to start."""
+        return self._drawn_all and not self._again
+
+    def draw_first(self) -> None:
+        """Draw a task ahead of time.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if not self._again:
+            first = self._draw()
+            if first is not None:
+                self._again.append(first)
+            elif not self._buffer.started:
+                raise ValueError("there are no tasks; pass at least one mapping with a 'prompt'")
+
+    async def run(self) -> None:
+        """Start groups as the bound allows, until cancelled; errors stop the run."""
+        try:
+            while True:
+                while self.error is None and (task := self._next_task()) is not None:
+                    self._start(task)
+                    await asyncio.sleep(0)  # hundreds starting at once would block the event loop
+                idle = not self._in_flight
+                began = time.monotonic()
+                await self.wait_for_change(POLL_S)
+                if idle:
+                    self.idle_s += time.monotonic() - began
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # of a task stream, say; take() raises it again
+            self._stop(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    def cancel_all(self) -> list["asyncio.Task[None]"]:
+        """Cancel every group in flight; returns their tasks."""
+        groups = list(self._in_flight)
+        for group in groups:
+            group.cancel()
+        return groups
+
+    def cancel_unusable(self, version: PolicyVersion) -> None:
+        """Cancel every group that is too old for the next step, ``version``."""
+        if self._plan.on_stale != "drop":
+            return
+        oldest = version - self._plan.max_staleness
+        for group, (_, progress) in self._in_flight.items():
+            if progress.oldest_version(version) < oldest:
+                group.cancel()
+
+    def cancel_rejected(self, version: PolicyVersion) -> None:
+        """Cancel every group that holds a token of ``version``, or will."""
+        served = self._engine.version
+        for group, (_, progress) in self._in_flight.items():
+            if progress.oldest_version(served) <= version:
+                progress.rejected = True
+                if progress.begun:
+                    group.cancel()
+
+    def oldest_versions(self) -> list[PolicyVersion]:
+        """The oldest version that each group in flight may have sampled with."""
+        served = self._engine.version
+        return [progress.oldest_version(served) for _, progress in self._in_flight.values()]
+
+    def notify_change(self) -> None:
+        """Wake up what waits for a change."""
+        self._changed.set()
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Wait until a group has ended or a version is served, at most ``timeout_s``."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+    def state(self) -> dict[str, Any]:
+        """The stream's state, the counts, and tasks that have to be started again."""
+        in_flight = [task for task, _ in self._in_flight.values()]
+        return {
+            "tasks": self._tasks.state(),
+            "again": [dict(task) for task in [*in_flight, *self._again]],
+            "counters": self.counters.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Resume from ``state``."""
+        self._tasks.restore(state["tasks"])
+        self._again.extend(state["again"])
+        self.counters.restore(state["counters"])
+
+    def _next_task(self) -> Task | None:
+        if self._buffer.verification.newest_rejected:
+            return None  # nothing that engines sample now could be trained
+        if not self._buffer.may_start(served=self._engine.version):
+            return None
+        return self._again.popleft() if self._again else self._draw()
+
+    def _draw(self) -> Task | None:
+        """The next task that is not in quarantine; None when there are no more."""
+        for _ in range(self.counters.max_skips):
+            task = self._tasks.draw()
+            if task is None:
+                self._drawn_all = True
+                return None
+            if not self.counters.is_quarantined(task["id"]):
+                return task
+            self.counters.skipped += 1
+        some = ", ".join(self.counters.quarantined[:5])
+        raise RuntimeError(
+            f"every task is in quarantine, having failed {self._plan.quarantine_after} times "
+            f"({some} ...); errors: {dict(self.counters.errors)}; the last: {self._last_failure}"
+        ) from self._last_failure
+
+    def _start(self, task: Task) -> None:
+        self._buffer.start()
+        progress = Progress()
+        group = asyncio.create_task(self._run_group(task, progress))
+        self._in_flight[group] = (task, progress)
+
+    async def _run_group(self, task: Task, progress: Progress) -> None:
+        """Run one group and store it; a failure is data, counted by name."""
+        try:
+            progress.begun = True
+            if progress.rejected:
+                raise asyncio.CancelledError
+            group = await run_group(
+                self._environment,
+                task,
+                self._engine,
+                self._plan.params,
+                size=self._plan.group_size,
+                task_id=task["id"],
+                min_size=self._plan.min_group,
+                retries=self._plan.retries,
+                timeout_s=self._plan.group_timeout_s,
+                progress=progress,
+                health=self._health,
+            )
+        except asyncio.CancelledError:
+            reason = UNVERIFIED if progress.rejected else CANCELLED
+            self._buffer.drop(reason, tokens=progress.tokens)
+        except GroupFailed as failure:
+            log.info("%s", failure)
+            self._buffer.drop(failure.reason, tokens=progress.tokens)
+            if failure.reason != ENGINE:
+                self._end_failed(task, failure)
+            elif self._health.reason is not None:  # or groups would end as soon as they begin
+                self._stop(EngineFailed(self._health.reason))
+        except Exception as error:  # a RewardError or an unforeseen one: the run cannot continue
+            self._buffer.drop(FAILED, tokens=progress.tokens)
+            self._stop(error)
+        else:
+            self._end(task, group)
+        finally:
+            current = asyncio.current_task()
+            assert current is not None
+            del self._in_flight[current]
+            self.counters.add_attempts(progress)
+            self.notify_change()
+
+    def _end(self, task: Task, group: Group) -> None:
+        if self._buffer.has_rejected_tokens(group):  # the curriculum must not learn from it either
+            self._buffer.drop(UNVERIFIED, tokens=len(group.versions))
+            return
+        self.counters.add_success(group)
+        try:
+            self._tasks.report(task, group)
+            self._buffer.put(group)
+        except Exception as error:  # a user's filter or curriculum raised: the run cannot continue
+            self._buffer.drop(FAILED, tokens=len(group.versions))
+            self._stop(error)
+
+    def _end_failed(self, task: Task, failure: GroupFailed) -> None:
+        self._last_failure = failure
+        if self.counters.add_failure(task):
+            log.warning("task %r is in quarantine: %s", task["id"], failure)
+        try:
+            self._tasks.report(task, None)
+        except Exception as error:  # a user's curriculum raised: the run cannot continue
+            self._stop(error)
+        if self.counters.too_many_failures:
+            self._stop(failure.__cause__ if isinstance(failure.__cause__, Exception) else failure)
+
+    def _stop(self, error: Exception) -> None:
+        self.error = self.error or error
+        self.notify_change()

@@ -1,0 +1,101 @@
+"""Why a step can't be filled: at once, or after waiting for too long.
+
+A wait for a step makes progress only when one more group is ready that the step can use. Groups
+that are refused, too old, too new or failed make none, however many they are, so no mixture of
+them can keep a trainer waiting past its deadline.
+"""
+
+import time
+from collections import Counter
+
+import attrs
+
+from primerl.rollout.collection.buffer import Buffer
+from primerl.types import PolicyVersion
+
+
+def unfillable(
+    version: PolicyVersion, *, served: PolicyVersion, buffer: Buffer, tasks_exhausted: bool
+) -> str | None:
+    """Why no waiting could fill step ``version``, which lacks groups; None if waiting might.
+
+    Args:
+        version: of the step, for which ``buffer.reserve`` has just found too few groups.
+        served: the version that engines serve.
+        buffer: of the worker.
+        tasks_exhausted: there are no further tasks.
+    """
+    if version - served > buffer.max_staleness:
+        return (
+            f"the engine still serves version {served}, so any rollout would be "
+            f"{version - served} steps stale, more than max_staleness={buffer.max_staleness}; "
+            "publish weights after the optimizer step (and check that publishing succeeds)"
+        )
+    if served > version:
+        return (
+            f"the engine serves version {served}, newer than the weights of version {version} "
+            f"that the step is for, so no further rollout could be used; call take(version="
+            f"{served}) if those are the trainer's weights, or resume from the checkpoint of "
+            f"version {served}; to train from version {version}, start a new engine (and its "
+            "servers anew) and publish to it"
+        )
+    if buffer.in_flight or buffer.awaiting_verification or buffer.verification.newest_rejected:
+        return None
+    if tasks_exhausted:
+        return "the tasks ran out and could not be iterated again; pass a list, not an iterator"
+    if not buffer.may_start(served=served):
+        return (
+            f"{buffer.trained} groups were taken since version {buffer.first_version}, "
+            f"{buffer.buffered} of {buffer.groups_per_step} are there, and while the engine serves "
+            f"version {served} the bound admits no others; take one step of each version, and "
+            "publish before the next"
+        )
+    return None
+
+
+def _copy(counts: Counter[str]) -> Counter[str]:
+    return counts.copy()
+
+
+@attrs.define
+class StallTimer:
+    """Measures how long a step has waited without progress.
+
+    Args:
+        timeout_s: how long that may be.
+        dropped: the buffer's counts at the beginning of the wait.
+    """
+
+    timeout_s: float
+    dropped: Counter[str] = attrs.field(converter=_copy)
+    _ready: int = 0
+    _since: float = attrs.Factory(time.monotonic)
+
+    def update(self, ready: int) -> bool:
+        """Record how many groups the step can use; returns whether there is time left."""
+        if ready > self._ready:
+            self._since = time.monotonic()
+        self._ready = ready
+        return time.monotonic() - self._since <= self.timeout_s
+
+    def describe(self, buffer: Buffer, served: PolicyVersion) -> str:
+        """What became of the groups during the wait."""
+        lost = dict(buffer.dropped - self.dropped)
+        text = (
+            f"{buffer.in_flight} groups are in flight, {buffer.buffered} buffered, and {lost} "
+            f"were dropped meanwhile; the engine serves version {served}"
+        )
+        refused = {name: count for name, count in lost.items() if name in buffer.filters}
+        if refused:
+            names = ", ".join(f"{name!r} refused {count}" for name, count in refused.items())
+            text += f"; of the filters, {names}"
+        if buffer.verification.newest_rejected:
+            text += "; the newest version was rejected: publish it again and verify it"
+        if buffer.awaiting_verification:
+            waiting = buffer.awaiting_verification
+            counts = ", ".join(f"{n} for version {v}" for v, n in waiting.items())
+            text += (
+                f"; groups that wait for verification: {counts}: "
+                "call mark_version(version, verified=...)"
+            )
+        return text

@@ -1,0 +1,71 @@
+"""Which versions are verified: engines that report one really serve the trainer's weights."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from primerl.types import NOT_SAMPLED, Group, PolicyVersion
+
+UNVERIFIED = "unverified"
+"""The name under which groups with tokens of a rejected version are counted."""
+
+
+class VersionVerification:
+    """Which versions are verified and which rejected; all others are provisional.
+
+    Args:
+        required: if not, every version counts as verified.
+    """
+
+    def __init__(self, *, required: bool) -> None:
+        self.required = required
+        self._verified: set[PolicyVersion] = set()
+        self._rejected: set[PolicyVersion] = set()
+
+    def mark(self, version: PolicyVersion, *, verified: bool) -> None:
+        """Record the outcome for a version; a later one replaces it.
+
+        Raises:
+            ValueError: no verification is required.
+        """
+        if not self.required:
+            raise ValueError(
+                "await_verification=False: every version counts as verified, so none can be marked"
+            )
+        if verified:
+            self._verified.add(version)
+            self._rejected.discard(version)
+        else:
+            self._rejected.add(version)
+            self._verified.discard(version)
+
+    @property
+    def newest_rejected(self) -> bool:
+        """Whether the newest version with an outcome was rejected: nothing may be sampled now."""
+        if not self._rejected:
+            return False
+        return max(self._rejected) > max(self._verified, default=-1)
+
+    def any_rejected(self, versions: Iterable[PolicyVersion]) -> bool:
+        """Whether one of the versions was rejected."""
+        return not self._rejected.isdisjoint(versions)
+
+    def provisional(self, versions: Iterable[PolicyVersion]) -> set[PolicyVersion]:
+        """Those of the versions that are neither verified nor rejected yet."""
+        return set(versions) - self._verified - self._rejected if self.required else set()
+
+    def versions_of(self, group: Group) -> frozenset[PolicyVersion]:
+        """Every version that sampled a token of the group; empty where none is required."""
+        if not self.required:
+            return frozenset()
+        found = {int(v) for sample in group.samples for v in np.unique(sample.versions)}
+        return frozenset(found - {NOT_SAMPLED})
+
+    def state(self) -> dict[str, Any]:
+        """The outcomes, as builtins."""
+        return {"verified": sorted(self._verified), "rejected": sorted(self._rejected)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Resume from ``state``."""
+        self._verified, self._rejected = set(state["verified"]), set(state["rejected"])

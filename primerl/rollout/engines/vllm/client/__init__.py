@@ -1,0 +1,1 @@
+"""``VLLMEngine``: a client of one or more vLLM servers."""

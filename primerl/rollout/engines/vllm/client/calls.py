@@ -1,0 +1,226 @@
+"""Calls to all vLLM servers of a fleet, other than completion requests."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+
+from primerl._vllm_names import COLLECTIVE_RPC, METRICS
+from primerl.rollout.engines.contract import Limits, check_completion
+from primerl.rollout.engines.replicas import Replica
+from primerl.rollout.engines.vllm.client.fleet import Fleet
+from primerl.rollout.engines.vllm.client.http import Unreachable
+from primerl.rollout.engines.vllm.protocol import requests, responses
+from primerl.types import SamplingParams
+
+METRICS_BYTES = 1 << 24
+
+
+async def call_all(
+    fleet: Fleet,
+    replicas: Sequence[Replica],
+    call: Callable[[Replica], Awaitable[Any]],
+    deadline: float,
+    what: str,
+) -> dict[Replica, Any]:
+    """Call ``call`` for all replicas at once; replicas that die are left out while others remain.
+
+    Args:
+        fleet: of the replicas.
+        replicas: those to call.
+        call: what to do for each.
+        deadline: by the monotonic clock.
+        what: begins the error message.
+
+    Raises:
+        RuntimeError: a call failed for another reason, or no replica is left.
+    """
+
+    async def bounded(replica: Replica) -> Any:
+        async with asyncio.timeout(deadline - time.monotonic()):
+            return await call(replica)
+
+    results = await asyncio.gather(*map(bounded, replicas), return_exceptions=True)
+    answers: dict[Replica, Any] = {}
+    failures = []
+    for replica, result in zip(replicas, results, strict=True):
+        if isinstance(result, Unreachable):
+            fleet.lost(replica, str(result))
+        elif isinstance(result, TimeoutError):
+            failures.append(f"{replica.url} did not answer in time")
+        elif isinstance(result, Exception):
+            failures.append(str(result) or type(result).__name__)
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            answers[replica] = result
+    if failures:
+        raise RuntimeError(f"{what}: {'; '.join(failures)}")
+    if not answers:
+        raise RuntimeError(f"{what}: {fleet.replicas.describe()}")
+    return answers
+
+
+async def call_route(
+    fleet: Fleet, path: str, body: bytes, *, timeout_s: float, max_bytes: int
+) -> dict[str, Any]:
+    """The decoded responses of all live replicas to a POST, by url."""
+    answers = await call_all(
+        fleet,
+        await fleet.live(),
+        lambda replica: fleet.http.post(replica.url, path, body, max_bytes=max_bytes),
+        time.monotonic() + timeout_s,
+        f"{path} failed",
+    )
+    return {replica.url: decode(answer, replica.url) for replica, answer in answers.items()}
+
+
+async def read_metrics(fleet: Fleet, *, timeout_s: float) -> dict[str, dict[str, float]]:
+    """The metrics of all live replicas, by url and name."""
+    pages = await call_all(
+        fleet,
+        await fleet.live(),
+        lambda replica: fleet.http.get(replica.url, METRICS, max_bytes=METRICS_BYTES),
+        time.monotonic() + timeout_s,
+        "there are no metrics",
+    )
+    return {
+        replica.url: _parse_metrics(page.decode(errors="replace"))
+        for replica, page in pages.items()
+    }
+
+
+async def probe(
+    fleet: Fleet,
+    sequences: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperatures: Sequence[float],
+    timeout_s: float,
+) -> dict[str, list[dict[str, np.ndarray]]]:
+    """Each replica's scores and continuations of the sequences, by url; see ``VLLMEngine``."""
+
+    async def one(
+        replica: Replica, token_ids: Sequence[int], temperature: float
+    ) -> dict[str, np.ndarray]:
+        # With a fixed seed, replicas with the same weights mostly sample the same tokens.
+        params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, seed=0)
+        # Two requests: vLLM scores without its prefix cache, and samples with it. Of equal blocks
+        # it uses the oldest: those of older weights, if any, or those that scoring computed.
+        how: dict[str, Any] = {"salt": replica.label or "", "priority": requests.FIRST}
+
+        async def ask(body: bytes, request_id: str, scored: int) -> responses.Response:
+            most = responses.most_bytes(max_new_tokens, scored=scored)
+            content = await fleet.ask(replica, body, max_bytes=most)
+            return responses.read_response(
+                content, replica.url, request_id=request_id, prompt_length=len(token_ids)
+            )
+
+        name = uuid4().hex
+        scored = await ask(
+            requests.score_body(token_ids, request_id=name, **how), name, len(token_ids)
+        )
+        name = uuid4().hex
+        body = requests.generate_body(token_ids, params, request_id=name, **how)
+        choice = (await ask(body, name, 0)).choices[0]
+        versions = [one or 0 for one in responses.span_versions(choice, fleet.number)]
+        completion = responses.make_completion(choice, versions)
+        limits = Limits(
+            context_length=len(token_ids) + max_new_tokens,
+            vocab_size=None,
+            oldest=0,
+            newest=max(versions, default=0),  # not known: the probe is there to find out
+        )
+        check_completion(completion, len(token_ids), params, limits)
+        return {
+            "scores": responses.prompt_scores(scored, token_ids),
+            "token_ids": completion.token_ids,
+            "logprobs": completion.logprobs,
+        }
+
+    async def every(replica: Replica) -> list[dict[str, np.ndarray]]:
+        pairs = zip(sequences, temperatures, strict=True)
+        return list(await asyncio.gather(*(one(replica, *pair) for pair in pairs)))
+
+    numbered = [replica for replica in await fleet.live() if replica.version is not None]
+    deadline = time.monotonic() + timeout_s
+    answers = await call_all(fleet, numbered, every, deadline, "the probe failed")
+    return {replica.url: answer for replica, answer in answers.items()}
+
+
+async def post(fleet: Fleet, replica: Replica, path: str, body: bytes = b"") -> bytes:
+    """POST to one replica; returns the content of its response."""
+    return await fleet.http.post(replica.url, path, body)
+
+
+async def rpc(
+    fleet: Fleet, replica: Replica, method: str, arguments: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Call a method of the worker extension; one result per worker of the replica."""
+    results = await rpc_results(fleet, replica, method, arguments)
+    if not all(isinstance(one, dict) for one in results):
+        raise RuntimeError(f"{replica.url} answered {method} with {results!r:.200}")
+    return results
+
+
+async def rpc_results(
+    fleet: Fleet, replica: Replica, method: str, arguments: Mapping[str, Any]
+) -> list[Any]:
+    """As ``rpc``, with results of any type."""
+    body = encode({"method": method, "kwargs": arguments})
+    answer = decode(await post(fleet, replica, COLLECTIVE_RPC, body), replica.url)
+    results = answer.get("results") if isinstance(answer, dict) else None
+    return results if isinstance(results, list) else []
+
+
+async def agreed(fleet: Fleet, method: str, *, timeout_s: float) -> Any:
+    """The result of a method of the worker extension, which must be the same on all workers.
+
+    Raises:
+        RuntimeError: the results differ, or a worker did not answer.
+    """
+    answers = await call_all(
+        fleet,
+        await fleet.live(),
+        lambda replica: rpc_results(fleet, replica, method, {}),
+        time.monotonic() + timeout_s,
+        f"{method} was not answered",
+    )
+    results = [one for results in answers.values() for one in results]
+    if not results or any(one != results[0] for one in results):
+        named = {replica.url: results for replica, results in answers.items()}
+        raise RuntimeError(f"the servers differ in {method}: {named!r:.300}")
+    return results[0]
+
+
+def encode(value: Mapping[str, Any]) -> bytes:
+    """Encode a JSON body."""
+    return msgspec.json.encode(value)
+
+
+def decode(content: bytes, where: str) -> Any:
+    """Decode a JSON body; None if it is empty.
+
+    Raises:
+        RuntimeError: it is not JSON, or is nested too deeply.
+    """
+    return responses.decode(responses.anything, content, where) if content else None
+
+
+def _parse_metrics(text: str) -> dict[str, float]:
+    """Counters and gauges in Prometheus text format, by name, summed over labels."""
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        name = name.partition("{")[0]
+        if not name or line.startswith("#") or name.endswith(("_bucket", "_created", "_info")):
+            continue
+        try:
+            values[name] = values.get(name, 0.0) + float(value)
+        except ValueError:
+            continue  # a line of a later version of the format
+    return values

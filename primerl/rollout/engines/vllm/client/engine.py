@@ -1,0 +1,446 @@
+"""A client of vLLM servers."""
+
+import asyncio
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from primerl._vllm_names import COLLECTIVE_RPC, READ_WEIGHTS, SERVED_DTYPE
+from primerl.rollout.engines.vllm.client.calls import agreed, call_route, probe, read_metrics
+from primerl.rollout.engines.vllm.client.connection import Connection, Settings
+from primerl.rollout.engines.vllm.client.members import Members, key_of, url_of
+from primerl.rollout.engines.vllm.client.updates import Rendezvous
+from primerl.rollout.engines.vllm.protocol.labels import Labels
+from primerl.rollout.engines.vllm.protocol.requests import LEAST_TEMPERATURE
+from primerl.types import Completion, PolicyVersion, SamplingParams
+
+
+class VLLMEngine:
+    """Samples from vLLM servers, one or many, that hold the same policy.
+
+        with rollout.serve_vllm(model) as server, rollout.VLLMEngine(server) as engine:
+            weights.Disk(policy, engine, folder=folder).publish(0)
+            completion = await engine.generate(prompt_ids, SamplingParams(max_tokens=64))
+
+    A server is used once it holds weights of this run: those that a transport published
+    (``load_weights``), or its own checkpoint after ``adopt``. Requests of a session go to the
+    server that has their prefix cached, unless it is much busier than another; other requests go to
+    the least loaded server. When a server dies, its requests are sent to another. When it returns,
+    the engine that published the latest weights gives them to it before it is used again.
+
+    The engine is ``portable``: the worker's process holds a copy with its own connections. Each
+    copy runs them in a thread of its own, so ``generate`` may be awaited on any event loop.
+
+    Args:
+        servers: one or several urls (``"http://host:port"``) or ``VLLMServer`` objects; or the path
+            of a file with one url per line, which all copies read again when it changes.
+        api_key: of the servers; by default that of the ``VLLMServer`` objects, or
+            ``PRIMERL_API_KEY`` in the environment.
+        on_update: what an update does to requests in flight: ``"recompute"`` (their KV cache is
+            recomputed, so that each token is sampled by exactly its version), ``"keep"`` (the cache
+            stays) or ``"drain"`` (they finish under the old weights, while new requests wait).
+        version: reported until weights are published.
+        run: names this run's weights on the servers; random by default.
+        request_timeout_s: how long a request may take, retries included.
+        down_timeout_s: how long requests wait while no server can be used. Before the first
+            publication they wait as long as a request may take.
+        retries: how often a request is sent again after a server failed it.
+        routes_folder: where the expert routes that servers return are written. Without it, the
+            routes of long sequences exceed the size allowed for responses.
+        vocab_size: the number of token ids; by default what the servers report, if they do. A
+            completion with an id beyond it is a ``BadCompletion``.
+
+    Raises:
+        ValueError: an argument is out of range, or a url is malformed.
+    """
+
+    portable = True
+
+    def __init__(
+        self,
+        servers: Any,
+        *,
+        api_key: str | None = None,
+        on_update: str = "recompute",
+        version: PolicyVersion = 0,
+        run: str | None = None,
+        request_timeout_s: float = 600.0,
+        down_timeout_s: float = 60.0,
+        retries: int = 3,
+        routes_folder: str | os.PathLike[str] | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        if version < 0:
+            raise ValueError(f"version is {version}, expected at least 0")
+        self._members = Members.of(servers)
+        self._labels = Labels(secrets.token_hex(4) if run is None else run)
+        self._settings = Settings(
+            api_key=api_key or key_of(servers) or os.environ.get("PRIMERL_API_KEY"),
+            on_update=on_update,
+            request_timeout_s=request_timeout_s,
+            down_timeout_s=down_timeout_s,
+            retries=retries,
+            routes_folder=None if routes_folder is None else Path(routes_folder).absolute(),
+            vocab_size=vocab_size,
+        )
+        if self._settings.routes_folder is not None:
+            self._settings.routes_folder.mkdir(parents=True, exist_ok=True)
+        self._told = version
+        self._context_length: int | None = None
+        self._connection: Connection | None = None
+        self._closed = False
+        self._lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The copy makes its own connection, and is not the one that published.
+        state = {**self.__dict__, "_told": self.version, "_connection": None}
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
+
+    # ---- what is served ----
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version of the slowest server in use; known within 0.2 s of a change."""
+        return max(self._told, self._connected().fleet.version)
+
+    @property
+    def newest_version(self) -> PolicyVersion:
+        """The newest version known to be served by any server."""
+        return max(self.version, self._connected().fleet.newest_version)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of token ids; None until it is known."""
+        if self._connection is None:
+            return self._settings.vocab_size
+        return self._connection.dispatcher.vocab_size
+
+    def learn(self, version: PolicyVersion) -> None:
+        """Another copy of this engine saw ``version`` served by every replica in use."""
+        self._told = max(self._told, version)
+        connection = self._connected()
+        connection.loop.call_soon(connection.fleet.learn, version)
+
+    @property
+    def context_length(self) -> int:
+        """The maximum number of tokens of one request, prompt and completion together.
+
+        Raises:
+            RuntimeError: no server could be reached.
+        """
+        if self._context_length is None:
+            connection = self._connected()
+            self._context_length = connection.run(connection.fleet.context())
+        return self._context_length
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that the servers compute in, such as ``"bfloat16"``.
+
+        Raises:
+            RuntimeError: no server could be reached, or they differ.
+        """
+        connection = self._connected()
+        return str(connection.run(agreed(connection.fleet, SERVED_DTYPE, timeout_s=60.0)))
+
+    # ---- requests ----
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    ) -> Completion:
+        """Sample one completion; cancelling the awaiting task cancels the request on its server.
+
+        Only ``params.stop_token_ids`` end a completion early. Logprobs are processed (temperature
+        applied), and each token has the version of the weights that sampled it.
+
+        Raises:
+            BadCompletion: a server's response breaks the contract of engines. The request is not
+                sent again, so that the fault is seen.
+            ValueError: the prompt is empty, prompt and ``max_tokens`` exceed the context, or vLLM
+                refuses the request.
+            RuntimeError: no server was usable for ``down_timeout_s``, the retries were used up, or
+                the request took longer than ``request_timeout_s``.
+        """
+        prompt = [int(token) for token in prompt_ids]
+        await self._learn_context()
+        self._check(prompt, params.max_tokens)
+        if 0 < params.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature={params.temperature}: vLLM raises it to {LEAST_TEMPERATURE}; use 0 "
+                f"(greedy) or at least {LEAST_TEMPERATURE}"
+            )
+        dispatcher = self._connected().dispatcher
+        completion: Completion = await self._request(dispatcher.generate(prompt, params, session))
+        return completion
+
+    async def score(self, token_ids: Sequence[int]) -> np.ndarray:
+        """The logprob of each token given those before it; raises as ``generate``.
+
+        Returns:
+            float32[t], at temperature 1; entry 0 is 0.
+        """
+        tokens = [int(token) for token in token_ids]
+        await self._learn_context()
+        self._check(tokens, 1)
+        scores: np.ndarray = await self._request(self._connected().dispatcher.score(tokens))
+        return scores
+
+    async def _request(self, request: Coroutine[Any, Any, Any]) -> Any:
+        connection = self._connected()
+        try:
+            async with asyncio.timeout(self._settings.request_timeout_s):
+                return await connection.run_async(request)
+        except TimeoutError:
+            raise RuntimeError(
+                f"a request took longer than {self._settings.request_timeout_s:g} s: "
+                f"{connection.fleet.replicas.describe()}"
+            ) from None
+
+    async def _learn_context(self) -> None:
+        # Reading `context_length` in a thread would block that thread after a cancellation.
+        if self._context_length is None:
+            connection = await asyncio.to_thread(self._connected)
+            self._context_length = await connection.run_async(connection.fleet.context())
+
+    def _check(self, tokens: list[int], max_tokens: int) -> None:
+        if not tokens:
+            raise ValueError("the prompt is empty; a completion needs at least one token before it")
+        if min(tokens) < 0:
+            raise ValueError(f"the prompt has the token {min(tokens)}; expected ids of at least 0")
+        if len(tokens) + max_tokens > self.context_length:
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens and max_tokens={max_tokens} exceed the context "
+                f"of {self.context_length} tokens"
+            )
+
+    # ---- weights ----
+
+    def load_weights(
+        self,
+        update: Mapping[str, Any],
+        *,
+        version: PolicyVersion,
+        timeout_s: float = 600.0,
+        send: Callable[[], None] | None = None,
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Load new weights into every server and return when all serve them; thread-safe.
+
+        Servers fetch and verify ``update`` while they sample; then each pauses, loads and resumes.
+        A server that dies meanwhile is left out, as long as another is left.
+
+        Args:
+            update: what the transport tells the servers' receivers, such as where the weights are.
+            version: the policy version of the weights.
+            timeout_s: for the whole update.
+            send: called in this thread while all servers wait to receive (NCCL).
+
+        Returns:
+            The receipt of each worker, by url.
+
+        Raises:
+            ValueError: ``version`` is older than what is served.
+            RuntimeError: a server did not prepare the update (then no server was changed), or did
+                not load it (then that server stays paused and unused until a later load succeeds).
+        """
+        connection = self._connected()
+        self._refuse_older(version)
+        meetings: queue.Queue[Rendezvous | None] = queue.Queue()
+        ready = None if send is None else meetings.put
+        future = connection.loop.submit(
+            connection.updates.load(update, version, timeout_s=timeout_s, ready=ready)
+        )
+        try:
+            if send is not None:
+                future.add_done_callback(lambda _: meetings.put(None))
+                meeting = meetings.get()
+                if meeting is not None and meeting.ready.wait(timeout_s) and not meeting.broken:
+                    send()
+            receipts: dict[str, list[dict[str, Any]]] = future.result()
+        except BaseException:
+            future.cancel()
+            raise
+        return receipts
+
+    def adopt(self, version: PolicyVersion, *, timeout_s: float = 60.0) -> None:
+        """Declare that the servers' current weights are the policy of ``version``.
+
+        For servers that nothing was published to: an evaluation, or step 0 of a run that starts
+        from the checkpoint that the servers loaded.
+
+        Raises:
+            ValueError: ``version`` is older than what is served.
+            RuntimeError: a server could not be told, or failed to load weights before.
+        """
+        connection = self._connected()
+        self._refuse_older(version)
+        connection.run(connection.updates.adopt(version, timeout_s=timeout_s))
+
+    def _refuse_older(self, version: PolicyVersion) -> None:
+        if version < self.version:
+            raise ValueError(f"version {version} is older than {self.version}, which is served")
+
+    def call(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float = 60.0,
+        max_bytes: int = 1 << 24,
+    ) -> dict[str, Any]:
+        """POST ``body`` to a route of every live server; returns ``{url: response}``.
+
+        Raises:
+            RuntimeError: a server failed, or its response exceeds ``max_bytes``.
+            ValueError: a server refused the request.
+        """
+        connection = self._connected()
+        content = b"" if body is None else msgspec.json.encode(body)
+        answers: dict[str, Any] = connection.run(
+            call_route(connection.fleet, path, content, timeout_s=timeout_s, max_bytes=max_bytes)
+        )
+        return answers
+
+    def probe(
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = 8,
+        temperatures: Sequence[float] | None = None,
+        timeout_s: float = 600.0,
+    ) -> dict[str, list[dict[str, np.ndarray]]]:
+        """Score and continue fixed sequences on each server, for comparison with the trainer.
+
+        Servers started by ``serve_vllm`` schedule them before all waiting requests.
+
+        Args:
+            sequences: token ids, at least one each.
+            max_new_tokens: the length of each continuation.
+            temperatures: at which the continuations are sampled, with a fixed seed; all greedy (0)
+                by default.
+            timeout_s: for the whole probe.
+
+        Returns:
+            By url, for each sequence: ``scores`` float32[t] (as ``score``) and the continuation's
+            ``token_ids`` int32[n] and ``logprobs`` float32[n] (at its temperature, or at 1 where
+            that is 0).
+
+        Raises:
+            ValueError: a sequence is empty or exceeds the context.
+            RuntimeError: a server failed.
+        """
+        tokens = [[int(token) for token in sequence] for sequence in sequences]
+        for one in tokens:
+            self._check(one, max_new_tokens)
+        connection = self._connected()
+        answers: dict[str, list[dict[str, np.ndarray]]] = connection.run(
+            probe(
+                connection.fleet,
+                tokens,
+                max_new_tokens=max_new_tokens,
+                temperatures=[0.0] * len(tokens) if temperatures is None else temperatures,
+                timeout_s=timeout_s,
+            )
+        )
+        return answers
+
+    def read_weights(
+        self, names: Sequence[str], *, turn: int = 0, timeout_s: float = 600.0
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Digests of the tensors that each server computes with; see ``weights.readback``.
+
+        Args:
+            names: of the published tensors.
+            turn: selects the columns that are read of layers that vLLM has packed.
+            timeout_s: for all servers.
+
+        Returns:
+            By url, the readings of all workers.
+
+        Raises:
+            RuntimeError, ValueError: a server failed, or has no worker extension to read its
+                tensors (``serve_vllm`` loads it).
+        """
+        body = {"method": READ_WEIGHTS, "kwargs": {"names": list(names), "turn": turn}}
+        answers = self.call(COLLECTIVE_RPC, body, timeout_s=timeout_s)
+        return {
+            url: [reading for worker in answer["results"] for reading in worker]
+            for url, answer in answers.items()
+        }
+
+    # ---- replicas ----
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """Status of each server: ``url alive serving version in_flight error``."""
+        connection = self._connected()
+        rows: list[dict[str, Any]] = connection.run(connection.fleet.report())
+        return rows
+
+    def metrics(self, *, timeout_s: float = 60.0) -> dict[str, dict[str, float]]:
+        """Counters and gauges of vLLM, by server and name.
+
+        Raises:
+            RuntimeError: a server failed.
+        """
+        connection = self._connected()
+        values: dict[str, dict[str, float]] = connection.run(
+            read_metrics(connection.fleet, timeout_s=timeout_s)
+        )
+        return values
+
+    def join(self, url: Any) -> None:
+        """Add a server, in all copies of this engine."""
+        with self._lock:
+            self._members.write(dict.fromkeys([*self._members.urls, url_of(url)]))
+
+    def leave(self, url: Any) -> None:
+        """Send a server no more requests, from any copy; those in flight may finish."""
+        with self._lock:
+            self._members.write(one for one in self._members.urls if one != url_of(url))
+
+    # ---- life ----
+
+    def close(self) -> None:
+        """Cancel the requests in flight and disconnect; the servers keep running."""
+        with self._lock:
+            self._closed = True
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.close()
+            self._members.close()
+
+    def __enter__(self) -> "VLLMEngine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _connected(self) -> Connection:
+        """The connection, opened on first use; each copy of the engine has its own."""
+        if (connection := self._connection) is not None:
+            return connection
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the engine was closed")
+            if self._connection is None:
+                self._connection = Connection.open(
+                    self._members, self._labels, self._settings, version=self._told
+                )
+            return self._connection

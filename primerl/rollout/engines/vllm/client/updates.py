@@ -1,0 +1,272 @@
+"""Weight updates of all vLLM servers of a fleet."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from threading import Event
+from typing import Any
+
+import attrs
+
+from primerl._vllm_names import (
+    FINISH_UPDATE,
+    LOAD_UPDATE,
+    PAUSE,
+    PREPARE_WEIGHTS,
+    RESUME,
+    SET_WEIGHT_VERSION,
+    START_UPDATE,
+    WEIGHT_RECEIPT,
+)
+from primerl.rollout.engines.replicas import FAILED, Replica
+from primerl.rollout.engines.vllm.client.calls import call_all, encode, post, rpc
+from primerl.rollout.engines.vllm.client.fleet import Fleet
+from primerl.rollout.engines.vllm.client.http import ServerFailed, Unreachable
+from primerl.rollout.errors import summary
+from primerl.types import PolicyVersion
+
+ON_UPDATE = {
+    "recompute": "mode=keep&clear_cache=true",
+    "keep": "mode=keep&clear_cache=false",
+    "drain": "mode=wait&clear_cache=true",
+}
+REPAIR_S = 10.0  # timeout of a request that repairs a server in the background
+PREPARED_S = 0.02  # interval of asking whether an update is prepared
+LAST_S = 60.0  # how much later than the first data-parallel rank another may be prepared
+SEED_S = 600.0
+SEED_AGAIN_S = 5.0
+UNSEEDED = "default"  # vLLM's label of its checkpoint's weights
+
+log = logging.getLogger(__name__)
+
+
+@attrs.frozen
+class Publication:
+    """The latest publication; ``update`` is None for the servers' own checkpoint."""
+
+    version: PolicyVersion
+    update: Mapping[str, Any] | None
+
+
+class Rendezvous:
+    """A barrier of replicas that are ready to receive and the thread that sends."""
+
+    def __init__(self, parties: int) -> None:
+        self._missing = parties
+        self._all = asyncio.Event()
+        self.ready = Event()
+        self.broken = False
+
+    async def arrive(self) -> None:
+        """Wait for the others.
+
+        Raises:
+            ServerFailed: one of them can't receive.
+        """
+        self._missing -= 1
+        if not self._missing:
+            self._open()
+        await self._all.wait()
+        if self.broken:
+            raise ServerFailed("another replica was not ready to receive the weights")
+
+    def give_up(self) -> None:
+        """Break the barrier: one of the replicas can't receive, so nothing is sent."""
+        self.broken = True
+        self._open()
+
+    def _open(self) -> None:
+        self._all.set()
+        self.ready.set()
+
+
+class Updates:
+    """Updates the servers of a fleet, and seeds those that return; on the fleet's event loop."""
+
+    def __init__(self, fleet: Fleet, *, on_update: str) -> None:
+        self._fleet = fleet
+        self._pause = ON_UPDATE[on_update]
+        self._latest: Publication | None = None
+        self._busy = asyncio.Lock()
+        self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        fleet.on_unseeded = self._seed_soon
+
+    async def load(
+        self,
+        update: Mapping[str, Any],
+        version: PolicyVersion,
+        *,
+        timeout_s: float,
+        ready: Callable[[Rendezvous], None] | None,
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Load ``update`` into all live replicas; see ``VLLMEngine.load_weights``."""
+        deadline = time.monotonic() + timeout_s
+        for seeding in self._tasks.values():
+            seeding.cancel()  # its replica gets these weights instead
+        async with self._busy:
+            replicas = await self._fleet.live()
+            prepared = await call_all(
+                self._fleet,
+                replicas,
+                lambda one: self._prepare(one, update),
+                deadline,
+                f"version {version} was not prepared, and no server was changed",
+            )
+            self._fleet.published = max(version, self._fleet.published or 0)
+            meeting = Rendezvous(len(prepared)) if ready is not None else None
+            if ready is not None and meeting is not None:
+                ready(meeting)
+            self._latest = None  # until a replica has loaded it
+            receipts: dict[Replica, list[dict[str, Any]]] = {}
+
+            async def swap(replica: Replica) -> None:
+                receipts[replica] = await self._swap(replica, update, version, meeting)
+                if meeting is None:
+                    self._latest = Publication(version, dict(update))
+
+            await call_all(
+                self._fleet,
+                list(prepared),
+                swap,
+                deadline,
+                f"version {version} was not loaded everywhere",
+            )
+            return {replica.url: receipt for replica, receipt in receipts.items()}
+
+    async def adopt(self, version: PolicyVersion, *, timeout_s: float) -> None:
+        """Label the current weights of the live replicas as ``version``."""
+        async with self._busy:
+            replicas = await self._fleet.live()
+            fresh = all(one.label == UNSEEDED for one in replicas)
+            self._fleet.published = max(version, self._fleet.published or 0)
+            await call_all(
+                self._fleet,
+                replicas,
+                lambda one: self._name(one, version),
+                time.monotonic() + timeout_s,
+                f"version {version} was not adopted everywhere",
+            )
+            self._latest = Publication(version, None) if fresh else None
+
+    # ---- one replica ----
+
+    async def _prepare(self, replica: Replica, update: Mapping[str, Any]) -> None:
+        """Have all workers fetch and verify an update while they sample."""
+        arguments = {"update": dict(update), "ticket": secrets.token_hex(8)}
+        while True:
+            workers = await rpc(self._fleet, replica, PREPARE_WEIGHTS, arguments)
+            if all(one.get("prepared") for one in workers):
+                break
+            await asyncio.sleep(PREPARED_S)
+        # vLLM returns the results of the first data-parallel rank only. This waits for the others,
+        # which are nearly done, and fails if one has failed.
+        await rpc(self._fleet, replica, PREPARE_WEIGHTS, arguments | {"timeout_s": LAST_S})
+
+    async def _swap(
+        self,
+        replica: Replica,
+        update: Mapping[str, Any],
+        version: PolicyVersion,
+        meeting: Rendezvous | None,
+    ) -> list[dict[str, Any]]:
+        """Pause, load, resume; a replica that fails is not used until a later load succeeds."""
+        touched = False
+        newer = replica.version is not None and version > replica.version
+        try:
+            # Prefixes are cached by version: clear those of other weights with the same number.
+            pause = self._pause if newer else self._pause.replace("cache=false", "cache=true")
+            await post(self._fleet, replica, f"{PAUSE}?{pause}")
+            touched = True
+            await post(self._fleet, replica, START_UPDATE)
+            if meeting is not None:
+                await meeting.arrive()
+            await post(self._fleet, replica, LOAD_UPDATE, encode({"update_info": dict(update)}))
+            label = self._fleet.labels.name(version)
+            await post(self._fleet, replica, FINISH_UPDATE, encode({"weight_version": label}))
+            await post(self._fleet, replica, RESUME)
+        except BaseException as error:
+            if meeting is not None:
+                meeting.give_up()
+            if touched:
+                self._mark_failed(replica)
+            elif not isinstance(error, Unreachable) or error.sent:
+                self._in_background(self._resume(replica))
+            raise
+        self._fleet.replicas.loaded(replica, label, version)
+        self._fleet.tell()
+        return await rpc(self._fleet, replica, WEIGHT_RECEIPT, {})
+
+    def _mark_failed(self, replica: Replica) -> None:
+        """Stop using the replica, in this copy of the engine and, by its label, in others."""
+        self._fleet.failed(replica)
+        self._in_background(self._label_failed(replica))
+
+    def _in_background(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _resume(self, replica: Replica) -> None:
+        try:
+            async with asyncio.timeout(REPAIR_S):
+                await post(self._fleet, replica, RESUME)
+        except Exception as error:  # in the background, where nobody else would see it
+            log.error("%s could not be resumed: %s", replica.url, summary(error))
+
+    async def _label_failed(self, replica: Replica) -> None:
+        """Label a server as failed as soon as possible, while it is."""
+        body = encode({"new_version": FAILED})
+        while replica.failed and self._fleet.replicas.get(replica.url) is replica:
+            async with self._busy:  # not during a later load
+                if replica.failed and replica.alive:  # a lost one may be restarted
+                    try:
+                        async with asyncio.timeout(REPAIR_S):
+                            await post(self._fleet, replica, SET_WEIGHT_VERSION, body)
+                            return
+                    except Exception as error:  # in the background, as above
+                        log.error(
+                            "%s could not be labelled as failed: %s", replica.url, summary(error)
+                        )
+            await asyncio.sleep(SEED_AGAIN_S)
+
+    async def _name(self, replica: Replica, version: PolicyVersion) -> None:
+        label = self._fleet.labels.name(version)
+        if replica.failed or replica.label == FAILED:
+            raise RuntimeError(f"{replica.url} failed to load weights: publish to it")
+        await post(self._fleet, replica, SET_WEIGHT_VERSION, encode({"new_version": label}))
+        self._fleet.replicas.loaded(replica, label, version)
+        self._fleet.tell()
+
+    # ---- replicas that return ----
+
+    def _seed_soon(self, replica: Replica) -> None:
+        """Start loading the latest weights into a replica that has none of this run."""
+        busy = self._busy.locked() or replica in self._tasks
+        if self._latest is None or busy or replica.failed or replica.label == FAILED:
+            return
+        if self._latest.update is None and replica.label != UNSEEDED:
+            return  # weights of another run, not the checkpoint that was adopted
+        task = self._tasks[replica] = asyncio.create_task(self._seed(replica))
+        task.add_done_callback(lambda _: self._tasks.pop(replica, None))
+
+    async def _seed(self, replica: Replica) -> None:
+        async with self._busy:
+            latest = self._latest
+            if latest is None or replica.version is not None or not replica.alive:
+                return
+            try:
+                async with asyncio.timeout(SEED_S):
+                    if latest.update is None:
+                        await self._name(replica, latest.version)
+                    else:
+                        await self._prepare(replica, latest.update)
+                        await self._swap(replica, latest.update, latest.version, None)
+            except Exception as error:  # in the background, as above
+                log.error("%s could not be seeded: %s", replica.url, summary(error))
+            else:
+                log.info("%s was seeded with version %d", replica.url, latest.version)
+                return
+        await asyncio.sleep(SEED_AGAIN_S)

@@ -1,0 +1,1 @@
+"""What is sent to a vLLM server, and what its answers mean."""

@@ -1,0 +1,58 @@
+"""Request bodies of vLLM's token-in, token-out route."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from primerl.types import SamplingParams
+
+FIRST = -1  # the priority of requests that must not queue behind rollouts
+LEAST_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
+
+
+def generate_body(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    salt: str,
+    request_id: str,
+    priority: int = 0,
+) -> bytes:
+    """A request for one completion, ended only by ``max_tokens`` or a stop token."""
+    sampling: dict[str, Any] = {
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "stop_token_ids": params.stop_token_ids,
+        "logprobs": 0,  # only of the sampled token
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+    if params.seed is not None:
+        sampling["seed"] = params.seed
+    body: dict[str, Any] = {
+        "request_id": request_id,
+        "token_ids": prompt,
+        "sampling_params": sampling,
+        "cache_salt": salt,
+    }
+    return msgspec.json.encode(body | ({"priority": priority} if priority else {}))
+
+
+def score_body(
+    token_ids: Sequence[int], *, request_id: str, salt: str | None = None, priority: int = 0
+) -> bytes:
+    """A request for the logprobs of a prompt, which vLLM computes without its prefix cache.
+
+    What it computes is cached for requests of the same ``salt``.
+    """
+    sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
+    body: dict[str, Any] = {
+        "request_id": request_id,
+        "token_ids": token_ids,
+        "sampling_params": sampling,
+    }
+    body |= {} if salt is None else {"cache_salt": salt}
+    return msgspec.json.encode(body | ({"priority": priority} if priority else {}))

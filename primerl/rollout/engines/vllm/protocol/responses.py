@@ -1,0 +1,254 @@
+"""Responses of vLLM servers: schema, size limits and interpretation.
+
+Servers are not trusted: the request bounds the size of a response, types bound its numbers, and no
+number in it decides how much memory is allocated.
+"""
+
+import base64
+import binascii
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from primerl.rollout.engines.contract import BadCompletion
+from primerl.types import Completion, PolicyVersion
+
+NO_LOGPROB = -9999.0  # vLLM's replacement for -inf and NaN
+RESPONSE_BYTES = 1 << 16  # without the tokens
+TOKEN_BYTES = 1 << 10  # per token, with logprob and span; vLLM needs about 200
+ROUTE_BYTES = 1 << 13  # per token: 128 layers of 24 experts in base64, 2 bytes each
+
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+T = TypeVar("T")
+
+
+class Span(msgspec.Struct):
+    """Tokens ``start`` to ``end`` were sampled by the weights labelled ``version``."""
+
+    version: str | None
+    start: Int32
+    end: Int32
+
+
+class TokenLogprob(msgspec.Struct):
+    """The logprob of a token."""
+
+    logprob: float
+    token_id: Int32 | None = None
+
+
+class Logprobs(msgspec.Struct):
+    """The logprobs of a completion."""
+
+    content: list[TokenLogprob]
+
+
+class Choice(msgspec.Struct):
+    """One completion."""
+
+    finish_reason: str | None
+    token_ids: list[Int32]
+    logprobs: Logprobs | None = None
+    routed_experts: str | None = None
+    weight_versions: list[Span] | None = None
+
+
+class Usage(msgspec.Struct):
+    """Token counts of the server."""
+
+    prompt_tokens: int
+    completion_tokens: int | None = None
+
+
+class Response(msgspec.Struct):
+    """The response to a completion request, which asks for one choice."""
+
+    choices: list[Choice]
+    request_id: str = ""
+    usage: Usage | None = None
+    prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
+
+
+class ModelCard(msgspec.Struct):
+    """A served model."""
+
+    max_model_len: int | None = None
+
+
+class ModelCards(msgspec.Struct):
+    """The response of ``MODELS``."""
+
+    data: list[ModelCard]
+
+
+class WeightInfo(msgspec.Struct):
+    """The response of ``WEIGHT_INFO``."""
+
+    weight_version: str | None
+
+
+completions = msgspec.json.Decoder(Response)
+model_cards = msgspec.json.Decoder(ModelCards)
+weight_infos = msgspec.json.Decoder(WeightInfo)
+anything: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+
+
+def decode(decoder: "msgspec.json.Decoder[T]", content: bytes, where: str) -> T:
+    """Decode the JSON of a server.
+
+    Raises:
+        RuntimeError: it is not JSON, does not match the schema, or is nested too deeply.
+    """
+    try:
+        return decoder.decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RuntimeError(
+            f"{where} sent a response that is not vLLM's: {error}; primerl works with vllm >=0.32: "
+            f"{content[:200]!r}"
+        ) from error
+
+
+def most_bytes(completion_tokens: int, *, scored: int = 0, routed: int = 0) -> int:
+    """The maximum size of a response.
+
+    Args:
+        completion_tokens: ``max_tokens`` of the request.
+        scored: prompt tokens whose logprobs were requested.
+        routed: tokens whose expert routes may be included.
+    """
+    return RESPONSE_BYTES + TOKEN_BYTES * (completion_tokens + scored) + ROUTE_BYTES * routed
+
+
+def read_response(content: bytes, where: str, *, request_id: str, prompt_length: int) -> Response:
+    """Decode a completion response and match it with its request.
+
+    Raises:
+        BadCompletion: it does not match the schema, or is for another request.
+    """
+    try:
+        response = decode(completions, content, where)
+    except RuntimeError as error:
+        raise BadCompletion(str(error)) from error
+    if request_id not in response.request_id:
+        raise BadCompletion(
+            f"{where} answered the request {response.request_id!r:.80}, expected {request_id!r}"
+        )
+    if len(response.choices) != 1:
+        raise BadCompletion(f"{where} sent {len(response.choices)} completions, expected 1")
+    usage, sampled = response.usage, len(response.choices[0].token_ids)
+    if usage is not None and usage.prompt_tokens != prompt_length:
+        raise BadCompletion(
+            f"{where} answered a prompt of {usage.prompt_tokens} tokens, expected one of "
+            f"{prompt_length}"
+        )
+    if usage is not None and usage.completion_tokens not in (None, sampled):
+        raise BadCompletion(
+            f"{where} sent {sampled} tokens, and reports that it sampled {usage.completion_tokens}"
+        )
+    return response
+
+
+def span_versions(
+    choice: Choice, number: Callable[[str | None], PolicyVersion | None]
+) -> list[PolicyVersion | None]:
+    """The version of each token, None for weights that are not a version of this run.
+
+    Args:
+        choice: a completion.
+        number: label -> version.
+
+    Raises:
+        BadCompletion: the spans do not cover each token once, in order.
+    """
+    versions: list[PolicyVersion | None] = []
+    count = len(choice.token_ids)
+    for span in choice.weight_versions or []:
+        if span.start != len(versions) or not span.start <= span.end <= count:
+            raise BadCompletion(
+                f"the server's weight_versions have a span of tokens {span.start} to {span.end}, "
+                f"expected it to start at {len(versions)} and end at {count} or before"
+            )
+        versions += [number(span.version)] * (span.end - span.start)
+    if len(versions) != count:
+        raise BadCompletion(f"the server's weight_versions cover {len(versions)} of {count} tokens")
+    return versions
+
+
+def make_completion(choice: Choice, versions: Sequence[PolicyVersion]) -> Completion:
+    """The completion of a finished choice.
+
+    Raises:
+        BadCompletion: a logprob is missing, belongs to another token, or is -inf or NaN.
+    """
+    content = choice.logprobs.content if choice.logprobs is not None else []
+    if len(content) != len(choice.token_ids):
+        raise BadCompletion(
+            f"the server sent {len(content)} logprobs for {len(choice.token_ids)} tokens"
+        )
+    for token, entry in zip(choice.token_ids, content, strict=True):
+        if entry.token_id not in (None, token):
+            raise BadCompletion(
+                f"the server sent the logprob of {entry.token_id} with token {token}"
+            )
+    logprobs = [one.logprob for one in content]
+    if not all(one > NO_LOGPROB for one in logprobs):
+        raise BadCompletion(
+            "a sampled token has a logprob of -inf or NaN: the served weights are damaged"
+        )
+    return Completion(
+        token_ids=choice.token_ids,
+        logprobs=logprobs,
+        versions=versions,
+        finish_reason=choice.finish_reason or "",
+    )
+
+
+def prompt_scores(response: Response, token_ids: Sequence[int]) -> np.ndarray:
+    """The logprob of each token of a prompt given those before it, float32[t]; entry 0 is 0.
+
+    Raises:
+        RuntimeError: a logprob is missing, or is -inf or NaN.
+    """
+    rows = response.prompt_logprobs or []
+    scores = np.zeros(len(token_ids), dtype=np.float32)
+    if len(rows) != len(token_ids):
+        raise RuntimeError(f"the server scored {len(rows)} of {len(token_ids)} tokens")
+    for index in range(1, len(token_ids)):
+        entry = (rows[index] or {}).get(str(token_ids[index]))
+        if entry is None or not math.isfinite(entry.logprob) or entry.logprob <= NO_LOGPROB:
+            raise RuntimeError(
+                f"token {index} of the scored sequence has no logprob, or -inf or NaN: the "
+                "served weights are damaged"
+            )
+        scores[index] = entry.logprob
+    return scores
+
+
+def routed_experts(choice: Choice) -> bytes | None:
+    """The ``.npy`` file of the experts that each token was routed to, if the server sent it.
+
+    Raises:
+        BadCompletion: it is damaged, or its header and its size disagree.
+    """
+    if choice.routed_experts is None:
+        return None
+    try:
+        content = base64.b64decode(choice.routed_experts, validate=True)
+    except binascii.Error as error:
+        raise BadCompletion(f"the routed experts are not base64: {error}") from error
+    file = io.BytesIO(content)
+    npy: Any = np.lib.format
+    try:
+        npy.read_magic(file)
+        shape, _, dtype = npy.read_array_header_1_0(file)
+    except (ValueError, RecursionError, MemoryError) as error:  # a header nested too deeply
+        raise BadCompletion(f"the routed experts are not a .npy file: {error}") from error
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(content) - file.tell():
+        raise BadCompletion(
+            f"the routed experts have {len(content)} bytes, and their header says {dtype}{shape}"
+        )
+    return content

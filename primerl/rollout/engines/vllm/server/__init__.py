@@ -1,0 +1,1 @@
+"""``serve_vllm``: a vLLM server in a child process."""

@@ -1,0 +1,56 @@
+"""A vLLM server in the foreground, with the key of the environment's ``PRIMERL_API_KEY``.
+
+python -m primerl.rollout.engines.vllm.server MODEL [--host H] [--port N] [vLLM's own flags]
+"""
+
+import argparse
+import os
+import signal
+import sys
+
+from primerl._vllm_names import FOLDER_BACKEND
+from primerl.rollout.engines.vllm.server.child import VLLMServer
+from primerl.rollout.engines.vllm.server.middleware import KEY_VARIABLE
+
+
+def main(words: list[str] | None = None) -> int:
+    """Serve in the foreground until the server exits or is stopped; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m primerl.rollout.engines.vllm.server",
+        description="A vLLM server for training, in the foreground. All other flags are vLLM's.",
+        epilog=f"The key is read from the environment variable {KEY_VARIABLE}.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", help="a folder, or an id on the Hugging Face hub")
+    parser.add_argument("--host", default="127.0.0.1", help="the interface to listen on")
+    parser.add_argument("--port", type=int, help="any free port by default")
+    parser.add_argument("--weight-transfer", default=FOLDER_BACKEND, help="its backend, or 'none'")
+    parser.add_argument("--start-timeout-s", type=float, default=600.0)
+    ours, flags = parser.parse_known_args(words)
+    key = os.environ.get(KEY_VARIABLE, "")
+    if not key:
+        parser.error(f"set {KEY_VARIABLE} to the key that clients will send")
+    transfer = None if ours.weight_transfer == "none" else ours.weight_transfer
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    server = VLLMServer(
+        ours.model,
+        {},
+        flags=tuple(flags),
+        in_foreground=True,
+        host=ours.host,
+        port=ours.port,
+        api_key=key,
+        weight_transfer=transfer,
+        start_timeout_s=ours.start_timeout_s,
+    )
+    try:
+        with server:
+            print(server.url, flush=True)  # noqa: T201  the output of this command
+            server.wait()
+    except KeyboardInterrupt:
+        pass
+    return server.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""A vLLM server in a child process: start, restart, close."""
+
+import contextlib
+import functools
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from primerl._vllm_names import FOLDER_BACKEND
+from primerl.rollout.engines.vllm.server.arguments import (
+    argument_names,
+    check_vllm_version,
+    server_command,
+    server_environment,
+)
+from primerl.rollout.engines.vllm.server.readiness import (
+    PortTaken,
+    free_port,
+    log_tail,
+    wait_until_ready,
+)
+from primerl.rollout.processes import launch, supervisor
+
+PORT_TRIES = 5
+_ANY_HOST = ("0.0.0.0", "::")
+GRACE_S = 10.0  # between asking the server to stop and killing it
+STOP_S = GRACE_S + supervisor.OUTER_GRACE_S + 2 * supervisor.SWEEP_S + 3.0
+LONGEST_FOLDER = 40  # characters: a Unix socket's path may have 107
+
+
+class VLLMServer:
+    """A vLLM server in a child process; made by ``serve_vllm``.
+
+    Attributes:
+        model: a folder or an id on the hub.
+        api_key: required by its routes, as ``Authorization: Bearer <api_key>``.
+        log_path: the file of its output, once it is started.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        engine_args: Mapping[str, Any],
+        *,
+        flags: tuple[str, ...] = (),
+        in_foreground: bool = False,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        api_key: str | None = None,
+        weight_transfer: str | None = FOLDER_BACKEND,
+        log_path: Path | None = None,
+        start_timeout_s: float = 600.0,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        if not sys.platform.startswith("linux"):
+            raise RuntimeError(f"serve_vllm runs on Linux; this is {sys.platform}")
+        if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+            raise ValueError(f"model={model!r} is not a folder; expected one, or an id on the hub")
+        on_cpu = check_vllm_version()
+        self.model = model
+        self.api_key = secrets.token_urlsafe(32) if api_key is None else api_key
+        if not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip()):
+            raise ValueError("api_key must be printable ASCII, and not empty")
+        self.log_path = log_path
+        self._in_foreground = in_foreground
+        self._host = host
+        self._wanted_port = port
+        self._port = port
+        self._start_timeout_s = start_timeout_s
+        self._command = functools.partial(
+            server_command,
+            model,
+            host=host,
+            weight_transfer=weight_transfer,
+            engine_args=engine_args,
+            flags_as_given=flags,
+            on_cpu=on_cpu,
+        )
+        self._command(port=0)  # raises now if an argument is wrong
+        self._environment = server_environment(
+            model,
+            on_cpu=on_cpu,
+            argument_names=argument_names(engine_args, flags),
+            env=env,
+        )
+        self._own_temporary = "TMPDIR" not in (env or {})
+        self._folder: str | None = None
+        self._temporary: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Its address; with this host's name if it listens on all interfaces.
+
+        Raises:
+            RuntimeError: it was never started, and has no fixed port.
+        """
+        if self._port is None:
+            raise RuntimeError("the server has no address before start()")
+        host = socket.gethostname() if self._host in _ANY_HOST else self._host
+        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the outer supervisor process; the server ends with it."""
+        return self._process.pid if self._process else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> "VLLMServer":
+        """Start it and wait until it is ready; does nothing while it runs.
+
+        Raises:
+            RuntimeError: it exited or was not ready in time; the message has the cause, if known,
+                and the end of the log.
+        """
+        if self.alive:
+            return self
+        for tries_left in reversed(range(PORT_TRIES)):
+            try:
+                self._start()
+                return self
+            except PortTaken:
+                # Another process took the free port before vLLM did.
+                if self._wanted_port is not None or not tries_left:
+                    raise
+                self._port = None
+        return self
+
+    def close(self) -> None:
+        """Stop it, by force if need be, and every process that it started."""
+        failed = self._process is not None and not self.alive
+        self.wait(stop=True)
+        self._remove_folder(keep_log=failed)
+
+    def restart(self) -> "VLLMServer":
+        """Stop it and start it again, at the same address and with the same key."""
+        self.wait(stop=True)
+        return self.start()
+
+    def wait(self, *, stop: bool = False) -> int:
+        """Wait until it exits (``stop``: stop it first); returns its exit code, or 128 + signal."""
+        process = self._process
+        if process is None:
+            return 0
+        if stop:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            process.kill()  # if it hangs; the inner supervisor then stops the rest
+        code = process.wait()
+        if self._folder is not None and self._temporary is not None:
+            launch.wait_until_over(process, self._folder, timeout_s=STOP_S)
+            supervisor.remove_folder(self._temporary)
+        return code if code >= 0 else 128 - code
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The last lines of its output."""
+        return log_tail(self.log_path, lines=lines) if self.log_path is not None else ""
+
+    def __enter__(self) -> "VLLMServer":
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = self.url if self._port is not None else "not started"
+        return f"VLLMServer({self.model!r}, {where}, alive={self.alive})"
+
+    def _remove_folder(self, *, keep_log: bool) -> None:
+        holds_log = self.log_path is not None and self.log_path.parent == Path(self._folder or "/")
+        if self._folder is not None and not (keep_log and holds_log):
+            supervisor.remove_folder(self._folder)
+            self._folder = None
+            self.log_path = None if holds_log else self.log_path
+
+    def _start(self) -> None:
+        self._port = free_port(self._host, self._port)
+        if self._folder is None:
+            short = len(tempfile.gettempdir()) <= LONGEST_FOLDER
+            self._folder = launch.make_folder("primerl-", within=None if short else "/tmp")
+        if self.log_path is None and not self._in_foreground:
+            self.log_path = Path(self._folder) / "server.log"
+        environment = dict(self._environment)
+        if self._own_temporary:
+            self._temporary = launch.make_folder("", within=self._folder)
+            environment["TMPDIR"] = self._temporary
+        with contextlib.ExitStack() as stack:
+            log, log_start = None, 0
+            if self.log_path is not None:
+                self.log_path.parent.mkdir(parents=True, exist_ok=True)
+                log = stack.enter_context(self.log_path.open("ab"))
+                log_start = self.log_path.stat().st_size  # skip the output of earlier starts
+            self._process = launch.start(
+                self._command(port=self._port),
+                folder=self._folder,
+                grace_s=GRACE_S,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT if log else None,
+                env=environment,
+            )
+        _send_key(self._process, self.api_key)
+        try:
+            wait_until_ready(
+                "127.0.0.1" if self._host in _ANY_HOST else self._host,
+                self._port,
+                api_key=self.api_key,
+                exit_code=self._process.poll,
+                log_path=self.log_path,
+                log_start=log_start,
+                timeout_s=self._start_timeout_s,
+            )
+        except BaseException:  # a Ctrl-C too must leave nothing behind
+            self.wait(stop=True)
+            self._remove_folder(keep_log=True)
+            raise
+
+
+def _send_key(process: "subprocess.Popen[bytes]", api_key: str) -> None:
+    """Send the server its key over a pipe, which no other process can read."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # it exited, which is noticed next
+        process.stdin.write(api_key.encode())

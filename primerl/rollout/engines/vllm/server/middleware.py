@@ -1,0 +1,87 @@
+"""Authentication on every route of a vLLM server, loaded by ``--middleware``.
+
+vLLM's own API key protects inference routes only. The other routes let anyone pause the engine,
+replace its weights and call methods of its workers.
+"""
+
+import functools
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from primerl._vllm_names import HEALTH
+
+KEY_VARIABLE = "PRIMERL_API_KEY"
+KEY_FROM, STDIN = "PRIMERL_API_KEY_FROM", "stdin"
+_LONGEST_KEY = 1 << 16
+OPEN_PATHS = frozenset({HEALTH, "/ping"})
+_REFUSAL = {
+    "error": {
+        "message": "this server needs the header 'Authorization: Bearer <api_key>' on every route "
+        "but /health and /ping; the key that was sent is missing or wrong",
+        "type": "authentication_error",
+        "code": 401,
+    }
+}
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class RequireKey:
+    """ASGI middleware that answers 401 to requests without the server's key.
+
+    The key is read from standard input where ``PRIMERL_API_KEY_FROM=stdin`` says so, as
+    ``serve_vllm`` does: an environment is inherited, and can be read in ``/proc``. Otherwise it is
+    ``PRIMERL_API_KEY``.
+
+    Args:
+        app: the application behind it, HTTP and websockets alike.
+
+    Raises:
+        RuntimeError: there is no key.
+    """
+
+    def __init__(self, app: Application) -> None:
+        if os.environ.get(KEY_FROM) == STDIN:
+            where, key = "standard input", _key_from_stdin()
+        else:
+            where, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "")
+        if not key:
+            raise RuntimeError(f"{where} has no key: the server would be open to everyone")
+        self._app = app
+        self._expected = b"Bearer " + key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on requests with the key, and refuse the others."""
+        kind = scope["type"]
+        is_open = kind == "lifespan" or (kind == "http" and scope["path"] in OPEN_PATHS)
+        if is_open or self._knows_key(scope):
+            await self._app(scope, receive, send)
+        elif kind == "websocket":
+            await receive()  # "connect"; closing before accepting makes the server answer 403
+            await send({"type": "websocket.close", "code": 1008, "reason": "wrong API key"})
+        else:
+            body = json.dumps(_REFUSAL).encode()
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"www-authenticate", b"Bearer"),
+            ]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    def _knows_key(self, scope: Scope) -> bool:
+        sent = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        return len(sent) == 1 and hmac.compare_digest(sent[0], self._expected)
+
+
+@functools.cache
+def _key_from_stdin() -> str:
+    """The key on standard input, which can be read only once."""
+    return os.read(0, _LONGEST_KEY).decode()

@@ -1,0 +1,156 @@
+"""Waiting until a vLLM server is ready, and finding out why it is not."""
+
+import re
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from primerl._vllm_names import HEALTH, WEIGHT_INFO
+
+POLL_S = 0.1
+PROBE_S = 5.0
+STATUS_LINE_BYTES = 1024
+TAIL_LINES = 40
+# Pattern in the log of a server that exited -> cause, and what to do about it.
+_CAUSES = {
+    r"torchvision::nms does not exist|libtorchaudio|libtorchcodec": (
+        "builds that don't match torch; run: pip uninstall -y torchvision torchaudio torchcodec"
+    ),
+    r"No module named 'primerl": "primerl is not installed in the server's Python",
+    r"larger than the available KV cache memory|No available memory for the cache blocks": (
+        "the KV cache is too small: lower max_model_len, or raise gpu_memory_utilization, or, on a "
+        "CPU, VLLM_CPU_KVCACHE_SPACE (GiB) in the environment"
+    ),
+    r"Free memory on device .* is less than desired|CUDA out of memory|OutOfMemoryError": (
+        "the device is out of memory: lower gpu_memory_utilization, or free memory"
+    ),
+}
+_STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([0-9]{3})[ \r\n]")
+_REFUSED = re.compile(r"error: (?:argument|unrecognized|the following|ambiguous|invalid).*")
+_RAISED = re.compile(r"\b(\w+(?:\.\w+)*(?:Error|Exception)): (\S.*)")
+_ADDRESS_IN_USE = "Address already in use"
+_CONSEQUENCES = ("Engine core initialization failed", "See root cause above", "cancelled")
+
+
+class PortTaken(RuntimeError):
+    """Another process listens on the port."""
+
+
+def free_port(host: str, port: int | None = None) -> int:
+    """``port``, or any free port.
+
+    Raises:
+        RuntimeError: another process listens on ``port``.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port or 0))
+        except OSError as error:
+            raise RuntimeError(
+                f"cannot listen on {host}, port {port}: {error.strerror}; choose another port, or "
+                "None for any free port"
+            ) from None
+        return int(probe.getsockname()[1])
+
+
+def status_of(host: str, port: int, path: str, *, api_key: str | None = None) -> int | None:
+    """The HTTP status of a GET request; None if there is none within ``PROBE_S``.
+
+    Reads only the status line: another process on the port may send anything, at any pace.
+    """
+    name = f"[{host}]" if ":" in host else host
+    request = [f"GET {path} HTTP/1.1", f"Host: {name}:{port}", "Connection: close"]
+    request += [f"Authorization: Bearer {api_key}"] if api_key else []
+    deadline = time.monotonic() + PROBE_S
+    line = b""
+    try:
+        with socket.create_connection((host, port), timeout=PROBE_S) as connection:
+            connection.sendall("\r\n".join([*request, "", ""]).encode())
+            while b"\n" not in line and len(line) < STATUS_LINE_BYTES:
+                connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+                received = connection.recv(STATUS_LINE_BYTES)
+                if not received:
+                    break
+                line += received
+    except OSError:
+        return None  # not listening yet, or not answering
+    status = _STATUS_LINE.match(line)
+    return int(status[1]) if status else None
+
+
+def wait_until_ready(
+    host: str,
+    port: int,
+    *,
+    api_key: str,
+    exit_code: Callable[[], int | None],
+    log_path: Path | None,
+    log_start: int,
+    timeout_s: float,
+) -> None:
+    """Wait until the server is ready; its part of the log begins at byte ``log_start``.
+
+    Raises:
+        PortTaken: it exited because another process listens on its port.
+        RuntimeError: it exited for another reason, was not ready within ``timeout_s``, or answers
+            requests without the key.
+    """
+    deadline = time.monotonic() + timeout_s
+    while status_of(host, port, HEALTH) != 200:
+        code = exit_code()
+        if code is not None:
+            what = f"the vLLM server exited while starting ({describe_exit(code)})"
+            raise _failure(what, log_path, log_start)
+        if time.monotonic() > deadline:
+            what = f"the vLLM server did not answer within {timeout_s:.0f} s"
+            raise _failure(what, log_path, log_start)
+        time.sleep(POLL_S)
+    refused, allowed = (status_of(host, port, WEIGHT_INFO, api_key=key) for key in (None, api_key))
+    if refused != 401 or allowed != 200:
+        raise _failure(
+            f"the server on port {port} does not protect its routes: {WEIGHT_INFO} answers "
+            f"{refused} without the key (expected 401) and {allowed} with it (expected 200)",
+            log_path,
+            log_start,
+        )
+
+
+def describe_exit(code: int) -> str:
+    """Describe an exit code of the supervisor, where 128 + n is signal n."""
+    return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
+
+
+def _failure(what: str, log_path: Path | None, log_start: int) -> RuntimeError:
+    if log_path is None:
+        return RuntimeError(f"{what}; its output is above")
+    log = log_tail(log_path, lines=400, start=log_start)
+    cause = cause_of(log)
+    tail = "\n".join(log.splitlines()[-TAIL_LINES:])
+    message = what + (f": {cause}" if cause else "") + f"\nThe end of its log, {log_path}:\n{tail}"
+    return PortTaken(message) if _ADDRESS_IN_USE in log else RuntimeError(message)
+
+
+def cause_of(log: str) -> str | None:
+    """Why a server exited, if its log shows it."""
+    if _ADDRESS_IN_USE in log:
+        return "another process listens on its port: choose another port, or None for any free port"
+    for pattern, cause in _CAUSES.items():
+        if re.search(pattern, log):
+            return cause
+    if refused := _REFUSED.search(log):
+        return f"vLLM refuses an argument: {refused[0][len('error: ') :]}"
+    raised = [f"{kind}: {text}" for kind, text in _RAISED.findall(log)]
+    roots = [one for one in raised if not any(word in one for word in _CONSEQUENCES)]
+    return roots[-1] if roots else None
+
+
+def log_tail(log_path: Path, *, lines: int = TAIL_LINES, start: int = 0) -> str:
+    """The last lines of a log after byte ``start``; empty if there is no log."""
+    if not log_path.is_file():
+        return ""
+    with log_path.open("rb") as file:
+        file.seek(max(start, log_path.stat().st_size - 400 * lines))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])

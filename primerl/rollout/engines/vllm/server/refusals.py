@@ -1,0 +1,88 @@
+"""vLLM arguments that are refused for training, and why."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+_SAMPLED = "the responses would not show which distribution was sampled"
+
+
+@attrs.frozen
+class _Refusal:
+    why: str
+    allowed: tuple[str, ...] = ()
+    """Values that have no effect."""
+
+
+# Arguments that change the sampled distribution, its logprobs, or the model. Those that only change
+# rounding (dtype, kv_cache_dtype, backends) pass, and the canary measures their effect. So does the
+# tokenizer: token ids go in and out.
+_REFUSED = {
+    "logprobs_mode": _Refusal(
+        "losses expect logprobs of the distribution that was sampled, after temperature",
+        ("processed_logprobs",),
+    ),
+    "logits_processors": _Refusal(f"it changes what is sampled, and {_SAMPLED}"),
+    "generation_config": _Refusal(
+        f"its penalties, temperature and top_p would become request defaults, and {_SAMPLED}",
+        ("auto", "vllm"),
+    ),
+    "override_generation_config": _Refusal(
+        f"penalties, temperature and top_p would become request defaults, and {_SAMPLED}"
+    ),
+    "watermark": _Refusal(f"it changes what is sampled, and {_SAMPLED}"),
+    "watermark_config": _Refusal(f"it changes what is sampled, and {_SAMPLED}"),
+    "quantization": _Refusal("the server would not compute with the published weights"),
+    "quantization_config": _Refusal("the server would not compute with the published weights"),
+    "hf_overrides": _Refusal(
+        "the trainer would not apply them: change config.json, which both read"
+    ),
+    "hf_config_path": _Refusal("the trainer reads config.json from the model's folder"),
+    "model_class_overrides": _Refusal("the model would differ from the trainer's"),
+    "model": _Refusal("the model is the first argument"),
+    "config": _Refusal("arguments in a file are not checked: pass them by name"),
+}
+_SHORT = {"q": "quantization"}
+# With "synthetic" acceptance, draft tokens are accepted regardless of the distribution.
+_SPECULATIVE = re.compile(r"synthetic", re.IGNORECASE)
+
+
+def refuse_arguments(engine_args: Mapping[str, Any], flags_as_given: Sequence[str]) -> None:
+    """Refuse arguments that change what is sampled or its logprobs.
+
+    vLLM accepts ``--a-b`` and ``--a_b``, ``--no-a``, ``--a value`` and ``--a=value``,
+    ``--a.key=value`` for a key of JSON, and any unique prefix of a name.
+
+    Raises:
+        ValueError: an argument is refused; the message says why.
+    """
+    given = [(name, "" if value is None else str(value)) for name, value in engine_args.items()]
+    for name, value in [*given, *_flags(flags_as_given)]:
+        plain = name.partition(".")[0].replace("-", "_").removeprefix("no_")
+        if plain.startswith("spec") and _SPECULATIVE.search(f"{name} {value}"):
+            raise ValueError(f"serve_vllm refuses {name}: draft tokens would be of no policy")
+        for refused in _named(plain):
+            refusal = _REFUSED[refused]
+            if value not in refusal.allowed and value not in ("", "None"):
+                raise ValueError(f"serve_vllm refuses {refused}={value}: {refusal.why}")
+
+
+def _named(name: str) -> list[str]:
+    """The refused arguments that a name may mean."""
+    name = _SHORT.get(name, name)
+    return [name] if name in _REFUSED else [one for one in _REFUSED if one.startswith(name)]
+
+
+def _flags(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Names and values of flags."""
+    found = []
+    for index, word in enumerate(words):
+        match = re.match(r"--?([A-Za-z][^=]*)(?:=(.*))?$", word, re.DOTALL)
+        if match is None:
+            continue
+        following = words[index + 1 : index + 2]
+        value = match[2] if match[2] is not None else " ".join(following)
+        found.append((match[1], value or "true"))
+    return found

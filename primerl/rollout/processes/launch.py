@@ -1,0 +1,112 @@
+"""Starting commands under a supervisor, in an environment without secrets."""
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from primerl.rollout.processes import supervisor
+
+# A child is not a rank of the trainer's process group.
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_")
+SECRETS = ("PRIMERL_API_KEY", "VLLM_API_KEY")
+"""Variables that give access to servers; no child inherits them."""
+
+
+def inherited(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a child inherits: all but torchrun's and ``SECRETS``."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in (*_TORCHRUN, *SECRETS) and not name.startswith(_TORCHRUN_PREFIXES)
+    }
+
+
+@attrs.frozen
+class LaunchContext:
+    """What children inherit, recorded before code of an environment could change it."""
+
+    environment: dict[str, str]
+    folder: str | None
+    """The working folder; None if it has been deleted."""
+    temporary_folder: str
+
+    @classmethod
+    def current(cls) -> "LaunchContext":
+        """That of this process now."""
+        try:
+            folder = os.getcwd()
+        except FileNotFoundError:
+            folder = None
+        return cls(inherited(os.environ), folder, tempfile.gettempdir())
+
+
+def make_folder(prefix: str, *, within: str | None = None) -> str:
+    """A private folder for temporary files, marked so that ``supervisor.remove_folder`` knows it.
+
+    Args:
+        prefix: of its name.
+        within: the parent folder; by default the one for temporary files.
+    """
+    folder = os.path.abspath(tempfile.mkdtemp(prefix=prefix, dir=within))
+    os.chmod(folder, 0o700)  # whatever the umask says
+    with open(os.path.join(folder, supervisor.MARKER), "xb") as marker:
+        marker.write(os.fsencode(folder))
+    return folder
+
+
+def start(
+    command: Sequence[str], *, folder: str, grace_s: float, **options: Any
+) -> "subprocess.Popen[bytes]":
+    """Start a command under a supervisor, and return the supervisor's process.
+
+    SIGTERM ends the command and all that it started; the exit code is the command's, or 128 + the
+    number of the signal that killed the command.
+
+    Args:
+        command: the program and its arguments.
+        folder: from ``make_folder``. This process removes it; if it has died, the supervisor does.
+        grace_s: between asking the command to stop and killing it.
+        options: of ``subprocess.Popen``.
+    """
+    program = [sys.executable, "-I", "-S", supervisor.__file__]
+    arguments = [str(os.getpid()), folder, str(grace_s)]
+    return subprocess.Popen([*program, *arguments, *command], start_new_session=True, **options)
+
+
+def is_over(folder: str) -> bool:
+    """Whether no supervisor with this ``folder`` is running any more.
+
+    When one of a command's two supervisors is killed, the other one ends the command.
+    """
+    try:
+        marker = os.open(os.path.join(folder, supervisor.MARKER), os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(marker)
+    return True
+
+
+def wait_until_over(process: "subprocess.Popen[bytes]", folder: str, *, timeout_s: float) -> bool:
+    """Wait for a command that ``start`` started, and for everything that it started itself."""
+    deadline = time.monotonic() + timeout_s
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+    while not (over := process.poll() is not None and is_over(folder)):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return over

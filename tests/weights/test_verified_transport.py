@@ -1,0 +1,150 @@
+"""Publications that a canary checks, and what the worker is told."""
+
+import re
+
+import pytest
+import torch
+from copy_engine import CopyEngine
+from random_steps import trained
+
+from primerl import testing, weights
+
+SIZES = {"count": 2, "length": 40, "new_tokens": 4}
+
+
+class Worker:
+    """Records what it was told, in order."""
+
+    def __init__(self):
+        self.told = []
+
+    def mark_version(self, version, *, verified):
+        self.told.append((version, verified))
+
+
+def verified(model, engine, **settings):
+    worker = Worker()
+    canary = weights.Canary(model, engine, **SIZES)
+    transport = weights.SharedMemory(model, engine)
+    return worker, weights.VerifiedTransport(transport, canary, worker=worker, **settings)
+
+
+def test_a_version_that_passes_is_reported_once():
+    model = testing.tiny_model("llama")
+    engine = CopyEngine(model)
+    worker, transport = verified(model, engine)
+
+    for version in range(3):
+        receipt = transport.publish(version)
+        assert receipt.version == version
+        assert receipt.metrics.keys() == {
+            "publish_s",
+            "publish_bytes",
+            "mismatch_kl",
+            "canary_difference",
+        }
+        assert receipt.metrics["publish_s"] > receipt.seconds["verify"] > 0
+        assert 0 <= receipt.metrics["mismatch_kl"] < 1e-9
+        assert all(type(value) is float for value in receipt.metrics.values())
+        trained(model, seed=version, lr=1e-3)
+
+    assert worker.told == [(0, True), (1, True), (2, True)]
+    assert engine.updates == [0, 1, 2]
+
+
+def test_a_version_that_fails_is_published_again_under_its_number():
+    model = testing.tiny_model("llama")
+    engine = CopyEngine(model)
+    worker, transport = verified(model, engine)
+    transport.publish(0)
+    trained(model, seed=1, lr=1e-2)
+    lost = []
+    engine.skip = lambda name: len(engine.updates) == 2 and not lost.append(name)
+
+    transport.publish(1)
+
+    assert lost  # the fault happened
+    assert engine.updates == [0, 1, 1]
+    assert worker.told == [(0, True), (1, False), (1, True)]
+
+
+def test_a_version_that_fails_each_retry_raises():
+    model = testing.tiny_model("llama")
+    engine = CopyEngine(model)
+    worker, transport = verified(model, engine, retries=2)
+    transport.publish(0)
+    trained(model, seed=1, lr=1e-2)
+    engine.skip = lambda name: True
+
+    with pytest.raises(RuntimeError, match="do not serve what was published: version 1 failed"):
+        transport.publish(1)
+
+    assert engine.updates == [0, 1, 1, 1]
+    assert worker.told == [(0, True), (1, False), (1, False), (1, False)]
+
+
+def test_the_wiring_is_tested_once_on_request_and_what_was_sampled_meanwhile_is_dropped():
+    model = testing.tiny_model("llama")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine = CopyEngine(model)
+    worker, transport = verified(model, engine, wiring_test=True)
+
+    transport.publish(4)
+    publications = len(engine.updates)
+    transport.publish(5)
+
+    assert worker.told == [(4, False), (4, True), (5, True)]
+    groups = len({re.sub(r"\d+", "*", name) for name, _ in model.named_parameters()})
+    assert publications == groups + 2  # to calibrate the canary, and what counts
+    assert len(engine.updates) == publications + 1
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+
+
+def test_the_wiring_test_refuses_a_tensor_that_never_arrives():
+    model = testing.tiny_model("llama")
+    engine = CopyEngine(model, skip=lambda name: "q_proj" in name)
+    worker, transport = verified(model, engine, wiring_test=True)
+
+    with pytest.raises(RuntimeError, match="q_proj"):
+        transport.publish(0)
+    assert (0, True) not in worker.told
+
+
+class Bf16Engine(CopyEngine):
+    """Says what it computes in, as clients of servers do."""
+
+    dtype = "bfloat16"
+
+
+@pytest.mark.parametrize("settings", [{}, {"wiring_test": True}])
+def test_the_usual_transport_verifies_engines_that_can_be_probed(settings):
+    model = testing.tiny_model("llama")
+    worker = Worker()
+    engine = Bf16Engine(model, dtype=torch.bfloat16)
+
+    transport = weights.transport_to(model, engine, worker=worker, **settings)
+    transport.publish(0)
+
+    assert isinstance(transport, weights.VerifiedTransport)
+    assert transport.canary.dtype == torch.bfloat16  # in float32, its noise would be refused
+    if settings:
+        assert worker.told == [(0, False), (0, True)]
+        assert len(engine.updates) > 10  # one for each group of tensors
+    else:
+        assert worker.told == [(0, True)]
+        assert engine.updates == [0]
+
+
+def test_the_usual_transport_of_an_engine_in_this_process_is_its_memory():
+    class Plain:
+        def update_weights(self, tensors, *, version, timeout_s=1.0):
+            self.version = version
+
+    engine = Plain()
+    transport = weights.transport_to(testing.tiny_model("llama"), engine)
+    receipt = transport.publish(3)
+
+    assert isinstance(transport, weights.SharedMemory)
+    assert engine.version == 3
+    assert receipt.metrics.keys() == {"publish_s", "publish_bytes"}
+    assert receipt.metrics["publish_bytes"] == 0

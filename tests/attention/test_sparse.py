@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import torchrun
+from forked_ranks import forked_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensor_sizes import Sizes
@@ -310,7 +310,7 @@ def found(root, tmp_path_factory):
     """What tests/ranks/sparse_attention.py found on each of four ranks, in one launch."""
     folder = tmp_path_factory.mktemp("ranks")
     script = root / "tests/ranks/sparse_attention.py"
-    done = torchrun(script, folder, ranks=4, cwd=folder, check=False)
+    done = forked_ranks(script, folder, ranks=4, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(4)]
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import torchrun
+from forked_ranks import forked_ranks
 from loss_cases import BY_SEQUENCE, RECIPES, SEQUENCE_CORRECTIONS
 
 RANKS = 4
@@ -25,7 +25,7 @@ def found(root, tmp_path_factory):
     """What tests/ranks/loss_reductions.py found on each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     script = root / "tests/ranks/loss_reductions.py"
-    done = torchrun(script, folder, ranks=RANKS, cwd=folder, check=False)
+    done = forked_ranks(script, folder, ranks=RANKS, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "Warning" not in done.stderr, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(RANKS)]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import make_sample, torchrun
+from conftest import make_sample
+from forked_ranks import forked_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,9 +24,7 @@ TWO = parallel.Mesh(replicate=1, fsdp=1, ep=1, cp=2)
 def found(root, tmp_path_factory):
     """What tests/ranks/context_parallel.py found on each of four ranks, in one launch."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = torchrun(
-        root / "tests/ranks/context_parallel.py", folder, ranks=4, cwd=folder, check=False
-    )
+    done = forked_ranks(root / "tests/ranks/context_parallel.py", folder, ranks=4, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "Warning" not in done.stderr, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(4)]

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import fake_deep_ep
 import pytest
 import torch
-from conftest import torchrun
+from forked_ranks import forked_ranks
 from safetensors.torch import save_file
 
 from primerl import _forward_passes as forward_passes
@@ -24,7 +24,7 @@ RANKS = 4
 def found(root, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     script = root / "tests/ranks/expert_parallel.py"
-    done = torchrun(script, folder, ranks=RANKS, cwd=folder, check=False)
+    done = forked_ranks(script, folder, ranks=RANKS, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "Warning" not in done.stderr, done.stderr[-5000:]
     assert "suboptimal" not in done.stderr, done.stderr[-5000:]

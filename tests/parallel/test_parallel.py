@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import torchrun
+from forked_ranks import forked_ranks
 
 from primerl import parallel, testing
 from primerl.parallel.launch import _first_failure
@@ -19,9 +20,7 @@ FAMILIES = ["llama", "llama, tied", "qwen3", "qwen3_moe"]
 def found(root, tmp_path_factory):
     """What tests/ranks/sharded_training.py found on each of three ranks, in one launch."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = torchrun(
-        root / "tests/ranks/sharded_training.py", folder, ranks=3, cwd=folder, check=False
-    )
+    done = forked_ranks(root / "tests/ranks/sharded_training.py", folder, ranks=3, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "Warning" not in done.stderr, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(3)]

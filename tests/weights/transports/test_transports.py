@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import torchrun
+from forked_ranks import forked_ranks
 from publishing import BroadcastReplicas, Replicas, StoreMeeting, same_bits, train
 
 from primerl import models, testing, weights
@@ -380,7 +380,7 @@ def found(root, tmp_path_factory):
     """What tests/ranks/weight_publishing.py found on each of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     script = root / "tests/ranks/weight_publishing.py"
-    done = torchrun(script, folder, ranks=2, cwd=folder, check=False)
+    done = forked_ranks(script, folder, ranks=2, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
 

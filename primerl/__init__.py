@@ -11,57 +11,7 @@ wire them together.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from primerl import (
-        advantage as advantage,
-    )
-    from primerl import (
-        attention as attention,
-    )
-    from primerl import (
-        checkpoint as checkpoint,
-    )
-    from primerl import (
-        filters as filters,
-    )
-    from primerl import (
-        flops as flops,
-    )
-    from primerl import (
-        loss as loss,
-    )
-    from primerl import (
-        models as models,
-    )
-    from primerl import (
-        optim as optim,
-    )
-    from primerl import (
-        packing as packing,
-    )
-    from primerl import (
-        parallel as parallel,
-    )
-    from primerl import (
-        parity as parity,
-    )
-    from primerl import (
-        rollout as rollout,
-    )
-    from primerl import (
-        testing as testing,
-    )
-    from primerl import (
-        track as track,
-    )
-    from primerl import (
-        types as types,
-    )
-    from primerl import (
-        weights as weights,
-    )
+from types import ModuleType
 
 __version__ = "0.1.0"
 __all__ = [
@@ -84,7 +34,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> ModuleType:
+    # For ``primerl.loss`` after ``import primerl``; ``from primerl import loss`` doesn't need it,
+    # and there type checkers find the package by themselves.
     if name in __all__:
         return importlib.import_module(f"primerl.{name}")
     raise AttributeError(f"module 'primerl' has no attribute {name!r}; it has {', '.join(__all__)}")

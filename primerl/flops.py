@@ -1,9 +1,9 @@
 """FLOPs of a transformer, from its Hugging Face config, for documents of given lengths.
 
-Matrix multiplications are counted, at 2 FLOPs for each multiply-add, and nothing else: norms,
-rotations, softmax and sampling are below a percent. A document of n tokens costs
+Only matrix multiplications are counted, at 2 FLOPs per multiply-add: norms, rotary embeddings,
+softmax and sampling are below a percent. A document of n tokens costs
 
-    2 n (weights that a token meets)  +  2 pairs(n) (multiply-adds for each query and key)
+    2 n (active weights)  +  2 pairs(n) (multiply-adds for each query and key)
 
 where a causal query at position i sees min(i, k) keys, so that pairs(n) = n (n+1) / 2 without a
 limit k, and k (k+1) / 2 + (n - k) k with one: a sliding window, or the top-k of sparse attention.
@@ -33,20 +33,20 @@ FAMILIES = frozenset([  # by the model_type of the language model
     "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
     "smollm3", "solar_open", "stablelm", "starcoder2", "youtu",
 ])
-"""Each is compared with the operations that its model runs, in ``tests/test_flops.py``."""
+"""``tests/test_flops.py`` compares each with the operations that its model runs."""
 
 NOT_GATED = frozenset([
     "apertus", "arcee", "biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neox", "jais2", "nanochat",
     "nemotron", "opt", "persimmon", "phi", "starcoder2",
 ])
-"""Families whose dense layers have two matrices: their activation has no gate."""
+"""Families whose dense layers have two matrices, without a gate."""
 # fmt: on
 REFUSED = {
     "gemma3n_text": "keeps several streams, and mixes them by coefficients",
     "hrm_text": "runs its layers several times, and some of them without a gradient",
     "longcat_flash": "has experts that compute nothing, so that a token's cost depends on it",
 }
-"""Families that can be trained, but whose FLOPs don't follow from their config, and why."""
+"""Families whose FLOPs don't follow from their config, and why; they can still be trained."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -55,13 +55,13 @@ class Breakdown:
 
     attention_projections: Float64[np.ndarray, "..."]
     attention_scores: Float64[np.ndarray, "..."]
-    """Queries with keys, and weights with values."""
+    """Scores of queries against keys, and weighted sums of values."""
     indexer: Float64[np.ndarray, "..."]
-    """What selects the keys of sparse attention; over all pairs, so quadratic still."""
+    """The choice of keys in sparse attention, over all pairs: still quadratic."""
     mlp: Float64[np.ndarray, "..."]
-    """Of dense layers."""
+    """Dense layers."""
     experts: Float64[np.ndarray, "..."]
-    """The routed ones that a token meets, shared ones, and the router."""
+    """The chosen routed experts, the shared experts, and the router."""
     head: Float64[np.ndarray, "..."]
 
     @property
@@ -73,9 +73,9 @@ class Breakdown:
 
 @attrs.frozen(kw_only=True)
 class Parameters:
-    """Weights of matrices: all, and those that a token is multiplied with (embeddings are not).
+    """Numbers of weights in matrices: all, and those active for a token (without embeddings).
 
-    Norms and biases, well below 0.1 %, are left out.
+    Norms and biases, well below 0.1 %, are not counted.
     """
 
     total: int
@@ -99,13 +99,13 @@ def forward(config: Any, lengths: Any) -> Float64[np.ndarray, "..."]:
 def training(config: Any, lengths: Any, *, recompute: bool = False) -> Float64[np.ndarray, "..."]:
     """FLOPs of training on each document: three forward passes, or four with ``recompute``.
 
-    The backward pass multiplies twice for each multiplication: for the gradient of the input and of
-    the weight. The indexer of sparse attention takes no gradient from the loss and has no backward.
+    The backward pass has two multiplications for each one: for the gradients of the input and of
+    the weight. The indexer of sparse attention gets no gradient and has no backward pass.
 
     Args:
-        config: as for ``forward``, as are ``lengths`` and what is raised.
+        config: as for ``forward``, which also raises the same.
         lengths: tokens of each document, of any shape.
-        recompute: whether every activation is computed again in the backward pass.
+        recompute: whether all activations are recomputed in the backward pass.
     """
     parts = breakdown(config, lengths)
     forwards = 2 if recompute else 1
@@ -117,9 +117,9 @@ def breakdown(config: Any, lengths: Any) -> Breakdown:
     """FLOPs of a forward pass over each document, by part.
 
     Attention costs ``heads (q + v)`` multiply-adds for a query and a key, with q and v the sizes of
-    query and value. Latent attention (arXiv 2405.04434) is counted as it trains: over all keys,
+    query and value. Latent attention (arXiv:2405.04434) is counted as in training: over all keys,
     keys and values are expanded, so q = nope + rope; over the top-k keys of an indexer (DeepSeek
-    V3.2, arXiv 2512.02556), which differ for every query, kernels stay in the latent space, so
+    V3.2, arXiv:2512.02556), which differ for every query, kernels stay in the latent space, so
     q = kv_lora_rank + rope and v = kv_lora_rank. The projections cost the same either way.
 
     Arguments and errors are those of ``forward``.
@@ -148,7 +148,7 @@ def breakdown(config: Any, lengths: Any) -> Breakdown:
 
 
 def parameters(config: Any) -> Parameters:
-    """How many weights a model has, and how many of them a token is multiplied with.
+    """The number of weights of a model, and of those that are active for a token.
 
     Raises:
         ValueError: the family is unknown, or an attribute that it needs is missing.
@@ -180,7 +180,7 @@ def _pairs(tokens: Float64[np.ndarray, "..."], keys: float) -> Float64[np.ndarra
 
 @attrs.frozen(kw_only=True)
 class _Layer:
-    """Weights that a token meets, and multiply-adds for each query and key."""
+    """Weights that are active for a token, and multiply-adds for each query and key."""
 
     projections: int
     per_pair: int
@@ -219,11 +219,11 @@ def _language_model(config: Any) -> Any:
 
 
 UNCOUNTED = {"num_kv_shared_layers": 0, "attention_k_eq_v": False, "enable_moe_block": False}
-"""Settings that some families have, and their only value that is counted."""
+"""Settings of some families, and the only value of each that is supported."""
 
 
 def _need(config: Any, *names: str) -> Any:
-    """The first of the attributes that is there: families have different names for one thing."""
+    """The first of the attributes that is set: families have different names for the same thing."""
     for name in names:
         value = getattr(config, name, None)
         if value is not None:
@@ -245,8 +245,8 @@ def _attention(config: Any, index: int) -> dict[str, Any]:
     hidden, heads = config.hidden_size, config.num_attention_heads
     keys = _window(config, index)
     if getattr(config, "kv_lora_rank", None) is None:
-        of_layers = getattr(config, "num_attention_heads_per_layer", None)
-        heads = of_layers[index] if of_layers else heads
+        layer_heads = getattr(config, "num_attention_heads_per_layer", None)
+        heads = layer_heads[index] if layer_heads else heads
         size = getattr(config, "head_dim", None) or hidden // heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         key_heads = 1 if getattr(config, "multi_query", False) else key_heads
@@ -275,7 +275,7 @@ def _attention(config: Any, index: int) -> dict[str, Any]:
         result |= {"per_pair": heads * (2 * latent + rope), "keys": float(config.index_topk)}
         if _runs_indexer(config, index):
             index_heads, size = _need(config, "index_n_heads"), _need(config, "index_head_dim")
-            # One key for all heads, whose scores are summed with a weight each.
+            # One key for all heads, and a weighted sum of their scores.
             result["indexer"] = _need(config, "q_lora_rank") * index_heads * size + hidden * (
                 size + index_heads
             )
@@ -284,7 +284,7 @@ def _attention(config: Any, index: int) -> dict[str, Any]:
 
 
 def _gates_and_routers(config: Any, heads: int, size: int) -> int:
-    """Of attention's outputs, and of experts that are heads."""
+    """Weights of gates on attention's outputs, and of routers over attention heads."""
     family, hidden = _family(config), config.hidden_size
     if family == "afmoe":
         return int(hidden * heads * size)
@@ -297,7 +297,7 @@ def _gates_and_routers(config: Any, heads: int, size: int) -> int:
 
 
 def _idle_heads(config: Any, size: int) -> int:
-    """Weights of JetMoE's queries and outputs that a token does not meet."""
+    """Weights of JetMoE's query and output experts that are not active for a token."""
     if _family(config) != "jetmoe":
         return 0
     idle = config.num_local_experts - config.num_experts_per_tok
@@ -322,7 +322,7 @@ def _window(config: Any, index: int) -> float:
 
 
 def _runs_indexer(config: Any, index: int) -> bool:
-    """Whether a layer selects keys itself, or shares an earlier layer's (arXiv 2603.12201)."""
+    """Whether a layer selects keys itself, or shares an earlier layer's (arXiv:2603.12201)."""
     kinds = getattr(config, "indexer_types", None) or getattr(config, "index_topk_pattern", None)
     if kinds:
         return bool(kinds[index] in ("full", "F"))
@@ -338,19 +338,19 @@ def _feed_forward(config: Any, index: int) -> dict[str, int]:
     experts = _first(config, "n_routed_experts", "num_local_experts", "num_experts",
                      "moe_num_experts")  # fmt: skip
     # Gemma's embeddings of each layer: projected from the hidden state, and into it.
-    of_layer = 3 * hidden * _first(config, "hidden_size_per_layer_input")
+    layer_embeddings = 3 * hidden * _first(config, "hidden_size_per_layer_input")
     if not experts or not _has_experts(config, index):
         if family in ("gpt2", "gpt_bigcode"):
             size = getattr(config, "n_inner", None) or 4 * hidden
         else:
             size = _need(config, "intermediate_size", "ffn_dim", "dff")
-        return {"mlp": matrices * hidden * size + of_layer}
+        return {"mlp": matrices * hidden * size + layer_embeddings}
     expert = 3 * hidden * _need(config, "moe_intermediate_size", "intermediate_size")
-    met = _need(config, "num_experts_per_tok", "moe_topk")
-    met = met[index] if isinstance(met, list | tuple) else met
+    active = _need(config, "num_experts_per_tok", "moe_topk")
+    active = active[index] if isinstance(active, list | tuple) else active
     return {
-        "experts": met * expert + _shared_experts(config, expert) + hidden * experts,
-        "idle_experts": (experts - met) * expert,
+        "experts": active * expert + _shared_experts(config, expert) + hidden * experts,
+        "idle_experts": (experts - active) * expert,
     }
 
 

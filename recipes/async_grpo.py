@@ -177,7 +177,7 @@ def backward(
 
 
 def main(args: Args) -> None:
-    # Each more would slow down the engine beside it, on a computer with few cores.
+    # On a computer with few cores, more threads slow down the engine beside the trainer.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     world = parallel.process_group(seed=args.seed)
     model, tokenizer = models.load_pretrained(args.model)
@@ -191,13 +191,14 @@ def main(args: Args) -> None:
     # the worker and the run do nothing.
     run = track.IdleRun()
     if world.is_first:
+        view = track.LiveView(
+            "GRPO", steps=args.steps
+        )  # another sink: track.wandb_sink("mine", args)
         run = track.Run(
             args.resume or args.run_dir,
             args=args,
             decode=tokenizer.decode,
-            sinks=[
-                track.LiveView("GRPO", steps=args.steps)
-            ],  # or track.wandb_sink("project", args)
+            sinks=[view],
             state=saved.get("run"),
             steps=args.steps,
             fixed=FIXED,
@@ -276,7 +277,8 @@ def main(args: Args) -> None:
         run.log_evaluation(args.steps, rollouts.evaluate(eval_tasks, greedy))
         models.save_pretrained(model, run.final_folder, tokenizer=tokenizer)
         run.finish()
-        print(run.report(), flush=True)
+        if world.is_first:
+            print(run.report())
 
 
 if __name__ == "__main__":

@@ -178,7 +178,8 @@ def main(args: Args) -> None:
         run.finish(eval_before=before, eval_after=exact_match())
         if world.is_first and args.record:
             rollout.save_groups(args.record, trained_groups)
-        print(run.report(), flush=True)
+        if world.is_first:
+            print(run.report())
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from beartype import BeartypeConf, beartype
 from character_codes import CharacterCodes
+from forked_ranks import forked_ranks
 from hypothesis import settings
 from jaxtyping import jaxtyped
 
@@ -138,10 +139,10 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session")
 def optimized(root, tmp_path_factory):
-    """What tests/ranks/ranks_that_optimize.py found on each of four ranks, in one launch."""
+    """What tests/ranks/optimizer_steps.py found on each of four ranks, in one launch."""
     folder = tmp_path_factory.mktemp("optimized")
-    script = root / "tests/ranks/ranks_that_optimize.py"
-    done = torchrun(script, folder, ranks=4, cwd=folder, check=False)
+    script = root / "tests/ranks/optimizer_steps.py"
+    done = forked_ranks(script, folder, ranks=4, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "Warning" not in done.stderr, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(4)]

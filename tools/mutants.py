@@ -2,15 +2,15 @@
 
     python tools/mutants.py [FILE ...] [--fresh] [--workers N] [--list]
 
-Each mutant runs in a fork of one process that has imported everything but primerl and the tests, so
-that it costs a second and no import of torch. In the fork, imports find the mutated source in place
-of one file (nothing on the disk changes), and pytest runs the tests that reach the mutated lines,
-the fastest first, until one fails. How to read the result: docs/mutants.md.
+Each mutant runs in a fork of a process that has imported everything but primerl and the tests, so
+it takes a second and doesn't import torch again. In the fork, imports find the mutated source in
+place of one file (no file is changed), and pytest runs the tests that reach the mutated lines, the
+fastest first, until one fails. docs/mutants.md explains the results.
 """
 
-# Why no library: mutmut 3.8 leaves out decorated functions (@of_rewards, properties, lru_cache) and
+# Why no library: mutmut 3.8 skips decorated functions (@of_rewards, properties, lru_cache) and
 # calls pytest twice in a process, which jaxtyping's import hook refuses. cosmic-ray and
-# pytest-gremlins start Python anew for each mutant: 5 s of imports, an hour and more in all.
+# pytest-gremlins start a new interpreter for each mutant: 5 s of imports, over an hour in total.
 
 import argparse
 import ast
@@ -33,14 +33,14 @@ from hypothesis import settings
 from mutations import Mutant, mutants
 from trials import RESULTS, ROOT, Forks, Result, survey, trial
 
-SOURCES = ["loss/**/*.py", "advantage/**/*.py", "packing/**/*.py"]
-# Those that test these packages in their own process: one that a test starts sees no mutant.
-TESTS = ["advantage", "filters", "linear", "loss", "packing"]
+SOURCES = ["loss/**/*.py", "advantage/**/*.py", "packing/**/*.py", "attention/packed.py"]
+# What they run in processes of their own sees no mutant.
+TESTS = ["tests/advantage", "tests/loss", "tests/packing", "tests/test_filters.py"]
 DEAD = ("killed", "timeout")
 
 
 def tests_that_reach(mutant: Mutant, surveyed: Result) -> list[str]:
-    """The tests that run the mutated lines, or what they belong to if they run at import."""
+    """The tests that run the mutated lines; for lines run at import, those of their scope."""
     lines = {int(n): tests for n, tests in surveyed["lines"][str(ROOT / mutant.path)].items()}
     module = min(lines, default=0), max(lines, default=0)
     for first, last in (mutant.statement, mutant.scope, module):
@@ -53,7 +53,7 @@ def tests_that_reach(mutant: Mutant, surveyed: Result) -> list[str]:
 
 
 def prepare(forks: Forks, files: list[Path], tests: list[str]) -> Result:
-    """Survey the tests, import what they import, and see that they pass in the forks as well."""
+    """Survey the tests, import what they import, and check that they pass in forks, too."""
     surveyed: Result = {}
     forks.start(3600, surveyed.update, survey, [str(file) for file in files], tests)
     forks.finish()
@@ -79,7 +79,7 @@ def prepare(forks: Forks, files: list[Path], tests: list[str]) -> Result:
 
 
 def run(forks: Forks, faults: list[Mutant], surveyed: Result, results: dict[str, Result]) -> None:
-    """Try each mutant that has no verdict yet, or that other tests let live; log it at once."""
+    """Try each mutant without a verdict, or that survived other tests; log it at once."""
     tried = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(Path("tests").rglob("*.py"))))
     tests_now = tried.hexdigest()[:16]
 
@@ -106,7 +106,7 @@ def run(forks: Forks, faults: list[Mutant], surveyed: Result, results: dict[str,
 
 
 def report(faults: list[Mutant], results: dict[str, Result]) -> str:
-    """A table of the verdicts by file, then each mutant that lives, as a difference."""
+    """A table of the verdicts by file, then each surviving mutant, as a diff."""
     verdicts = {fault: results.get(fault.key, {}).get("verdict", "not run") for fault in faults}
     columns = [*DEAD, "survived", "no tests"]
     rows = [f"| file | mutants | {' | '.join(columns)} | killed, % |", "|---|" + "---:|" * 6]
@@ -130,10 +130,10 @@ def known_verdicts(log: Path) -> dict[str, Result]:
 def main() -> None:
     """Try the mutants, and write ``.mutants/report.md``."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("files", nargs="*", help="by default all of loss, advantage and packing")
-    parser.add_argument("--fresh", action="store_true", help="forget the verdicts of earlier runs")
+    parser.add_argument("files", nargs="*", help="default: all of SOURCES")
+    parser.add_argument("--fresh", action="store_true", help="discard the verdicts of earlier runs")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--list", action="store_true", help="show the mutants, and run none")
+    parser.add_argument("--list", action="store_true", help="show the mutants without running them")
     args = parser.parse_args()
     os.chdir(ROOT)
     files = [Path(file).resolve() for file in args.files]
@@ -147,12 +147,11 @@ def main() -> None:
     if args.fresh:
         (RESULTS / "verdicts.jsonl").unlink(missing_ok=True)
     results = known_verdicts(RESULTS / "verdicts.jsonl")
-    tests = sorted({str(f) for name in TESTS for f in Path("tests").rglob(f"test_{name}*.py")})
     started = time.monotonic()
     forks = Forks(args.workers)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; the same command goes on"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; the same command resumes"))
     try:
-        run(forks, faults, prepare(forks, files, tests), results)
+        run(forks, faults, prepare(forks, files, TESTS), results)
     finally:
         forks.stop()
     text = report(faults, results)

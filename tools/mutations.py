@@ -1,8 +1,8 @@
 """The mutants of a module: its source with one small fault in each.
 
-Strings are left alone (docstrings, messages, names of options), and so are annotations, decorators,
-whatever a ``raise`` says, and ``strict=`` of ``zip``. A decorated function is mutated like any
-other, since the whole module is imported anew with the fault in it.
+Not mutated: strings (docstrings, messages, names of options), annotations, decorators, the argument
+of ``raise``, and ``strict=`` of ``zip``. Decorated functions are mutated like any other, because
+the whole module is imported with the fault in it.
 """
 
 import ast
@@ -51,23 +51,23 @@ UNTOUCHED = {"annotation", "returns", "decorator_list", "type_params"}
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: where it is, the source that has it, and the difference in normalised source."""
+    """One fault: its place, the source with it, and the diff of the normalized source."""
 
     path: str
     line: int
-    statement: Lines  # empty of events where it runs at import, as a default does
+    statement: Lines  # no test reaches it if it runs at import, as a default does
     scope: Lines  # the enclosing function or class, else the module
     source: str
     diff: str
 
     @property
     def key(self) -> str:
-        """What the verdict depends on, tests apart."""
+        """What the verdict depends on, besides the tests."""
         return hashlib.sha256(f"{self.path}\n{self.source}".encode()).hexdigest()[:16]
 
 
 def mutants(path: str, text: str) -> Iterator[Mutant]:
-    """Every mutant of the module ``text``, in the order of its lines, none twice."""
+    """Every distinct mutant of the module ``text``, in the order of its lines."""
     tree = ast.parse(text)
     original = ast.unparse(tree)
     seen = {original}
@@ -84,7 +84,7 @@ def mutants(path: str, text: str) -> Iterator[Mutant]:
 
 
 def _places(node: ast.AST, statement: Lines, scope: Lines) -> Iterator[tuple[Any, ...]]:
-    """Each node below ``node`` that may be mutated, with what holds it and where it runs."""
+    """Each node below ``node`` that may be mutated, with its container and where it runs."""
     for name, value in ast.iter_fields(node):
         if name in UNTOUCHED:
             continue
@@ -122,7 +122,7 @@ def _difference(original: str, source: str) -> str:
 
 
 def _lines(source: str) -> list[str]:
-    """The lines of ``source``, those of signatures cut into their parameters."""
+    """The lines of ``source``, with signatures split into their parameters."""
     lines = source.splitlines()
     return [s for ln in lines for s in (ln.split(", ") if ln.lstrip().startswith("def ") else [ln])]
 
@@ -139,7 +139,7 @@ def _negated(node: ast.expr) -> ast.expr:
 
 @singledispatch
 def replacements(node: ast.AST) -> Iterator[ast.AST]:
-    """The faults that take the place of one node; most nodes have none of their own."""
+    """The faults that can replace one node; most nodes have none of their own."""
     yield from ()
 
 
@@ -208,7 +208,7 @@ def _(node: ast.Call) -> Iterator[ast.AST]:
 @replacements.register(ast.While)
 @replacements.register(ast.IfExp)
 def _(node: Any) -> Iterator[ast.AST]:
-    # The operators of a comparison, of `and`, `or` and `not` are mutated where they are.
+    # Comparisons, `and`, `or` and `not` have mutants of their own.
     if not isinstance(node.test, ast.Compare | ast.BoolOp | ast.UnaryOp):
         yield _changed(node, test=_negated(node.test))
     if isinstance(node, ast.IfExp):

@@ -14,9 +14,9 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-# As in tests/conftest.py, which comes too late here: torch is imported before the fork.
+# As in tests/conftest.py, which runs too late here: torch is imported before the fork.
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-os.environ["COVERAGE_CORE"] = "ctrace"  # the one that can tell the tests apart
+os.environ["COVERAGE_CORE"] = "ctrace"  # the one with a context for each test
 
 import coverage
 import pytest
@@ -26,10 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / ".mutants"
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "--no-summary"]
 PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins imported before the fork
-MEMORY_BYTES = 3 << 30  # a loop without end may fill a list
+MEMORY_BYTES = 3 << 30  # an infinite loop may fill a list
 Result = dict[str, Any]
 
-# The same examples each time, no search for the smallest, and no clock.
+# The same examples each time, no shrinking, no deadline.
 settings.register_profile(
     "mutants",
     derandomize=True,
@@ -63,7 +63,7 @@ class Survey:
 
 
 class Trial:
-    """A pytest plugin: runs ``tests`` alone, in that order, and notes the first that fails."""
+    """A pytest plugin: runs only ``tests``, in that order, and records the first that fails."""
 
     def __init__(self, tests: list[str]) -> None:
         self.order = {test: number for number, test in enumerate(tests)}
@@ -106,7 +106,7 @@ def trial(file: str, source: str, tests: list[str]) -> Result:
         if loader.path != file:
             return unchanged(loader, name)
         served.append(name)
-        # By way of jaxtyping's loader; a .pyc is neither read nor written.
+        # Through jaxtyping's loader; no .pyc is read or written.
         return loader.source_to_code(source.encode(), file)
 
     SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
@@ -153,14 +153,14 @@ class Forks:
         output = os.open(_scratch() / "output.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        # Seconds of CPU, as the machine may be busy; the alarm is for one that waits for ever.
+        # CPU seconds, as the machine may be busy; the alarm is for a child that waits forever.
         resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s) + 1, int(limit_s) + 1))
         signal.alarm(10 * int(limit_s))
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         (_scratch() / "result.json").write_text(json.dumps(fn(*args)))
 
     def wait(self) -> None:
-        """Wait for a child to end, and hand on its result."""
+        """Wait for a child to end, and pass on its result."""
         pid, status = os.wait()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # what a test may have left behind
@@ -179,6 +179,6 @@ class Forks:
             self.wait()
 
     def stop(self) -> None:
-        """End those that still run."""
+        """Kill those that are still running."""
         for pid in self.running:
             os.killpg(pid, signal.SIGKILL)

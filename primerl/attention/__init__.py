@@ -1,1 +1,19 @@
-"""Attention over packed documents: what a document sees, and the kernels that compute it."""
+"""Attention within packed documents, for unmodified Hugging Face models: no mesh is needed."""
+
+from primerl.attention.admission import refuse_unpackable
+from primerl.attention.documents import Document, Layout, Span, find_documents, lay_out
+from primerl.attention.kernels import attend
+from primerl.attention.packed import require_documents
+from primerl.attention.switching import attend_by_document
+
+__all__ = [
+    "Document",
+    "Layout",
+    "Span",
+    "attend",
+    "attend_by_document",
+    "find_documents",
+    "lay_out",
+    "refuse_unpackable",
+    "require_documents",
+]

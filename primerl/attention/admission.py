@@ -1,16 +1,29 @@
-"""Which models can be trained on packed documents: rules by what a model is, not by its name.
+"""Which models can be trained on packed documents: rules about their layers, not a list of names.
 
-``parallel.shard`` asks before a run starts, ``loss.model_logprobs`` at each call. What these rules
+``parallel.shard`` applies them before a run starts, ``loss.model_logprobs`` at each call. What they
 miss, ``python -m primerl.parity`` finds.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-# Kinds of layers that see no other token, or that the attention of a pack computes.
-HARMLESS_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "mlp", "moe"})
+# Attention implementations that this library registers with transformers.
+PACKED_ATTENTION = "primerl_packed"
+SPARSE_ATTENTION = "primerl_sparse"
+# Under a name that begins so, attention is context parallel: it finds the documents of all ranks.
+CONTEXT_ATTENTION = "primerl_context"
+CONTEXT_SPARSE_ATTENTION = f"{CONTEXT_ATTENTION}_sparse"
+# These build a square mask over the whole pack; attention by document replaces them.
+MASKED_ATTENTION = ("eager", "sdpa")
+# Families whose keys an indexer chooses (primerl.attention.sparse).
+SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+# Layers that see no other token, or whose attention packed attention computes.
+PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "mlp", "moe"})
+# Parameters of attention sinks.
+SINKS = ("sinks", "attention_sink_bias", "learnable_sink")
 
 
 def layer_kinds(model: nn.Module) -> set[str]:
@@ -21,8 +34,8 @@ def layer_kinds(model: nn.Module) -> set[str]:
     return {kind for kinds in lists for kind in kinds or () if isinstance(kind, str)}
 
 
-def leaks(model: nn.Module) -> Iterator[str]:
-    """Why packed documents would see each other, whichever attention the model has."""
+def leak_reasons(model: nn.Module) -> Iterator[str]:
+    """Reasons why packed documents would see each other, whichever attention is chosen."""
     if getattr(model, "_is_stateful", False):
         yield "has recurrent layers, which carry state from one packed document into the next"
     if any(isinstance(part, nn.Conv1d) for part in _layer_modules(model)):
@@ -33,13 +46,13 @@ def leaks(model: nn.Module) -> Iterator[str]:
 
 
 def refuse_virtual_tokens(model: nn.Module) -> None:
-    """Refuse adapters of ``peft`` that put tokens or keys of their own before a sequence.
+    """Refuse ``peft`` adapters that prepend virtual tokens or keys to each sequence.
 
-    The rows of a pack would no longer be those of its labels, documents would share what is put
-    before the first, and no engine that is served the weights would have it.
+    The rows of a pack would no longer match its labels, all documents would share what precedes the
+    first, and no engine could be served such an adapter.
 
     Raises:
-        ValueError: the model has such an adapter: prompt tuning, prefix tuning and their kin.
+        ValueError: the model has such an adapter, for example of prompt tuning or prefix tuning.
     """
     for name, config in adapter_configs(model).items():
         if getattr(config, "is_prompt_learning", False):
@@ -62,8 +75,8 @@ def looks_ahead(model: nn.Module) -> bool:
     return any(getattr(part, "is_causal", True) is False for part in _layer_modules(model))
 
 
-def not_computed(model: nn.Module) -> Iterator[str]:
-    """What the packed attention of this library leaves out that the model's attention has."""
+def unsupported_features(model: nn.Module) -> Iterator[str]:
+    """What the model's attention has and packed attention does not compute."""
     config: Any = model.config
     if any(name.rpartition(".")[2] in SINKS for name, _ in model.named_parameters()):
         yield "attention sinks"
@@ -71,11 +84,96 @@ def not_computed(model: nn.Module) -> Iterator[str]:
         yield "capped attention scores"
 
 
-SINKS = ("sinks", "attention_sink_bias", "learnable_sink")
+def require_positions(model: nn.Module) -> None:
+    """Refuse a model that numbers positions itself, across documents.
+
+    Raises:
+        ValueError: its ``forward`` takes no ``position_ids``.
+    """
+    unwrap: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)  # of PEFT
+    base: Any = unwrap() if unwrap else model
+    known = inspect.signature(base.forward).parameters
+    if "input_ids" in known and "position_ids" not in known:
+        raise ValueError(
+            f"{base.config.model_type} takes no position_ids, so it would count positions from the "
+            "first packed document on; pack one document per batch"
+        )
+
+
+def unsupported_rope_lengths(config: Any) -> float:
+    """Lengths above this are unsupported: rotary embeddings depend on the batch's longest document.
+
+    Infinite for a fixed rotation; finite for ``rope_type`` ``"dynamic"`` and ``"longrope"``.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    # Where layers of different kinds rotate differently, there is a dictionary for each kind.
+    each = [rope, *(nested for nested in rope.values() if isinstance(nested, dict))]
+    limits = [
+        one.get("original_max_position_embeddings") or text.max_position_embeddings
+        for one in each
+        if one.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=float("inf"))
+
+
+def refuse_leaking_layers(model: nn.Module) -> None:
+    """Refuse a model with layers that let packed documents see each other.
+
+    Raises:
+        ValueError: it has such layers, of linear attention or another recurrence for example, takes
+            no ``position_ids``, or attends to later tokens.
+    """
+    config: Any = model.config
+    unpackable = unpackable_layers(model)
+    reason = next(leak_reasons(model), None)
+    if unpackable:
+        reason = (
+            f"has {', '.join(unpackable)} layers, which would carry state from one packed document "
+            "into the next, or attend as packed attention does not"
+        )
+    if reason:
+        raise ValueError(f"{config.model_type} {reason}; pack one document per batch")
+    require_positions(model)
+    if looks_ahead(model):
+        raise ValueError(
+            f"{config.model_type} attends to later tokens too; packed attention is causal"
+        )
+
+
+def refuse_unpackable(model: nn.Module) -> None:
+    """Refuse a model that cannot be trained on packed documents, before training starts.
+
+    Raises:
+        ValueError: its layers let documents see each other, or its attention has sinks or capped
+            scores and is not set to flash attention.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return
+    refuse_leaking_layers(model)
+    attention, missing = str(config._attn_implementation), next(unsupported_features(model), None)
+    if missing and (attention.startswith("primerl_") or attention in MASKED_ATTENTION):
+        raise ValueError(
+            f"{config.model_type} has {missing}, which packed attention does not compute; use "
+            "flash attention for this model"
+        )
+
+
+def unpackable_layers(model: nn.Module) -> list[str]:
+    """The kinds of the model's layers that are not softmax attention, ``linear_attention`` say."""
+    kinds = layer_kinds(model) - PACKABLE_LAYERS
+    return sorted(kinds - {"indexed_attention"} if is_sparse(model) else kinds)
+
+
+def is_sparse(model: nn.Module) -> bool:
+    """Whether the model has DeepSeek sparse attention, which ``attention.sparse`` computes."""
+    config: Any = model.config
+    return getattr(config.get_text_config(), "model_type", None) in SPARSE_FAMILIES
 
 
 def _layer_modules(model: Any) -> Iterator[nn.Module]:
-    """The modules of the language model's layers: images and sound have layers of their own."""
+    """The modules of the language model's layers, not those of image and audio encoders."""
     find: Callable[[], Any] | None = getattr(model, "get_decoder", None)
     found = find() if find is not None else None
     language: nn.Module = found if isinstance(found, nn.Module) else model

@@ -1,44 +1,40 @@
-"""Causal attention of spans: documents or parts of documents, in rows that lie end to end.
+"""Documents of a pack: where they lie, found from position ids, and laid out for attention.
 
-No mask over all rows is ever built: on a GPU spans attend in a kernel that knows where they begin,
-elsewhere those of one length in one call.
-
-Where spans lie is data: a ``Layout`` holds it in tensors, so a compiled model serves every pack.
+A ``Layout`` holds where they lie in tensors, so a compiled model serves every pack.
 """
 
-import inspect
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import attrs
 import numpy as np
 import torch
 import torch._dynamo
-import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Int
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.varlen import varlen_attn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-# On a CPU, attention to fewer tokens than this is slower in bfloat16 than in float32.
-WIDENED_LENGTH = 256
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Document(NamedTuple):
-    """Rows ``begin .. end - 1``, after the rows of other documents that hold its first tokens."""
+    """Rows ``begin .. end - 1`` of a pack, preceded by tokens that it shares with others."""
 
     begin: int
     end: int
     prefix: tuple[tuple[int, int], ...] = ()
-    """Ranges of rows, in the order of the tokens that they hold; none of its own."""
+    """Ranges of rows of other documents, which hold its first tokens, in order."""
 
     @property
     def shared(self) -> int:
-        """How many of its tokens the rows of other documents hold."""
+        """Number of its tokens that rows of other documents hold."""
         return sum(end - begin for begin, end in self.prefix)
 
     @property
     def length(self) -> int:
-        """Its tokens, shared ones included."""
+        """Number of its tokens, shared ones included."""
         return self.shared + self.end - self.begin
 
     @property
@@ -48,43 +44,46 @@ class Document(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Query rows ``begin .. end - 1``: the last sees all keys, and each one key less than the next.
+    """A part of a document: query rows ``begin .. end - 1`` and the key rows that they see.
 
-    A part of a document, whose keys may lie in another tensor's rows than its queries.
+    The last query sees all keys, and each query one key less than the next. Queries and keys may
+    be rows of different tensors.
     """
 
     begin: int
     end: int
     keys: tuple[tuple[int, int], ...]
-    """Ranges of rows, which end with the tokens of the queries themselves."""
+    """Ranges of key rows; the last ends with the tokens of the queries themselves."""
 
     @property
     def seen(self) -> int:
-        """How many keys the last query sees."""
+        """Number of keys that the last query sees."""
         return sum(end - begin for begin, end in self.keys)
 
 
 Spans = tuple[Document, ...] | tuple[Span, ...]
 
 
-# No tuple, so that what passes it on, such as FSDP, does not walk through it. What a compiled model
-# reads of it are tensors, whose contents it doesn't depend on.
+# Not a tuple, so that FSDP and others that pass it on treat it as one value. A compiled model reads
+# only its tensors, and does not depend on what they contain.
 @attrs.frozen(eq=False)
 class Layout:
-    """Where spans lie, as attention needs it: made once per batch by ``lay_out``."""
+    """Spans as the attention kernels take them: made once per batch by ``lay_out``."""
 
     spans: tuple[Any, ...]
     """Documents, or parts of documents."""
-    longest: int
+    max_keys: int
     """The most keys that a query sees."""
+    max_queries: int
+    """The most queries of a span."""
     plan: Tensor
-    """``_runs`` of spans alike, on the CPU."""
+    """Spans grouped by equal lengths, on the CPU: what ``kernels`` reads as runs."""
     query_ends: Tensor
-    """``[spans + 1]``, int32: where queries begin and end that lie end to end."""
+    """``[spans + 1]``, int32: cumulative numbers of queries."""
     key_ends: Tensor
+    """``[spans + 1]``, int32: cumulative numbers of keys."""
     gathered: Tensor | None
-    """The rows of all keys in the order of the spans; None if they lie so already."""
-    longest_queries: int
+    """The rows of all keys in the order of the spans; None if they lie in that order already."""
 
 
 def lay_out(spans: Spans, device: torch.device | str = "cpu") -> Layout:
@@ -113,251 +112,115 @@ def lay_out(spans: Spans, device: torch.device | str = "cpu") -> Layout:
     in_place = (keys == np.arange(len(keys))).all()
     return Layout(
         spans=spans,
-        longest=int(seen.max(initial=0)),
-        plan=_of_any_length(np.concatenate(plan)),
-        query_ends=_of_any_length(ends[0].astype(np.int32), device),
-        key_ends=_of_any_length(ends[1].astype(np.int32), device),
-        gathered=None if in_place else _of_any_length(keys, device),
-        longest_queries=int(lengths.max(initial=0)),
+        max_keys=int(seen.max(initial=0)),
+        max_queries=int(lengths.max(initial=0)),
+        plan=_dynamic_tensor(np.concatenate(plan)),
+        query_ends=_dynamic_tensor(ends[0].astype(np.int32), device),
+        key_ends=_dynamic_tensor(ends[1].astype(np.int32), device),
+        gathered=None if in_place else _dynamic_tensor(keys, device),
     )
 
 
-def _of_any_length(x: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
-    """A tensor, marked so that what is compiled for one length of it serves all."""
-    with torch.inference_mode(False):  # or a later call, in training, could not save it
+def _dynamic_tensor(x: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
+    """A tensor whose length a compiled model does not specialize on."""
+    with torch.inference_mode(False):  # otherwise a later backward pass could not save it
         tensor = torch.from_numpy(x).to(device)
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor
 
 
 def _concatenated(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The ranges of ``lengths`` rows from ``begins`` on, one after the other."""
+    """The rows of all ranges, each of ``lengths`` rows from ``begins`` on."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(begins - before, lengths) + np.arange(lengths.sum())
 
 
-def attend(
-    query: Float[Tensor, "t heads d"],
-    key: Float[Tensor, "s kv_heads d"],
-    value: Float[Tensor, "s kv_heads dv"],
-    layout: Layout,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-) -> Float[Tensor, "t heads dv"]:
-    """Causal attention of each span's queries to its keys.
+def find_documents(position_ids: Int[Tensor, "*b t"]) -> tuple[Document, ...]:
+    """The documents of a pack: one begins wherever a position does not follow the one before.
 
-        y_i = sum_j softmax_j(scaling q_i . k_j) v_j    over the keys j that query i sees
-
-    In bfloat16 and float16 on a GPU by ``torch.nn.attention.varlen``, elsewhere by the kernels of
-    ``scaled_dot_product_attention``. Compiled, it is traced once for all layouts (with dropout, or
-    in float32 on a GPU, it is not traced).
+    One that begins at position n > 0 shares the first n tokens of the document before it, which
+    may itself share those of an earlier one: documents with a common beginning are the branches of
+    a tree, laid out depth first. In a batch each row is a pack, and packs lie end to end.
 
     Args:
-        query: row by row.
-        key: its heads divide those of the queries, which share them in order.
-        value: as the keys, perhaps of another width.
-        layout: of the spans that attend, by ``lay_out``.
-        scaling: ``1 / sqrt(d)`` by default.
-        dropout: the share of weights that are dropped.
+        position_ids: the place of each token in its document.
+
+    Raises:
+        ValueError: the first position is not 0, or a document shares more tokens than there are.
     """
-    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (x.to(dtype) for x in (query, key, value))
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    widths = (query.shape[-1], value.shape[-1])
-    fits = query.dtype in (torch.bfloat16, torch.float16) and not dropout
-    fits = fits and max(widths) <= 256 and not any(width % 8 for width in widths)
-    if fits and query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0):
-        return _attend_end_to_end(query, key, value, layout, scaling)
-    if query.device.type == "cpu" and not dropout:
-        q, k, v = _equally_wide(query, key, value)
-        attended: Tensor = _attend_on_cpu(q, k, v, layout.plan, scaling)[0]
-    else:
-        attended = _attend_by_length(query, key, value, layout, scaling, dropout)
-    return attended[..., : widths[1]]
+    if position_ids.numel() == 0 or position_ids[..., 0].any():
+        raise ValueError(
+            "position_ids must begin with 0: documents are packed whole, one after the other"
+        )
+    position_ids = position_ids.flatten()  # each row of a batch begins with 0
+    jumps = position_ids[1:] != position_ids[:-1] + 1
+    begins = [0, *((jumps.nonzero().flatten() + 1).tolist())]
+    ends = [*begins[1:], position_ids.numel()]
+    documents: list[Document] = []
+    for begin, end, shared in zip(begins, ends, position_ids[begins].tolist(), strict=True):
+        room = documents[-1].length if documents else 0
+        if not 0 <= shared <= room:
+            raise ValueError(
+                f"position_ids[{begin}] is {shared}: a document that begins there continues the "
+                f"one before it, which has {room} tokens"
+            )
+        prefix = _first_rows(documents[-1].keys, shared) if shared else ()
+        documents.append(Document(begin, end, prefix))
+    return tuple(documents)
 
 
-def _equally_wide(*tensors: Tensor) -> list[Tensor]:
-    """With zeros at their ends: kernels have one width for queries, keys and values."""
-    width = max(x.shape[-1] for x in tensors)
-    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
+def _first_rows(ranges: tuple[tuple[int, int], ...], count: int) -> tuple[tuple[int, int], ...]:
+    """The ranges that hold the first ``count`` rows of ``ranges``."""
+    first = []
+    for begin, end in ranges:
+        if count > 0:
+            first.append((begin, min(end, begin + count)))
+            count -= end - begin
+    return tuple(first)
 
 
-class _Run(NamedTuple):
-    """Spans alike, which attend in one call."""
-
-    size: int
-    """How many."""
-    length: int
-    """Queries of each."""
-    seen: int
-    """Keys of each."""
-    queries: Tensor
-    """Their rows."""
-    keys: Tensor
+def find_batch_documents(position_ids: Int[Tensor, "b t"]) -> tuple[Document, ...]:
+    """As ``find_documents``, but rows of successive positions are documents wherever they begin."""
+    batch, length = position_ids.shape
+    if length and bool((position_ids.diff() == 1).all()):
+        return tuple(Document(begin, begin + length) for begin in range(0, batch * length, length))
+    return find_documents(position_ids)
 
 
-def _runs(plan: Tensor) -> list[_Run]:
-    """A plan read: the number of runs, ``count, length, seen`` of each, and the rows of all queries
-    and then of all keys, run by run.
-    """
-    runs = int(plan[0])
-    alike, rows = plan[1 : 1 + 3 * runs].view(-1, 3).tolist(), plan[1 + 3 * runs :]
-    start_k = sum(count * length for count, length, _ in alike)
-    found, start = [], 0
-    for count, length, seen in alike:
-        end, end_k = start + count * length, start_k + count * seen
-        found.append(_Run(count, length, seen, rows[start:end], rows[start_k:end_k]))
-        start, start_k = end, end_k
+def once_per_tensor(
+    find: Callable[Concatenate[Tensor, P], T],
+) -> Callable[Concatenate[Tensor, P], T]:
+    """``find(x, ...)``, computed once while ``x`` lives and is not written to."""
+    known = WeakTensorKeyDictionary()
+
+    @functools.wraps(find)
+    def found(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if x.is_inference():  # it has no version that would show a write
+            return find(x, *args, **kwargs)
+        key = (x._version, args, kwargs)
+        last = known.get(x)  # type: ignore[no-untyped-call]
+        if last is None or last[0] != key:
+            last = key, find(x, *args, **kwargs)
+            known[x] = last
+        result: T = last[1]
+        return result
+
     return found
 
 
-def _stacked(x: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Rows of ``[t, heads, d]``, as ``[spans, heads, length, d]``."""
-    return x.index_select(0, rows).view(count, -1, *x.shape[1:]).transpose(1, 2)
+@once_per_tensor
+def batch_layout(
+    position_ids: Int[Tensor, "_ t"], batch: int, device: torch.device | str
+) -> Layout:
+    """The layout of the documents of a batch, whose rows may share one row of positions."""
+    return lay_out(find_batch_documents(position_ids.expand(batch, -1)), device)
 
 
-def _widen(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _kernel_inputs(run: _Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], Any]:
-    """What the kernel computes for a run, and its mask: None for plain causal attention."""
-    inputs = [_stacked(q, run.queries, run.size)]
-    inputs += [_stacked(x, run.keys, run.size) for x in (k, v)]
-    if run.seen <= WIDENED_LENGTH:
-        inputs = [_widen(x) for x in inputs]
-    if run.length == run.seen:
-        return inputs, None
-    mask = inputs[0].new_full((run.length, run.seen), -torch.inf)
-    return inputs, mask.triu(run.seen - run.length + 1)
-
-
-# The kernel of scaled_dot_product_attention and its gradient, called by their names, because a
-# compiled model must not look into what depends on the layout, and gradients need its logsumexp.
-_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_KERNEL_GRADIENT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-@torch.library.custom_op("primerl::attend", mutates_args=())
-def _attend_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, plan: Tensor, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """What is attended to, ``[t, heads, d]``, and the logsumexp of its scores, ``[t, heads]``."""
-    out, logsumexp = _empty_outputs(q)
-    for run in _runs(plan):
-        inputs, mask = _kernel_inputs(run, q, k, v)
-        of_run, sums = _KERNEL(*inputs, 0.0, mask is None, attn_mask=mask, scale=scaling)
-        out.index_copy_(0, run.queries, of_run.transpose(1, 2).flatten(0, 1).to(q.dtype))
-        logsumexp.index_copy_(0, run.queries, sums.transpose(1, 2).flatten(0, 1))
-    return out, logsumexp
-
-
-def _empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=wide)
-
-
-@torch.library.custom_op("primerl::attend_backward", mutates_args=())
-def _gradients_on_cpu(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    plan: Tensor,
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    to_q = q.new_empty(q.shape)
-    # Spans that share a key add to its gradient.
-    to_k, to_v = (torch.zeros_like(_widen(x)) for x in (k, v))
-    for run in _runs(plan):
-        inputs, mask = _kernel_inputs(run, q, k, v)
-        of_run = [_stacked(x, run.queries, run.size) for x in (gradient, out)]
-        above, attended = (x.to(inputs[0].dtype) for x in of_run)
-        sums = logsumexp.index_select(0, run.queries).view(run.size, run.length, -1)
-        to_inputs = _KERNEL_GRADIENT(
-            *(above, *inputs, attended, sums.transpose(1, 2), 0.0, mask is None),
-            attn_mask=mask,
-            scale=scaling,
-        )
-        mine, *others = (x.transpose(1, 2).flatten(0, 1) for x in to_inputs)
-        to_q.index_copy_(0, run.queries, mine.to(q.dtype))
-        for total, other in zip((to_k, to_v), others, strict=True):
-            total.index_add_(0, run.keys, other.to(total.dtype))
-    return to_q, to_k.to(k.dtype), to_v.to(v.dtype)
-
-
-@_attend_on_cpu.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty_outputs(q)
-
-
-@_gradients_on_cpu.register_fake
-def _(_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, plan, ctx.scaling = inputs
-    ctx.save_for_backward(q, k, v, *output, plan)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_gradients_on_cpu(gradient, *ctx.saved_tensors, ctx.scaling), None, None
-
-
-_attend_on_cpu.register_autograd(_backward, setup_context=_keep)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend_by_length(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float, dropout: float
-) -> Tensor:
-    runs, outputs = _runs(layout.plan.to(query.device)), []
-    for run in runs:
-        q = _stacked(query, run.queries, run.size)
-        k, v = (_stacked(x, run.keys, run.size) for x in (key, value))
-        mask = causal_lower_right(run.length, run.seen) if run.length < run.seen else None
-        of_run = F.scaled_dot_product_attention(
-            *(q, k, v),
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        outputs.append(of_run.transpose(1, 2).flatten(0, 1))
-    back = torch.cat([run.queries for run in runs]).argsort()
-    return torch.cat(outputs).index_select(0, back)
-
-
-_KNOWN_TO_KERNEL = frozenset(inspect.signature(varlen_attn).parameters)
-
-
-def _attend_end_to_end(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float
-) -> Tensor:
-    kernel: Any = varlen_attn
-    options: dict[str, Any] = {"scale": scaling}
-    if "window_size" in _KNOWN_TO_KERNEL:
-        options["window_size"] = (-1, 0)
-    else:
-        options["is_causal"] = True
-    if key.shape[1] != query.shape[1]:
-        if "enable_gqa" in _KNOWN_TO_KERNEL:  # not in torch 2.11
-            options["enable_gqa"] = True
-        else:
-            copies = query.shape[1] // key.shape[1]
-            key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-    q, k, v = _equally_wide(query, key, value)
-    if layout.gathered is not None:
-        k, v = (x[layout.gathered] for x in (k, v))
-    attended: Tensor = kernel(
-        *(q, k, v, layout.query_ends, layout.key_ends, layout.longest_queries, layout.longest),
-        **options,
-    )
-    return attended[..., : value.shape[-1]]
+def spans_within(documents: tuple[Document, ...], first: int, rows: int) -> list[Span]:
+    """The parts of documents in ``rows`` rows from ``first`` on, as queries counted from there."""
+    parts = []
+    for one in documents:
+        begin, end = max(one.begin, first), min(one.end, first + rows)
+        if begin < end:
+            parts.append(Span(begin - first, end - first, (*one.prefix, (one.begin, end))))
+    return parts

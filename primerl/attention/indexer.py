@@ -9,49 +9,54 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from primerl.attention.documents import Document, Span
-from primerl.attention.packed import CONTEXT_ATTENTION, documents_of_batch, find_documents
+from primerl.attention.admission import CONTEXT_SPARSE_ATTENTION, SPARSE_ATTENTION
+from primerl.attention.documents import (
+    Layout,
+    Span,
+    batch_layout,
+    find_documents,
+    lay_out,
+    once_per_tensor,
+    spans_within,
+)
 
-SPARSE_ATTENTION = "primerl_sparse"
-CONTEXT_SPARSE_ATTENTION = f"{CONTEXT_ATTENTION}_sparse"
-# The most elements that one call holds of scores between queries and keys.
-SCORES = 2**27
+# The most scores of queries against keys that one call holds.
+MAX_SCORES = 2**27
 
-Others = Callable[[Tensor], tuple[Tensor, int]]
-"""``rows -> (rows of all ranks that share documents, which of them this is)``, without gradient."""
+GatherRows = Callable[[Tensor], tuple[Tensor, int]]
+"""``rows -> (rows of all ranks that share documents, index of this rank)``, without gradient."""
 
 SWITCH_BACK = (
     "this model was switched to packed attention by primerl.loss.model_logprobs; to generate or "
     "to pad, call model.set_attn_implementation('sdpa') first"
 )
 
+# The documents that an indexer's output is about, for attention that is not given them.
+OUTPUT_LAYOUTS = WeakTensorKeyDictionary()
 
-# Which documents an indexer's answer is about, for attention that was not told.
-DOCUMENTS_OF_CHOICE = WeakTensorKeyDictionary()
 
-
-def rows_at_once(scores: int) -> int:
-    """How many rows may be computed together that have so many scores each."""
-    return max(1, SCORES // scores)
+def max_rows(scores: int) -> int:
+    """The most rows to compute together, each of which has so many scores."""
+    return max(1, MAX_SCORES // scores)
 
 
 class DocumentIndexer(nn.Module):
     """Calls an indexer on one document at a time.
 
-    ``[b, t, index_topk]``, int32: for each row, the places in its document of the keys chosen, all
-    of them visible; a row that sees fewer repeats the first. Without a last dimension's extent
-    (``[b, t, 0]``) if no document is longer than ``index_topk``: each row attends to all it sees.
+    Returns ``[b, t, index_topk]``, int32: for each row, the positions within its document of the
+    chosen keys, all of them visible; a row that sees fewer repeats the first. ``[b, t, 0]`` if no
+    document is longer than ``index_topk``: each row attends to all keys that it sees.
     """
 
-    def __init__(self, indexer: nn.Module, others: Others | None = None) -> None:
+    def __init__(self, indexer: nn.Module, gather: GatherRows | None = None) -> None:
         super().__init__()
         if next(indexer.named_parameters(recurse=False), None) or indexer._buffers:
-            raise ValueError(f"{type(indexer).__name__} has parameters beside its layers'")
+            raise ValueError(f"{type(indexer).__name__} has parameters outside its submodules")
         for name, child in indexer.named_children():
             self.add_module(name, child)
         # In a tuple, so that its parameters are not registered a second time.
-        self.of_model = (indexer,)
-        self.others = others
+        self.wrapped = (indexer,)
+        self.gather = gather
 
     @torch.no_grad()
     def forward(
@@ -63,8 +68,8 @@ class DocumentIndexer(nn.Module):
         position_ids: Int[Tensor, "_ t"],
         past_key_values: Any = None,
     ) -> Int[Tensor, "b t k"]:
-        """The keys chosen for each row, in the form that the model's indexer returns by itself."""
-        indexer: Any = self.of_model[0]
+        """The keys chosen for each row, in the form that the model's indexer returns."""
+        indexer: Any = self.wrapped[0]
         switched = (SPARSE_ATTENTION, CONTEXT_SPARSE_ATTENTION)
         if indexer.config._attn_implementation not in switched:
             whole: Tensor = indexer(
@@ -74,28 +79,28 @@ class DocumentIndexer(nn.Module):
         if past_key_values is not None:
             raise ValueError(f"a cache of keys is not computed; {SWITCH_BACK}")
         batch, length = hidden.shape[:2]
-        documents = _documents_at(position_ids, batch, self.others)
-        if max(one.length for one in documents) <= indexer.index_topk:
+        layout = _find_layout(position_ids, batch, hidden.device, self.gather)
+        if layout.max_keys <= indexer.index_topk:
             nothing = hidden.new_zeros(batch, length, 0, dtype=torch.int32)
-            DOCUMENTS_OF_CHOICE[nothing] = documents
+            OUTPUT_LAYOUTS[nothing] = layout
             return nothing
         inputs = [hidden, q_latent, *rotation, position_ids]
         rows = [x.expand(batch, *x.shape[1:]).flatten(0, 1) for x in inputs]
         keys, rank = _keys(indexer, rows), 0
-        if self.others is not None:
-            keys, rank = self.others(keys)
+        if self.gather is not None:
+            keys, rank = self.gather(keys)
         chosen = hidden.new_zeros(batch * length, indexer.index_topk, dtype=torch.int32)
-        for part in parts_of(documents, rank * length, batch * length):
-            if part.seen > indexer.index_topk:
-                own = [x[part.begin : part.end] for x in rows]
-                chosen[part.begin : part.end] = _choose(indexer, own, keys_of(keys, part))
+        for span in spans_within(layout.spans, rank * length, batch * length):
+            if span.seen > indexer.index_topk:
+                queries = [x[span.begin : span.end] for x in rows]
+                chosen[span.begin : span.end] = _choose(indexer, queries, span_rows(keys, span))
         chosen = chosen.view(batch, length, -1)
-        DOCUMENTS_OF_CHOICE[chosen] = documents
+        OUTPUT_LAYOUTS[chosen] = layout
         return chosen
 
 
 class _Recorder:
-    """In place of the model's cache: keeps the indexer's keys, and has it score next to nothing."""
+    """Stands in for the model's cache: records the indexer's keys and lets it score only one."""
 
     keys: Tensor
 
@@ -104,8 +109,8 @@ class _Recorder:
         return keys[:, :1]
 
 
-class _Given:
-    """In place of the model's cache: has the indexer score these keys."""
+class _FixedKeys:
+    """Stands in for the model's cache: lets the indexer score these keys."""
 
     def __init__(self, keys: Tensor) -> None:
         self.keys = keys
@@ -128,53 +133,31 @@ def _keys(indexer: Any, rows: list[Tensor]) -> Float[Tensor, "t d"]:
 
 
 def _choose(indexer: Any, rows: list[Tensor], keys: Float[Tensor, "s d"]) -> Int[Tensor, "t k"]:
-    """The keys chosen for the last rows of a document, which come some at a time."""
+    """The keys chosen for the last rows of a document, computed some rows at a time."""
     length, before = len(rows[0]), len(keys) - len(rows[0])
-    at_once = rows_at_once(indexer.n_heads * len(keys))
-    place, parts = torch.arange(len(keys), device=keys.device), []
+    at_once = max_rows(indexer.n_heads * len(keys))
+    position, parts = torch.arange(len(keys), device=keys.device), []
     for begin in range(0, length, at_once):
         part = [x[begin : begin + at_once] for x in rows]
-        here = place[before + begin :][: len(part[0])].unsqueeze(1)
+        here = position[before + begin :][: len(part[0])].unsqueeze(1)
         seen = before + begin + len(part[0])
-        chosen = _call(indexer, part, place[:seen] <= here, _Given(keys[:seen]))
-        chosen = chosen.masked_fill(chosen > here, 0)  # what a row sees is chosen, if so little
+        chosen = _call(indexer, part, position[:seen] <= here, _FixedKeys(keys[:seen]))
+        chosen = chosen.masked_fill(chosen > here, 0)  # it sees fewer than index_topk keys
         parts.append(F.pad(chosen, (0, indexer.index_topk - chosen.shape[1])))
     return torch.cat(parts)
 
 
-# Found once for all layers. A key is a tensor, not its values, so no write may have followed.
-_DOCUMENTS = WeakTensorKeyDictionary()
+@once_per_tensor
+def _find_layout(
+    position_ids: Tensor, batch: int, device: torch.device, gather: GatherRows | None
+) -> Layout:
+    """The documents that this rank's rows are in, and all others of the ranks that share them."""
+    if gather is None:
+        return batch_layout(position_ids, batch, device)
+    positions, _ = gather(position_ids.expand(batch, -1).flatten())
+    return lay_out(find_documents(positions), device)
 
 
-def _documents_at(position_ids: Tensor, batch: int, others: Others | None) -> tuple[Document, ...]:
-    """The documents that this rank's rows are in, and those of the ranks that share them."""
-    if position_ids.is_inference():  # has no version to tell a write by
-        return _find(position_ids, batch, others)
-    known = _DOCUMENTS.get(position_ids)  # type: ignore[no-untyped-call]
-    if known is None or known[0] != (position_ids._version, batch):
-        known = (position_ids._version, batch), _find(position_ids, batch, others)
-        _DOCUMENTS[position_ids] = known
-    documents: tuple[Document, ...] = known[1]
-    return documents
-
-
-def _find(position_ids: Tensor, batch: int, others: Others | None) -> tuple[Document, ...]:
-    positions = position_ids.expand(batch, -1)
-    if others is None:
-        return documents_of_batch(positions)
-    return find_documents(others(positions.flatten())[0])
-
-
-def parts_of(documents: tuple[Document, ...], first: int, rows: int) -> list[Span]:
-    """What of the documents lies in ``rows`` rows from ``first`` on."""
-    parts = []
-    for one in documents:
-        begin, end = max(one.begin, first), min(one.end, first + rows)
-        if begin < end:
-            parts.append(Span(begin - first, end - first, (*one.prefix, (one.begin, end))))
-    return parts
-
-
-def keys_of(x: Tensor, part: Span) -> Tensor:
-    """Its rows of ``x``."""
-    return torch.cat([x[begin:end] for begin, end in part.keys])
+def span_rows(x: Tensor, span: Span) -> Tensor:
+    """The key rows of a span."""
+    return torch.cat([x[begin:end] for begin, end in span.keys])

@@ -1,9 +1,8 @@
-"""DeepSeek sparse attention of packed documents, for unmodified Hugging Face models.
+"""DeepSeek sparse attention within packed documents, for unmodified Hugging Face models.
 
-An indexer chooses the keys that each query attends to (arXiv 2512.02556). ``transformers`` lets it
-score the whole pack against itself, under a square mask. Here it chooses document by document,
-some rows at a time, and a document in which every token may see every other, because it is no
-longer than ``index_topk``, needs no choice at all.
+An indexer chooses the keys that each query attends to (arXiv:2512.02556). ``transformers`` lets it
+score the whole pack against itself, under a square mask. Here it scores each document by itself,
+some rows at a time, and skips documents of at most ``index_topk`` tokens, which attend in full.
 """
 
 from typing import Any
@@ -15,33 +14,35 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from primerl._optional import require
-from primerl.attention.documents import Layout, Span, lay_out
-from primerl.attention.indexer import (
+from primerl.attention.admission import (
     CONTEXT_SPARSE_ATTENTION,
-    DOCUMENTS_OF_CHOICE,
+    MASKED_ATTENTION,
     SPARSE_ATTENTION,
+)
+from primerl.attention.documents import Layout, Span, spans_within
+from primerl.attention.indexer import (
+    OUTPUT_LAYOUTS,
     SWITCH_BACK,
     DocumentIndexer,
-    Others,
-    keys_of,
-    parts_of,
-    rows_at_once,
+    GatherRows,
+    max_rows,
+    span_rows,
 )
-from primerl.attention.packed import MASKED_ATTENTION, not_passed_on, packed_attention
+from primerl.attention.packed import not_passed_on, packed_attention
 
 
-def attend_sparsely(model: nn.Module, *, others: Others | None = None) -> None:
-    """Switch a model of DeepSeek sparse attention to choose and attend document by document.
+def attend_sparsely(model: nn.Module, *, gather: GatherRows | None = None) -> None:
+    """Switch a model with DeepSeek sparse attention to choose keys and attend within each document.
 
-    Each indexer is replaced by a module that calls it, and has its parameters under their names.
+    Each indexer is replaced by a module that calls it and has its parameters, under their names.
 
     Args:
-        model: of a family that ``attention.is_sparse`` knows.
-        others: gives the rows of all ranks that share documents, in order, from this rank's; the
-            attention that sees them is registered as ``CONTEXT_SPARSE_ATTENTION`` by the caller.
+        model: of one of ``SPARSE_FAMILIES``.
+        gather: gathers the rows of all ranks that share documents, in order. The caller registers
+            the context-parallel attention as ``CONTEXT_SPARSE_ATTENTION``.
 
     Raises:
-        ValueError: the model attends by kernels of its own.
+        ValueError: the model is set to another attention than ``eager`` or ``sdpa``.
     """
     config: Any = model.config
     if config._attn_implementation not in (*MASKED_ATTENTION, SPARSE_ATTENTION):
@@ -52,14 +53,14 @@ def attend_sparsely(model: nn.Module, *, others: Others | None = None) -> None:
     for attention in list(model.modules()):
         indexer = getattr(attention, "indexer", None)
         if isinstance(indexer, DocumentIndexer):
-            if indexer.others is others:
+            if indexer.gather is gather:
                 continue
-            indexer = indexer.of_model[0]
+            indexer = indexer.wrapped[0]
         if isinstance(indexer, nn.Module):
-            attention.set_submodule("indexer", DocumentIndexer(indexer, others))
+            attention.set_submodule("indexer", DocumentIndexer(indexer, gather))
     transformers = require("transformers", extra="transformers")
     transformers.AttentionInterface.register(SPARSE_ATTENTION, _sparse_attention)
-    name = SPARSE_ATTENTION if others is None else CONTEXT_SPARSE_ATTENTION
+    name = SPARSE_ATTENTION if gather is None else CONTEXT_SPARSE_ATTENTION
     transformers.AttentionMaskInterface.register(name, _placeholder)
     model.set_attn_implementation(name)  # type: ignore[operator]
 
@@ -67,7 +68,7 @@ def attend_sparsely(model: nn.Module, *, others: Others | None = None) -> None:
 def _placeholder(
     *_: Any, attention_mask: Tensor | None = None, device: Any = "cpu", **_others: Any
 ) -> Tensor:
-    """What the model's layers pass on as the mask, which they must have."""
+    """A mask that says nothing: the model's layers require one."""
     if attention_mask is not None and not attention_mask.all():
         raise ValueError(f"padding is not computed; {SWITCH_BACK}")
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
@@ -94,10 +95,9 @@ def _sparse_attention(
             "primerl.loss.model_logprobs first"
         )
     if documents is None:
-        chosen_among = DOCUMENTS_OF_CHOICE.get(indices)  # type: ignore[no-untyped-call]
-        if chosen_among is None:
+        documents = OUTPUT_LAYOUTS.get(indices)  # type: ignore[no-untyped-call]
+        if documents is None:
             raise ValueError(not_passed_on(module))
-        documents = lay_out(chosen_among, query.device)
     if indices.shape[-1] == 0:
         return packed_attention(
             module,
@@ -112,9 +112,9 @@ def _sparse_attention(
         )
     batch, _, length, _ = query.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    parts = parts_of(documents.spans, 0, batch * length)
+    spans = spans_within(documents.spans, 0, batch * length)
     attended = attend_to_chosen(
-        q, k, v, parts, indices.flatten(0, 1), scaling=scaling, dropout=dropout
+        q, k, v, spans, indices.flatten(0, 1), scaling=scaling, dropout=dropout
     )
     return attended.reshape(batch, length, *attended.shape[1:]), None
 
@@ -123,34 +123,36 @@ def attend_to_chosen(
     q: Float[Tensor, "t heads d"],
     k: Float[Tensor, "s kv_heads d"],
     v: Float[Tensor, "s kv_heads dv"],
-    parts: list[Span],
+    spans: list[Span],
     chosen: Int[Tensor, "t k"],
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
 ) -> Float[Tensor, "t heads dv"]:
-    """Attention of each part's rows to the keys chosen among those of its document.
+    """Attention of each span's queries to the keys that were chosen for them.
 
-    y_i = sum_j softmax_j(scaling q_i . k_j) v_j    over the keys j of ``chosen[i]``, or all that
-    row i sees, if its part sees no more than it could choose
+        y_i = sum_j softmax_j(scaling q_i . k_j) v_j    over the keys j of ``chosen[i]``
+
+    In a span that sees no more keys than can be chosen, each query attends to all that it sees.
     """
     outputs = []
-    for part in parts:
-        own = slice(part.begin, part.end)
-        picked = chosen[own] if part.seen > chosen.shape[1] > 0 else None
-        qp, kp, vp = (x.transpose(0, 1) for x in (q[own], keys_of(k, part), keys_of(v, part)))
-        outputs.append(_attend(qp, kp, vp, picked, scaling=scaling, dropout=dropout))
+    for span in spans:
+        rows = slice(span.begin, span.end)
+        picked = chosen[rows] if span.seen > chosen.shape[1] > 0 else None
+        inputs = (q[rows], span_rows(k, span), span_rows(v, span))
+        queries, keys, values = (x.transpose(0, 1) for x in inputs)
+        outputs.append(_attend(queries, keys, values, picked, scaling=scaling, dropout=dropout))
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, **options: Any) -> Tensor:
-    """The last rows of one document, some at a time: no mask spans a long one.
+    """The last rows of one document, some at a time, so that no mask covers a long one.
 
-    With several parts, each is computed again in the backward pass, so that one mask is held.
+    Where there are several parts, each is recomputed in the backward pass: one mask is held.
     """
-    # A CPU without a fused kernel holds the scores of all heads; others, the mask of one.
+    # On a CPU, where masked attention isn't fused, the scores of all heads are held, not one mask.
     each = k.shape[1] * (q.shape[0] if q.device.type == "cpu" else 1)
-    at_once = rows_at_once(each)
+    at_once = max_rows(each)
     if q.shape[1] <= at_once:
         return _attend_rows(q, k, v, chosen, **options)
     shared, outputs = k.shape[1] - q.shape[1], []

@@ -1,4 +1,4 @@
-"""Saving a training run while it goes on, and loading it on any number of ranks."""
+"""Saving a training run while it continues, and loading it on any number of ranks."""
 
 import logging
 import os
@@ -172,7 +172,7 @@ class Checkpoints:
         """Save the run. All ranks call it; an earlier save that still runs is waited for.
 
         Args:
-            step: policy steps taken: where a run that loads it goes on.
+            step: policy steps taken: where a run that loads it resumes.
             wait: return when it is on the disk, also if ``asynchronous``.
             values: of rank 0, under names for ``Saved.get``: bytes, JSON's types, or what has a
                 ``state()`` that is one of them; None is left out.

@@ -1,4 +1,4 @@
-"""Checks of what callers pass, with errors that name the argument."""
+"""Argument checks, with errors that name the argument."""
 
 import functools
 import inspect
@@ -14,7 +14,7 @@ R = TypeVar("R")
 _KINDS: dict[str, Callable[[torch.dtype], bool]] = {
     "a floating-point": lambda dtype: dtype.is_floating_point,
     "a bool": lambda dtype: dtype == torch.bool,
-    # Others are no indices: torch refuses them, or takes uint8 for a mask.
+    # torch refuses other dtypes as indices, or takes uint8 for a mask.
     "an int32 or int64": lambda dtype: dtype in (torch.int32, torch.int64),
 }
 
@@ -22,9 +22,9 @@ _KINDS: dict[str, Callable[[torch.dtype], bool]] = {
 def checked(*, finite: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Check tensors against a function's annotations before it is called.
 
-    Every argument annotated with a shape must be a tensor of that kind of dtype, and an axis has
-    one size in all of them. Arguments named in ``finite`` are data, made elsewhere: a NaN there
-    would be a mistake upstream, not numerics, so it is refused by name.
+    Every argument annotated with a shape must be a tensor of that kind of dtype, and an axis must
+    have the same size in all of them. Arguments named in ``finite`` are data from elsewhere, where
+    a NaN is a mistake upstream: they must be finite.
 
     Raises (when the decorated function is called):
         ValueError: naming the argument, what it is, and the argument that it does not fit.

@@ -1,14 +1,13 @@
-"""Corrections for trainer and sampler disagreeing: one detached weight per token.
+"""Corrections of the mismatch between trainer and sampler: one detached weight per token.
 
     weight = loss.token_tis(proximal_logprobs, b.behavior_logprobs, cap=2.0)
     per_token, aux = loss.clipped(logprobs, proximal_logprobs, b.advantages)
     loss.token_mean(weight * per_token, b.loss_mask, denom=trained)
 
-Multiply the weight into a token loss. The first argument is what the trainer gives the tokens: at
-the start of the step (``proximal_logprobs``), or now. Weights are in at least float32 and carry no
-gradient; where the trainer's logprob is NaN, so is the weight. Sequence weights hold one value in
-all rows of a document; ``all_sum`` adds over the ranks that share documents, all of which must make
-the call.
+Multiply a token loss by the weight. The first argument are the trainer's logprobs, at the start of
+the step (``proximal_logprobs``) or now. Weights are in at least float32 and carry no gradient;
+where the trainer's logprob is NaN, so is the weight. Sequence weights have the same value in all
+rows of a document; ``all_sum`` sums over the ranks that share documents, which all make the call.
 """
 
 import math
@@ -55,7 +54,7 @@ def sequence_tis(
 ) -> Float[Tensor, " t"]:
     """Truncated importance sampling by sequence: ``min(prod_t r_t, cap)`` in all its rows.
 
-    The product is over the trained tokens. Less biased than by token, of higher variance.
+    The product is over the trained tokens. Less biased than by token, with higher variance.
 
     Source: Liu et al., "When speed kills stability" (2025).
 
@@ -72,7 +71,7 @@ def token_mis(
 ) -> Float[Tensor, " t"]:
     """Masked importance sampling by token: ``r`` up to ``cap``, and 0 above it.
 
-    What truncation would keep at the cap is left out. Source: as ``sequence_mis``.
+    Tokens that truncation would keep at the cap get no weight. Source: as ``sequence_mis``.
 
     Raises:
         ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or the tensors do not fit.
@@ -117,7 +116,7 @@ def icepop(
     Source: IcePop, of the Ring-1T report, arXiv:2510.18855; bounds of 0.5 and 5 as there.
 
     Raises:
-        ValueError: not ``low <= high``, one is not between e^-20 and e^20 (0 and infinity are for
+        ValueError: not ``low <= high``, one is not between e^-20 and e^20 (0 and infinity mean
             no bound), or the tensors do not fit.
     """
     _require_interval(low, high)
@@ -138,15 +137,15 @@ def geometric_rejection(
 ) -> Float[Tensor, " t"]:
     """Reject whole sequences: 1 where ``low <= (prod_t r_t)^(1/|y|) <= high``, and 0 elsewhere.
 
-    The geometric mean does not explode with the length: it nears ``exp(-KL)``, spread around it as
-    ``1/sqrt(|y|)``. So the bounds must be wider than the KL divergence of trainer and sampler, and
-    short sequences need wider ones.
+    The geometric mean does not explode with the length: it approaches ``exp(-KL)``, with a spread
+    of ``1/sqrt(|y|)``. So the bounds must be wider than the KL divergence of trainer and sampler,
+    and short sequences need wider ones.
 
     Source: Liu et al., "When speed kills stability" (2025), part 3; the bounds are the example in
     the documentation of verl's rollout correction.
 
     Raises:
-        ValueError: not ``low <= high``, one is not between e^-20 and e^20 (0 and infinity are for
+        ValueError: not ``low <= high``, one is not between e^-20 and e^20 (0 and infinity mean
             no bound), or the tensors do not fit.
     """
     _require_interval(low, high)

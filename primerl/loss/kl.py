@@ -11,9 +11,9 @@ from primerl.loss.ratio import log_ratio, trainable
 def k1(logprobs: Float[Tensor, " t"], other: Float[Tensor, " t"]) -> Float[Tensor, " t"]:
     """The estimate ``-d`` of ``KL(p || q)``, with ``d = other - logprobs``.
 
-    For tokens drawn from p, the policy of ``logprobs``; ``other`` is of q. Unbiased, but of either
-    sign. As a loss its gradient is zero in expectation: use it in the reward or advantage.
-    d is held within +-20 here and in ``k2`` and ``k3``, with zero gradient beyond.
+    For tokens drawn from p, whose logprobs are ``logprobs``; ``other`` are those of q. Unbiased,
+    but of either sign. As a loss its gradient is zero in expectation: use it in the reward or
+    advantage. d is clamped to +-20, here and in ``k2`` and ``k3``, with zero gradient beyond.
 
     Source: J. Schulman, "Approximating KL divergence" (2020).
 
@@ -63,6 +63,6 @@ def cross_entropy(logprobs: Float[Tensor, " t"]) -> Float[Tensor, " t"]:
     replies. Computed in at least float32.
 
     Raises:
-        ValueError: ``logprobs`` is no floating-point vector.
+        ValueError: ``logprobs`` is not a floating-point vector.
     """
     return -trainable(logprobs)

@@ -1,10 +1,9 @@
-"""Logprobs and entropies straight from hidden states, without ever holding the logits.
+"""Logprobs and entropies from hidden states, without materializing the logits.
 
-The logits ``[t, v]`` are the largest tensor of a training step. They are computed here a tile at a
-time (a chunk of tokens by a block of the vocabulary), and twice: the forward pass keeps three
-numbers per token, the highest logit and two sums for normalizer and entropy, from which the
-backward pass has each tile's probabilities again. Blocks of the vocabulary are the outer loop, so
-that each part of the weight's gradient is finished before the next one begins.
+The logits ``[t, v]`` are the largest tensor of a training step. Here they are computed tile by tile
+(a chunk of tokens by a block of the vocabulary), and again in the backward pass: the forward pass
+keeps three numbers per token, the highest logit and two sums for normalizer and entropy. Blocks of
+the vocabulary are the outer loop, so each part of the weight's gradient is completed at once.
 """
 
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 # Elements of a tile. On a CPU a tile stays in cache; an accelerator wants fewer, larger kernels.
 CPU_TILE, TILE = 2**21, 2**25
 CHUNK_TOKENS = 4096
-# exp(FLOOR) is 0 in every dtype, and unlike -inf the product of the two is 0 as well.
+# exp(FLOOR) is 0 in every dtype, and FLOOR exp(FLOOR) is 0, too, where -inf would give NaN.
 FLOOR = -1000.0
 
 
@@ -36,8 +35,8 @@ def linear_logprobs(
 
     With ``p = softmax(hidden @ weight.T / temperature)``: ``log p[labels]`` and ``-sum p log p``
     in nats, both ``[t]`` and differentiable with respect to ``hidden`` and ``weight``. Extra memory
-    is a few tiles of logits, the two gradients, and a float32 copy of that of ``hidden``. The
-    products are taken in the dtype of ``hidden``, all else in at least float32.
+    is a few tiles of logits, the two gradients, and the gradient of ``hidden`` in float32. Products
+    are computed in the dtype of ``hidden``, everything else in at least float32.
 
     Args:
         hidden: ``[t, h]``, floating point.
@@ -46,7 +45,7 @@ def linear_logprobs(
         temperature: divides the logits of all rows, or ``[t]``, of each; held constant.
         rows: ``[t]``, boolean: the rows to compute. The others give 0, without gradient, and their
             hidden states are not read. None selects all rows.
-        chunk_tokens: at most so many rows are computed at once.
+        chunk_tokens: the most rows to compute at once.
 
     Raises:
         ValueError: a shape or dtype does not fit the others, a selected label is outside the
@@ -78,7 +77,7 @@ def head_logprobs(
         return _LinearLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
             hidden, weight, labels, divisor, chunk_tokens
         )
-    chosen = rows.nonzero().squeeze(1)  # once: a device is waited for
+    chosen = rows.nonzero().squeeze(1)  # once, because it synchronizes with the device
     logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden.index_select(0, chosen),
         weight,
@@ -128,16 +127,16 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, labels, divisor, highest, total, weighted = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         wide = highest.dtype
         grad_hidden = hidden.new_zeros(hidden.shape, dtype=wide) if wants_hidden else None
         grad_weight = torch.zeros_like(weight) if wants_weight else None
-        a, b, c = _coefficients(of_logprobs, of_entropy, divisor, total, weighted)
+        a, b, c = _coefficients(grad_logprobs, grad_entropy, divisor, total, weighted)
         tokens, block = _tile(hidden, ctx.chunk_tokens)
-        kept = hidden.dtype if len(hidden) <= tokens else wide  # one product needs no adding up
+        kept = hidden.dtype if len(hidden) <= tokens else wide  # one product needs no sum
         for columns in _slices(len(weight), block):
             part: Tensor | None = None
             for rows in _slices(len(hidden), tokens):
@@ -163,8 +162,8 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _coefficients(
-    of_logprobs: Tensor | None,
-    of_entropy: Tensor | None,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
     divisor: Tensor | None,
     total: Tensor,
     weighted: Tensor,
@@ -175,8 +174,8 @@ def _coefficients(
     log p_j = z_j - m - log total and H = log total - weighted / total. ``c`` is None where no
     gradient of the entropy is asked for.
     """
-    a = torch.zeros_like(total) if of_logprobs is None else of_logprobs
-    h = of_entropy
+    a = torch.zeros_like(total) if grad_logprobs is None else grad_logprobs
+    h = grad_entropy
     if divisor is not None:
         a, h = a / divisor, None if h is None else h / divisor
     if h is None:
@@ -192,7 +191,7 @@ def _logits(
 
 
 def _places(labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Where in the block each row's label lies ``[t, 1]``, and whether it does ``[t]``."""
+    """Each row's label as a column of the block ``[t, 1]``, and whether it lies in it ``[t]``."""
     place = labels.long() - columns.start
     inside = (place >= 0) & (place < columns.stop - columns.start)
     return _column(place.where(inside, 0)), inside
@@ -219,7 +218,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a @ b`` in ``dtype``: unrounded where the device can, rounded to a's dtype first if not."""
+    """``a @ b`` in ``dtype``; where the device can't, rounded to a's dtype first."""
     if a.dtype != dtype and _matmul_widens(a.device.type, a.dtype):
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a, b).to(dtype)
@@ -230,7 +229,7 @@ def _matmul_widens(device: str, dtype: torch.dtype) -> bool:
     try:
         x = torch.zeros(16, 16, device=device, dtype=dtype)
         return torch.mm(x, x, out_dtype=torch.float32).dtype == torch.float32
-    except (RuntimeError, TypeError):  # NotImplementedError is one of them
+    except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
         return False
 
 
@@ -259,7 +258,7 @@ def _check_head(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
 def check_rows(
     labels: Tensor, temperature: float | Tensor, rows: Tensor | None, *, like: Tensor, name: str
 ) -> None:
-    """Refuse what does not lie along the rows of ``like``, which the caller knows by ``name``.
+    """Refuse arguments that do not fit the rows of ``like``, the caller's argument ``name``.
 
     Raises:
         ValueError: a type, shape or dtype is wrong.

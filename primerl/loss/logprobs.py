@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from primerl._forward_passes import attempt
+from primerl.attention import attend_by_document, require_documents
 from primerl.attention.admission import refuse_virtual_tokens
-from primerl.attention.packed import attend_by_document, passing_on
 from primerl.loss.arguments import checked
 from primerl.loss.linear_head import FLOOR, check_rows, check_values, head_logprobs
 from primerl.loss.ratio import upcast
 
 Score = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-# Models found to do more with their logits than return them, such as to scale or to cap them.
+# Models that were found to scale, cap or otherwise change their logits before returning them.
 _MODELS_THAT_NEED_LOGITS: WeakSet[nn.Module] = WeakSet()
 
 
@@ -61,33 +61,32 @@ def model_logprobs(
 ) -> Float[Tensor, " t"]:
     """The processed logprob that a causal language model gives each row's label.
 
-    Documents lie end to end; one begins wherever a position does not follow the one before, and no
-    document sees another. But one that begins at position n > 0 continues the first n tokens of the
-    one before it, as ``packing.pack(share_prefixes=True)`` lays them out. A model that
+    Documents lie end to end and do not see each other. One begins wherever a position does not
+    follow the one before; one that begins at position n > 0 shares the first n tokens of the
+    document before it, as ``packing.pack(share_prefixes=True)`` lays them out. A model that
     attends by ``sdpa`` or ``eager`` is switched, by its public ``set_attn_implementation``, to
-    attend document by document, so that no t x t mask is ever built (where an indexer chooses keys,
-    it does that document by document too); flash attention reads the positions itself and is left
-    alone. The logits are not held either: ``linear_logprobs`` stands
-    in for the model's head. Where that is no plain linear layer, or the model goes on to scale or
-    cap its logits (which its first call finds out, and then runs again), they are computed as the
-    model has it. To recompute activations, checkpoint the layers, as
+    attention within each document, so that no t x t mask is ever built; flash attention reads the
+    positions itself and is left alone. The logits are not materialized either:
+    ``linear_logprobs`` replaces the model's head. Where the head is not a plain linear layer, or
+    the model changes its logits afterwards (which the first call detects, and then runs the model
+    again), they are computed as the model does. To recompute activations, checkpoint the layers, as
     ``gradient_checkpointing_enable`` does, not the whole model or its head.
 
     Args:
         model: an unmodified ``transformers`` causal language model.
         token_ids: the packed tokens.
-        position_ids: each token's place in its document.
+        position_ids: each token's position in its document.
         labels: the token to score in each row (anything where ``rows`` is false).
         temperature: of the sampler, for all rows or ``[t]``, for each.
-        rows: the rows to score, such as the loss mask; the others give 0 and cost
-            nothing in the head. None scores all rows.
+        rows: the rows to score, such as the loss mask; the others give 0 and cost nothing in the
+            head. None scores all rows.
 
     Raises:
-        ValueError: the pack does not begin with a document, one continues more tokens than there
-            are, the model attends in a way that the per-document attention does not compute (sinks,
-            windows shorter than a document, sparse indices, linear attention) or by flash attention
-            where documents share tokens, it has an adapter that puts tokens before a sequence
-            (prompt or prefix tuning), or an argument is refused as by ``linear_logprobs``.
+        ValueError: the pack does not begin with position 0, a document shares more tokens than
+            there are, the model's attention is not supported (sinks, windows shorter than a
+            document, unknown sparse attention, linear attention, or flash attention where documents
+            share tokens), it has an adapter of prompt or prefix tuning, or an argument is refused
+            as by ``linear_logprobs``.
     """
     return _score(model, token_ids, position_ids, labels, temperature, rows, False)[0]
 
@@ -118,8 +117,8 @@ def _score(
     rows: Tensor | None,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Each row's logprob and, if it is wanted, entropy (otherwise it may be anything)."""
-    if torch.is_inference_mode_enabled():  # its tensors have no version to tell a write by
+    """Each row's logprob and entropy; the entropy is valid only ``with_entropy``."""
+    if torch.is_inference_mode_enabled():  # its tensors have no version that would show a write
         with torch.inference_mode(False), torch.no_grad():
             return _score(model, token_ids, position_ids, labels, temperature, rows, with_entropy)
     refuse_virtual_tokens(model)
@@ -129,7 +128,7 @@ def _score(
     documents = attend_by_document(model, position_ids)
 
     def run() -> Tensor:
-        with passing_on(documents, position_ids):
+        with require_documents(documents, position_ids):
             return model(  # type: ignore[no-any-return]
                 input_ids=token_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),
@@ -137,35 +136,35 @@ def _score(
                 documents=documents,
             ).logits
 
-    def in_place_of_logits(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def score(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         logprobs, entropy = head_logprobs(hidden, weight, labels, temperature, rows)
         return logprobs, entropy if with_entropy else entropy.detach()
 
     logits = None
     if model not in _MODELS_THAT_NEED_LOGITS:
-        stand_in = _InPlaceOfHead(model, len(token_ids), in_place_of_logits)
+        head = _HeadReplacement(model, len(token_ids), score)
         try:
-            with attempt() as first, stand_in:
+            with attempt() as first, head:
                 logits = run()
         except (IndexError, RuntimeError):
-            if not stand_in.outputs:  # otherwise the model sought a token in what stands in
+            if not head.outputs:  # otherwise the model indexed the placeholder
                 raise
-        if logits is not None and stand_in.is_all_of(logits):
+        if logits is not None and head.returned_as(logits):
             logprobs, entropy = logits.squeeze(0).unbind(-1)
             return logprobs, entropy
-        if stand_in.outputs:
+        if head.outputs:
             _MODELS_THAT_NEED_LOGITS.add(model)
             first.discarded, logits = True, None
     logits = run() if logits is None else logits
     return _score_logits(logits.squeeze(0), labels, temperature, rows, with_entropy)
 
 
-class _InPlaceOfHead(TorchFunctionMode):
-    """While a model runs on t tokens, ``score(hidden, weight)`` in place of its head's logits.
+class _HeadReplacement(TorchFunctionMode):
+    """While a model runs on t tokens, ``score(hidden, weight)`` replaces its head's logits.
 
     The head's product is replaced within the model's forward pass, where a sharded weight is
-    gathered. Its place is taken by a tensor ``[1, t, 2]``; ``is_all_of`` tells whether the model
-    returned just that as its logits, or did anything else with it.
+    gathered, by a placeholder ``[1, t, 2]``. ``returned_as`` tells whether the model returned the
+    placeholder itself as its logits, or did anything else with it.
     """
 
     def __init__(self, model: nn.Module, tokens: int, score: Score) -> None:
@@ -177,22 +176,22 @@ class _InPlaceOfHead(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # A graph has the plain product: it would depend on this call's numbers of rows and labels.
+        # Not in a compiled graph, which would depend on this call's rows and labels.
         traced = torch.compiler.is_compiling()
-        if func is F.linear and not traced and self._is_of_head(*args, **(kwargs or {})):
+        if func is F.linear and not traced and self._is_head(*args, **(kwargs or {})):
             both = self.score(args[0].squeeze(0), args[1])
             self.outputs.append(torch.stack([x.unsqueeze(0) for x in both], dim=-1))  # no view
             return self.outputs[-1]
         return func(*args, **(kwargs or {}))
 
-    def _is_of_head(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    def _is_head(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         if bias is not None or x.shape[:-1] != (1, self.tokens) or isinstance(weight, DTensor):
             return False
         return isinstance(self.head, nn.Linear) and weight is self.head.weight
 
-    def is_all_of(self, logits: Tensor) -> bool:
-        # The first of them: a model that used the head before has computed with a stand-in.
-        # Version 0: and nothing was written into it.
+    def returned_as(self, logits: Tensor) -> bool:
+        # The first: a model that used its head before has computed with a placeholder.
+        # Version 0: nothing was written into it.
         return bool(self.outputs) and logits is self.outputs[0] and logits._version == 0
 
 

@@ -1,4 +1,4 @@
-"""Importance ratios between the policy and the weights that sampled."""
+"""Importance ratios between the policy and the weights that sampled the tokens."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from primerl.loss.arguments import checked, require_finite
 
 LOG_RATIO_LIMIT = 20.0
 LEAST_RATIO, GREATEST_RATIO = math.exp(-LOG_RATIO_LIMIT), math.exp(LOG_RATIO_LIMIT)
-# Sums by sequence have one of few sizes, whatever a rank has seen.
+# Sums by sequence are padded to one of few sizes, so that ranks agree on one.
 FEWEST_SEQUENCES, MOST_SEQUENCES = 1024, 2**24
 
 Ratio = Callable[[Tensor, Tensor], Tensor]
@@ -22,23 +22,23 @@ AllSum = Callable[[Tensor], Tensor]
 
 
 def identity(x: Tensor) -> Tensor:
-    """The ``all_sum`` of a process that holds its documents whole."""
+    """The ``all_sum`` of a process that has its documents whole."""
     return x
 
 
 def require_reachable(name: str, value: float, *, bound: float, off: str | None) -> None:
-    """Refuse a bound that no ratio crosses, because log-ratios are held within +-20.
+    """Refuse a bound that no ratio crosses, because log-ratios are clamped to +-20.
 
     Args:
         name: of the argument.
-        value: that it has.
+        value: of the argument.
         bound: the ratio at which it takes effect.
-        off: the value that says that there is no such bound, if there is one.
+        off: the value that means no bound, if there is one.
 
     Raises:
         ValueError: the bound is not between e^-20 and e^20.
     """
-    slack = 1e-5  # of exp in float32
+    slack = 1e-5  # for the rounding of exp in float32
     none = "" if off is None else f", or {name}={off} for none"
     if not LEAST_RATIO * (1 + slack) < bound < GREATEST_RATIO * (1 - slack):
         raise ValueError(
@@ -56,21 +56,21 @@ def upcast(x: Tensor) -> Tensor:
 def trainable(logprobs: Tensor) -> Tensor:
     """The trainer's logprobs in at least float32, where a row that isn't finite has no gradient.
 
-    Its value stays what it is, so that a NaN in a trained row is seen. In a row that is masked
-    out later, the zero that comes back would become NaN on its way through NaN.
+    Values are kept, so that a NaN in a trained row shows. In a row that is masked out later, the
+    zero gradient would otherwise become NaN when it is multiplied by NaN.
     """
     x = upcast(logprobs)
     return x.where(x.isfinite(), x.detach())
 
 
 def log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
-    """``logprobs - other`` within +-20: held beyond, with zero gradient."""
+    """``logprobs - other``, clamped to +-20, with zero gradient beyond."""
     difference = trainable(logprobs) - upcast(other)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def ratio_by(ratio: Ratio, logprobs: Tensor, other: Tensor) -> Tensor:
-    """What a caller's ratio function returns, if it has one entry for each row.
+    """The result of a caller's ratio function, with one entry for each row.
 
     Raises:
         ValueError: it has another shape.
@@ -85,8 +85,8 @@ def ratio_by(ratio: Ratio, logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def limited(ratio: Tensor) -> Tensor:
-    """One where a ratio is held, its log having reached +-20, zero elsewhere; detached."""
-    held = ratio.detach().log().abs() > LOG_RATIO_LIMIT - 1e-5  # but for the rounding of exp
+    """One where a log-ratio is clamped at +-20, zero elsewhere; detached."""
+    held = ratio.detach().log().abs() > LOG_RATIO_LIMIT - 1e-5  # for the rounding of exp
     return held.to(ratio.dtype)
 
 
@@ -96,7 +96,7 @@ def token_ratio(
 ) -> Float[Tensor, " t"]:
     """The importance ratio of each token: ``r = exp(logprobs - behavior_logprobs)``.
 
-    The log-ratio is held within +-20, with zero gradient beyond. Computed in at least float32.
+    The log-ratio is clamped to +-20, with zero gradient beyond. Computed in at least float32.
     Source: PPO, arXiv:1707.06347, section 3.
 
     Raises:
@@ -122,21 +122,20 @@ def sequence_ratio(
     over the trained tokens of sequence i, where sg stops the gradient and p_t is the probability of
     token t. The value is ``s_i`` in every row; its gradient with respect to ``logprobs[t]`` is
     ``s_i`` in the trained rows, so under ``sequence_mean`` the gradient is that of ``s_i`` itself
-    (of ``s_i / |y_i|`` for the product). Only a sum without gradient crosses ranks.
+    (of ``s_i / |y_i|`` for the product). Ranks exchange only a sum without gradient.
 
     Source: GSPO, arXiv:2507.18071, equations 7 (``s_i``) and 14 (GSPO-token). With
     ``length_normalized=False`` it is the product of the token ratios: the exact importance weight.
 
     Args:
-        logprobs: by the trainer, now.
-        behavior_logprobs: by the sampler; anything where the mask is not set.
+        logprobs: the trainer's, now.
+        behavior_logprobs: the sampler's; anything where the mask is false.
         loss_mask: the trained tokens.
         sequence_ids: the document of each row, 0 to s-1; the same on all ranks that share it.
-        all_sum: sums a tensor over the ranks that hold parts of these documents. All of them must
-            call this function together.
+        all_sum: sums a tensor over the ranks that share these documents, which all make the call.
         length_normalized: the geometric mean of the token ratios, or their product.
 
-    The log of the result is held within +-20, with zero gradient beyond. A sequence without a
+    The log of the result is clamped to +-20, with zero gradient beyond. A sequence without a
     trained token has the ratio 1.
 
     Raises:
@@ -166,7 +165,7 @@ def sequence_log_ratio(
 ) -> tuple[Tensor, Tensor]:
     """For each sequence id, the sum of its log-ratios and the number of its trained tokens.
 
-    Both are float64 without gradient, so the order in which tokens are added hardly matters.
+    Both are float64 without gradient, so the order of summation hardly matters.
     """
     difference = logprobs.detach().double() - behavior_logprobs.double()
     return sequence_sums(difference, loss_mask, sequence_ids, all_sum=all_sum)
@@ -182,7 +181,7 @@ def sequence_sums(
         raise ValueError(
             f"sequence_ids has {wrong}; expected the documents of a micro-batch, numbered from 0"
         )
-    # Ranks may see different ids. The sum of what each needs is enough for all, and equal on all.
+    # Ranks may see different ids; the sum of the sizes that they need is enough for all.
     needed = all_sum(torch.as_tensor(highest, device=x.device).long() + 1)
     if not isinstance(needed, Tensor):
         raise ValueError(

@@ -1,9 +1,9 @@
 """Reductions of token losses, with explicit global denominators.
 
-A denominator counts over the *whole step*: all micro-batches and ranks. Then gradients do not
-depend on how the step was cut up, and summing them over ranks is right. Rows outside the mask are
-selected away, so a NaN there does no harm. A batch without a trained row gives zero, with a graph,
-so that every rank runs the same backward pass.
+A denominator counts over the *whole step*: all micro-batches and ranks. Gradients then do not
+depend on how the step is divided, and are summed over ranks. Rows outside the mask are dropped, so
+a NaN there does no harm. A batch without a trained row gives zero with a graph, so that every rank
+runs the same backward pass.
 """
 
 from typing import SupportsFloat
@@ -24,8 +24,8 @@ def token_mean(
 ) -> Float[Tensor, ""]:
     """The sum over the mask divided by ``denom``: ``sum_i m_i x_i / denom``.
 
-    ``denom`` is the number of trained tokens of the whole step. Every token counts alike, so long
-    sequences count more (token-level loss of DAPO, arXiv:2503.14476, equation 12).
+    ``denom`` is the number of trained tokens of the whole step. Every token has the same weight, so
+    long sequences weigh more (token-level loss of DAPO, arXiv:2503.14476, equation 12).
 
     Raises:
         ValueError: ``denom`` is not above zero while rows are selected, or the tensors do not fit.
@@ -44,9 +44,9 @@ def sequence_mean(
 ) -> Float[Tensor, ""]:
     """The mean of sequences' means: ``sum_i (1/|y_i|) sum_t m_it x_it / denom``.
 
-    ``denom`` is the number of trained sequences of the whole step. Every sequence counts alike, so
-    a token counts less in a long one (GRPO, arXiv:2402.03300, equation 3; GSPO). ``all_sum`` adds
-    over the ranks that share documents.
+    ``denom`` is the number of trained sequences of the whole step. Every sequence has the same
+    weight, so a token weighs less in a long one (GRPO, arXiv:2402.03300, equation 3; GSPO).
+    ``all_sum`` sums over the ranks that share documents.
 
     Raises:
         ValueError: ``denom`` is not above zero while rows are selected, or the tensors do not fit.
@@ -68,8 +68,9 @@ def fixed_length_mean(
     """The sum over the mask divided by a constant length: ``sum_i m_i x_i / (length denom)``.
 
     ``denom`` is the number of trained sequences of the whole step and ``length`` a constant, such
-    as the most tokens a reply may have. Neither depends on how long replies are, so the gradient
-    has no bias towards short right and long wrong ones (Dr. GRPO, arXiv:2503.20783, section 3.2).
+    as the most tokens of a response. Neither depends on the length of responses, so the gradient
+    has no bias towards short correct and long incorrect ones (Dr. GRPO, arXiv:2503.20783, section
+    3.2).
 
     Raises:
         ValueError: ``length`` is not above zero, ``denom`` is not while rows are selected, or the

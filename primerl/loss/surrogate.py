@@ -1,9 +1,9 @@
-"""Policy-gradient surrogates: one loss per token, bounded by the ratio or not at all.
+"""Policy-gradient surrogates: one loss per token, with or without a bound on the ratio.
 
 Each takes ``(logprobs[t], behavior_logprobs[t], advantages[t])`` and returns ``(loss[t], aux)``.
 ``ratio=`` replaces the importance ratio by another function of both logprobs, such as one over
 whole sequences. Where trainer and sampler agree, the gradient of each is that of REINFORCE,
-``-A d logprobs``. The surrogates bounded by probabilities are in ``trust_region``.
+``-A d logprobs``. Surrogates bounded by probabilities are in ``trust_region``.
 """
 
 import math
@@ -44,7 +44,7 @@ def reinforce(
     ``behavior_logprobs``.
 
     Source: REINFORCE (Williams, 1992); weighted: PPO, arXiv:1707.06347, equation 6.
-    ``aux["log_ratio_limited"]`` is 1 where the log-ratio is held at +-20 (in every surrogate).
+    ``aux["log_ratio_limited"]`` is 1 where the log-ratio is clamped at +-20 (in every surrogate).
 
     Raises:
         ValueError: shapes or dtypes differ, or an input from the sampler is not finite.
@@ -70,13 +70,13 @@ def clipped(
     ``-max(min(r A, clip(r) A), c A)`` there, because that side of the clip leaves r unbounded. Such
     a token, which became much likelier and is bad, then has no gradient.
 
-    Source: PPO, arXiv:1707.06347, equation 7; bounds of their own: DAPO, arXiv:2503.14476,
+    Source: PPO, arXiv:1707.06347, equation 7; separate bounds: DAPO, arXiv:2503.14476,
     equation 10; dual clip: arXiv:1912.09729, equation 5. ``aux["clipped"]`` is 1 where a clip
     stops the gradient.
 
     Raises:
         ValueError: a clip is negative, ``clip_low`` is above 1, ``dual_clip`` is not above 1, one
-            of them is never reached by a held ratio (1.0, infinity and None are for no bound), or
+            of them is out of reach of clamped ratios (1.0, infinity and None mean no bound), or
             the tensors do not fit.
     """
     _require_clips(clip_low, clip_high)
@@ -103,10 +103,10 @@ def gspo(
     """The clipped surrogate with the ratio of the whole sequence.
 
     ``clipped`` with ``sequence_ratio``: a sequence is clipped as a whole. The ratio is a geometric
-    mean over tokens, hence the small clips. Reduce with ``sequence_mean``. On long sequences a
-    mismatch between trainer and sampler alone leaves these clips, always to the same side: give the
-    trainer's own logprobs at the start of the step as ``behavior_logprobs``, and correct for the
-    sampler apart.
+    mean over tokens, hence the small clips. Reduce with ``sequence_mean``. On long sequences the
+    mismatch between trainer and sampler alone exceeds these clips, always on the same side: pass
+    the trainer's logprobs at the start of the step as ``behavior_logprobs``, and correct for the
+    sampler separately.
 
     Source: GSPO, arXiv:2507.18071, equation 5; the clips are those of its section 5.1.
 
@@ -141,8 +141,8 @@ def cispo(
 ) -> tuple[Float[Tensor, " t"], Aux]:
     """REINFORCE with a clipped importance weight: ``-sg(clip(r, 1 - low, 1 + high)) A logprobs``.
 
-    The weight carries no gradient, so no token loses its own, however far it moved. By default the
-    weight is bounded from above only, at 5.
+    The weight carries no gradient, so every token keeps its gradient, however far it moved. By
+    default the weight is bounded from above only, at 5.
 
     Source: CISPO, MiniMax-M1, arXiv:2506.13585, equations 4 and 5 (which leaves the lower side
     open and gives no number for the upper; a bound of 5 is used with ScaleRL, arXiv:2510.13786).
@@ -168,7 +168,7 @@ def topr(
 ) -> tuple[Float[Tensor, " t"], Aux]:
     """Tapered off-policy REINFORCE: ``-sg(w) A logprobs`` with w = 1 if A > 0, else min(r, 1).
 
-    Good rollouts are learned in full, also those that the policy would hardly sample; bad ones
+    Good rollouts keep their full weight, also where the policy would hardly sample them; bad ones
     only as far as it still would.
 
     Source: TOPR, arXiv:2503.14286, section 3, whose ratio is that of the trajectory:
@@ -227,7 +227,7 @@ def decoupled(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> tuple[Float[Tensor, " t"], Aux]:
-    """Decoupled PPO: a trust region around recent weights, corrected for older ones that sampled.
+    """Decoupled PPO: a trust region around recent weights, and a correction for older samplers.
 
         -w min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)
         w = exp(proximal_logprobs - behavior_logprobs),  u = exp(logprobs - proximal_logprobs)
@@ -265,7 +265,7 @@ def _clipped(
 
 
 def _constant(x: Tensor) -> Tensor:
-    """A factor without gradient, 0 where it is not finite: such a row shows in the logprob."""
+    """A factor without gradient, 0 where it is not finite: the logprob shows such a row."""
     return x.where(x.isfinite(), x.new_zeros(()))
 
 

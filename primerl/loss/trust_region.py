@@ -1,6 +1,6 @@
 """Policy gradients inside a trust region of probabilities, not of ratios.
 
-A ratio clip lets a token's probability move in proportion to itself, so it shuts out rare tokens,
+A ratio clip lets a token's probability move in proportion to itself, so it excludes rare tokens,
 whose ratio is large while their probability hardly moves. These losses bound how far the
 probability itself moved: ``p - mu``, of the policy now and of the weights that sampled.
 """
@@ -37,7 +37,7 @@ def dppo(
     prime-rl. ``aux["dropped"]`` is 1 for such a token.
 
     Raises:
-        ValueError: a bound is not within [0, 1) or infinite, or the tensors do not fit.
+        ValueError: a bound is neither within [0, 1) nor infinite, or the tensors do not fit.
     """
     _require_shift("mask_low", mask_low)
     _require_shift("mask_high", mask_high)
@@ -57,14 +57,14 @@ def ipo(
 ) -> tuple[Float[Tensor, " t"], Aux]:
     """``dppo`` with a symmetric region: ``-A r``, dropped where ``|p - mu| > threshold``.
 
-    A token that left the region is dropped whichever way its advantage points, so it can't be
-    brought back by its own gradient either.
+    A token outside the region is dropped whatever the sign of its advantage, so its own gradient
+    can't bring it back either.
 
     Source: the loss of that name in prime-rl (github.com/PrimeIntellect-ai/prime-rl), after the
     trust region of arXiv:2602.04879. ``aux["dropped"]`` is 1 for such a token.
 
     Raises:
-        ValueError: ``threshold`` is not within [0, 1) or infinite, or the tensors do not fit.
+        ValueError: ``threshold`` is neither within [0, 1) nor infinite, or the tensors do not fit.
     """
     _require_shift("threshold", threshold)
     dropped = _shift(logprobs, behavior_logprobs).abs() > threshold
@@ -80,15 +80,15 @@ def distill(
     ratio: Ratio = token_ratio,
     mask_low: float = 0.2,
 ) -> tuple[Float[Tensor, " t"], Aux]:
-    """On-policy distillation: the policy gradient whose advantage is the teacher's lead.
+    """On-policy distillation: the policy gradient with ``ref_logprobs - logprobs`` as advantage.
 
         -sg(ref_logprobs - logprobs) r,   dropped where p - mu < -mask_low
 
     In expectation over the policy's own tokens, this is the gradient of the reverse KL divergence
-    to the teacher at each token, with what comes before it held fixed: a token isn't credited with
-    the divergence of later ones. A token that fell too far is dropped also where the teacher wants
-    it back. The teacher is another model (OPD) or the policy itself under a
-    prompt that holds a demonstration (SDFT).
+    to the teacher at each token, given its prefix: a token isn't credited with the divergence of
+    later ones. A token whose probability fell too far is dropped, also where the teacher would
+    raise it. The teacher is another model (OPD) or the policy itself under a prompt with a
+    demonstration (SDFT).
 
     Source: Thinking Machines Lab, "On-policy distillation" (2025), which is MiniLLM
     (arXiv:2306.08543) without the rewards of later tokens; on-policy data for distillation:
@@ -96,7 +96,7 @@ def distill(
     ``aux["dropped"]`` is 1 for a dropped token, ``aux["ref_kl"]`` is ``logprobs - ref_logprobs``.
 
     Raises:
-        ValueError: ``mask_low`` is not within [0, 1) or infinite, or the tensors do not fit.
+        ValueError: ``mask_low`` is neither within [0, 1) nor infinite, or the tensors do not fit.
     """
     _require_shift("mask_low", mask_low)
     lead = (upcast(ref_logprobs) - upcast(logprobs)).detach()

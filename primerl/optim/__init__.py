@@ -1,4 +1,4 @@
-"""Optimizers for sharded models: Muon, and states that live in host memory."""
+"""Optimizers for sharded models: Muon, and optimizer states in host memory."""
 
 from primerl.optim.cpu_adamw import CPUAdamW
 from primerl.optim.layouts import Matrices

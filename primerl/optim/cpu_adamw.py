@@ -5,28 +5,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from primerl.optim.matrix_exchange import local_part
+
 
 class CPUAdamW(Optimizer):
-    """AdamW whose weights and states are float32 in host memory, where they are also updated.
+    """AdamW with float32 master weights and states in host memory, updated by the CPU.
 
         g, p from the device;  w <- p where p is not w rounded
         w, m, v <- AdamW(w, m, v, g) by torch's fused kernel;  p <- w
 
-    so that the device keeps nothing but parameters and gradients, which may both be bfloat16: small
-    updates are not lost, because they add up in w. What others write into a parameter between two
-    steps (loaded weights, an average, a bound) is what the next step starts from. A step copies
-    each parameter and its gradient out, and the parameter in; from a CUDA device, through pinned
-    memory, while other parameters are updated.
-    With float32 parameters on a CPU it is ``torch.optim.AdamW(fused=True)``, to the bit.
+    The device holds only parameters and gradients, which may be bfloat16: small updates accumulate
+    in w. Where a parameter was written between two steps (loaded weights, an average, a bound), the
+    next step starts from the new value. A step copies each parameter and its gradient to the host
+    and the parameter back; on a CUDA device, through pinned memory, while others are updated. With
+    float32 parameters on a CPU it is bitwise ``torch.optim.AdamW(fused=True)``.
 
     Args:
-        params: parameters or groups of them; plain, or divided among ranks.
+        params: parameters or groups of them, sharded or not.
         lr: the learning rate.
-        betas: decay of the mean and of the mean square.
+        betas: decay rates of the mean and of the mean square.
         eps: added to the denominator.
         weight_decay: decoupled.
 
@@ -63,28 +63,28 @@ class CPUAdamW(Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        arriving = [_Arriving(parameter) for parameter, _ in trained[:1]]
+        copies = [_HostCopy(parameter) for parameter, _ in trained[:1]]
         for n, (parameter, group) in enumerate(trained):
-            value, gradient = arriving.pop().on_host()
-            arriving += [_Arriving(parameter) for parameter, _ in trained[n + 1 : n + 2]]
-            self._take_over(parameter, value)
+            value, gradient = copies.pop().wait()
+            copies += [_HostCopy(parameter) for parameter, _ in trained[n + 1 : n + 2]]
+            self._adopt(parameter, value)
             self._update(parameter, gradient, group)
-            weight = _local(self._state(parameter)["weight"])
-            _local(parameter).copy_(weight, non_blocking=True)
+            weight = local_part(self._state(parameter)["weight"])
+            local_part(parameter).copy_(weight, non_blocking=True)
         return loss
 
-    def _take_over(self, parameter: Tensor, value: Tensor) -> None:
-        """What was written into a parameter since its last step; its weights are rounded to it."""
-        weight = _local(self._state(parameter)["weight"])
+    def _adopt(self, parameter: Tensor, value: Tensor) -> None:
+        """Set master weights to what was written into the parameter since its last step, if any."""
+        weight = local_part(self._state(parameter)["weight"])
         torch.where(weight.to(value.dtype) == value, weight, value.float(), out=weight)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self._state(parameter)
         adamw(
-            [_local(state["weight"])],
+            [local_part(state["weight"])],
             [gradient],
-            [_local(state["exp_avg"])],
-            [_local(state["exp_avg_sq"])],
+            [local_part(state["exp_avg"])],
+            [local_part(state["exp_avg_sq"])],
             [],
             [state["step"]],
             fused=True,
@@ -105,11 +105,11 @@ class CPUAdamW(Optimizer):
                 state[name] = torch.empty_like(
                     parameter, dtype=torch.float32, device="cpu", pin_memory=parameter.is_cuda
                 ).zero_()
-            _local(state["weight"]).copy_(_local(parameter))
+            local_part(state["weight"]).copy_(local_part(parameter))
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As for any optimizer, but that states stay float32 and in host memory."""
+        """Load a state; unlike in other optimizers, it stays float32 and in host memory."""
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -118,18 +118,18 @@ class CPUAdamW(Optimizer):
                 self._state(parameter)[name].copy_(value)
 
 
-class _Arriving:
-    """A parameter and its gradient on their way to the host."""
+class _HostCopy:
+    """An asynchronous copy of a parameter and its gradient to the host."""
 
     def __init__(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self._copies = [_copy_to_host(_local(one)) for one in (parameter, parameter.grad)]
+        self._copies = [_copy_to_host(local_part(one)) for one in (parameter, parameter.grad)]
         self._copied = torch.cuda.Event() if parameter.is_cuda else None  # type: ignore[no-untyped-call]
         if self._copied is not None:
             self._copied.record()
 
-    def on_host(self) -> tuple[Tensor, Tensor]:
-        """The parameter, and its gradient in float32, once they are there."""
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """The parameter, and its gradient in float32, once they have arrived."""
         if self._copied is not None:
             self._copied.synchronize()
         value, gradient = self._copies
@@ -141,7 +141,3 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
         return tensor
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

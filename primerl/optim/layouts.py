@@ -1,7 +1,7 @@
-"""Which matrices a parameter holds: layers of ``transformers`` that do the work of several.
+"""Which matrices a parameter holds: fused layers of ``transformers``.
 
-A layer is known by its class and by what the class says of itself. That each entry is right, and
-that none is missing, is tested by following what each family's forward pass does with the outputs.
+Layers are recognized by class names and attributes. Tests trace each family's forward pass to
+check that every entry is right and that none is missing.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 @attrs.frozen(kw_only=True)
 class Matrices:
-    """The matrices that a parameter ``[.., outputs, inputs]`` holds, each a function of its own.
+    """The matrices that a parameter ``[.., outputs, inputs]`` holds.
 
-    ``optim.Matrices()`` is one. ``split=(a, b)`` are two: of every a + b outputs in turn, the first
-    a belong to one and the other b to the other. So ``(n / 2, n / 2)`` of n outputs are two halves,
+    ``optim.Matrices()`` is one. ``split=(a, b)`` is two: of every a + b outputs in turn, the first
+    a belong to one and the next b to the other. So ``(n / 2, n / 2)`` of n outputs are two halves,
     ``(1, 1)`` alternate, and ``(size,) * heads`` is a matrix for each head.
 
     Args:
-        split: sizes that are repeated until the outputs end; None for one matrix.
+        split: sizes, repeated until the outputs end; None for one matrix.
         transposed: whether the parameter is ``[.., inputs, outputs]``.
-        names: of the parts, for reading.
+        names: of the parts, for display.
     """
 
     split: tuple[int, ...] | None = None
@@ -31,11 +31,11 @@ class Matrices:
     names: tuple[str, ...] = ()
 
     def outputs(self, parameter: Tensor) -> int:
-        """How many outputs the parameter has."""
+        """Number of outputs of the parameter."""
         return parameter.shape[-1 if self.transposed else -2]
 
     def fits(self, parameter: Tensor) -> bool:
-        """Whether the outputs can be split in this way."""
+        """Whether the parameter's outputs can be split so."""
         if self.split is None:
             return True
         whole = all(isinstance(size, int) and size > 0 for size in self.split)
@@ -52,7 +52,7 @@ def split_outputs(stack: Tensor, matrices: Matrices) -> list[Tensor]:
 
 
 def join_outputs(parts: list[Tensor], matrices: Matrices) -> Tensor:
-    """What ``split_outputs`` was given, from its result."""
+    """The inverse of ``split_outputs``."""
     stack = torch.cat(parts, dim=2).flatten(1, 2)
     return stack.mT if matrices.transposed else stack
 
@@ -66,12 +66,12 @@ def _equal(*names: str) -> Layout:
 
 
 def _query_key_value(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """One after the other; of several queries' heads to a key's."""
+    """One after the other, with grouped query heads."""
     keys = owner.config.num_key_value_heads * owner.head_dim
     return ("query", "key", "value"), (outputs - 2 * keys, keys, keys)
 
 
-def _of_each_head(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _by_head(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Head by head, each with its query, key and value."""
     heads = owner.config.num_attention_heads
     return ("query", "key", "value"), (outputs // (3 * heads),) * 3
@@ -83,7 +83,7 @@ def _gpt_bigcode(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, 
     return ("query", "key", "value"), (outputs - 2 * owner.kv_dim, owner.kv_dim, owner.kv_dim)
 
 
-def _of_each_layer(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _by_layer(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
     layers = owner.config.num_hidden_layers
     return tuple(f"layer {n}" for n in range(layers)), (outputs // layers,) * layers
 
@@ -105,26 +105,23 @@ FUSED: dict[str, dict[str, Layout]] = {
     **{name: {"gate_up_proj": GATE_UP} for name in ("GlmMLP", "Glm4MLP", "Phi3MLP")},
     "ModernBertDecoderMLP": {"Wi": GATE_UP},
     "Phi3Attention": {"qkv_proj": _query_key_value},
-    **{
-        name: {"query_key_value": _of_each_head}
-        for name in ("GPTNeoXAttention", "PersimmonAttention")
-    },
+    **{name: {"query_key_value": _by_head} for name in ("GPTNeoXAttention", "PersimmonAttention")},
     "GPT2Attention": {"c_attn": _equal("query", "key", "value")},
     "GPTBigCodeAttention": {"c_attn": _gpt_bigcode},
     "JetMoeAttention": {"kv_proj": _equal("key", "value")},
     "JetMoeMoE": {"input_linear": GATE_UP},
     "LongcatFlashExperts": {"gate_up_proj": GATE_UP},
     **{
-        name: {"per_layer_model_projection": _of_each_layer}
+        name: {"per_layer_model_projection": _by_layer}
         for name in ("Gemma3nTextModel", "Gemma4TextModel", "Gemma4UnifiedTextModel")
     },
 }
-# Of latent attention (arXiv 2405.04434), whichever the family.
+# Of latent attention (arXiv:2405.04434), in every family.
 LATENT: dict[str, Layout] = {
     "kv_a_proj_with_mqa": _latent_and_rotary_key,
     "kv_b_proj": _latent_keys_and_values,
 }
-# Stacked as [experts, outputs, inputs] by classes that transformers' experts functions don't call.
+# Stacks [experts, outputs, inputs] of classes outside transformers' registry of experts.
 STACKED = ("JetMoeParallelExperts", "LongcatFlashExperts")
 # Coefficients by which a model mixes its streams.
 COEFFICIENTS = ("Gemma3nTextAltUp",)
@@ -136,7 +133,7 @@ def classes(module: nn.Module) -> set[str]:
 
 
 def is_registered(module: nn.Module) -> bool:
-    """Whether the experts functions of transformers compute the module."""
+    """Whether transformers computes the module through its registry of experts functions."""
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
@@ -154,7 +151,7 @@ def is_transposed_linear(module: nn.Module) -> bool:
 
 
 def linear_matrices(owner: nn.Module, layer: str, weight: Tensor, *, transposed: bool) -> Matrices:
-    """Of a linear layer's weight, or of the half of an adapter that makes the layer's outputs."""
+    """The matrices of a linear layer's weight, or of an adapter's output half."""
     one = Matrices(transposed=transposed)
     return _split(one, owner, layer, weight)
 
@@ -162,13 +159,13 @@ def linear_matrices(owner: nn.Module, layer: str, weight: Tensor, *, transposed:
 def stacked_matrices(
     owner: nn.Module | None, layer: str, module: Any, name: str, weight: Tensor
 ) -> Matrices | None:
-    """Of experts stacked in a module; None where that can't be told.
+    """The matrices of experts stacked in a module; None where they are unknown.
 
     Args:
-        owner: the module that has ``module``, if any, as its ``layer``.
-        layer: as above.
-        module: which has the parameter.
-        name: of the parameter in it.
+        owner: the parent of ``module``, if any.
+        layer: the name of ``module`` in its parent.
+        module: the module that has the parameter.
+        name: of the parameter in ``module``.
         weight: the parameter.
     """
     if is_registered(module):
@@ -202,13 +199,13 @@ def _layouts(owner: Any, layer: str) -> Iterator[Layout]:
 
 
 def is_known(owner: nn.Module, layer: str) -> bool:
-    """Whether what a layer's outputs are is stated here."""
+    """Whether the use of a layer's outputs is known."""
     latent = hasattr(owner, "kv_lora_rank") or hasattr(owner, "index_topk")
     return latent or any(_layouts(owner, layer))
 
 
 def inner(module: nn.Module) -> nn.Module:
-    """The module that adapters are wrapped around."""
+    """The module inside its adapters."""
     while isinstance(getattr(module, "base_layer", None), nn.Module):
         module = module.base_layer  # type: ignore[assignment]
     return module
@@ -223,15 +220,15 @@ def sizes(linear: Any) -> tuple[int, int]:
 
 
 def linear_children(module: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers right in a module, without their adapters."""
+    """The linear layers directly in a module, without their adapters."""
     children = {name: inner(child) for name, child in module.named_children()}
     return {name: child for name, child in children.items() if is_linear(child)}
 
 
 def unknown(what: str, why: str) -> ValueError:
-    """The error where what a parameter is can't be told."""
+    """The error where the role of a parameter is unknown."""
     return ValueError(
-        f"what {what} is to Muon can't be told: {why}. Say it by muon_parameters(model, "
+        f"the role of {what} for Muon is unknown: {why}. State it in muon_parameters(model, "
         "roles={'NAME OR PATTERN': ROLE}), with the role 'adamw', optim.Matrices() for one matrix "
         "(one for each expert), or optim.Matrices(split=(sizes of parts of the outputs), "
         "transposed=...)"

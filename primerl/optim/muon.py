@@ -1,4 +1,4 @@
-"""Muon, over any number of ranks."""
+"""Muon, on any number of ranks."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -6,57 +6,59 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from primerl.optim.layouts import Matrices, join_outputs, split_outputs
+from primerl.optim.matrix_exchange import local_part, map_matrices, matrix_sharding
 from primerl.optim.newton_schulz import orthogonalize
-from primerl.optim.whole_matrices import division, map_whole
 
 ALGORITHMS = ("muon", "adamw")
 ADJUSTMENTS = ("match_rms_adamw", "original")
 
 
 class Muon(Optimizer):
-    """Momentum whose matrices are made orthogonal; AdamW for parameters that are no matrices.
+    """Momentum, orthogonalized matrix by matrix; AdamW for parameters that are not matrices.
 
         B <- m B + (1 - m) G,   U = orthogonalize((1 - m) G + m B),
         W <- W - lr (weight_decay W + scale U)
 
     as in Keller Jordan's https://kellerjordan.github.io/posts/muon, with the ``scale`` of Moonlight
-    (arXiv 2502.16982): 0.2 sqrt(max(rows, columns)), so that an update has the size of one of
-    AdamW, whose learning rate and weight decay can be kept. Parameters are matrices or stacks of
-    them, ``[n, rows, columns]``, such as the experts of a layer: each is made orthogonal by itself.
+    (arXiv:2502.16982): 0.2 sqrt(max(rows, columns)), so that updates have the RMS of AdamW's, and
+    its learning rate and weight decay carry over. Parameters are matrices or stacks of them,
+    ``[n, rows, columns]``, such as the experts of a layer: each is orthogonalized by itself.
 
         optimizer = optim.Muon(optim.muon_parameters(model), lr=1e-6)
 
-    Parameters may be divided among ranks (``parallel.shard``). Each matrix is then made whole on
-    one rank, which orthogonalizes it, and ranks get about equal work; experts that lie whole on
-    their rank stay there. The result is that of one process: in float32 on a CPU, to the bit. All
-    ranks call ``step``, with gradients for the same parameters.
+    Parameters may be sharded (``parallel.shard``). Each matrix is then gathered on one rank, which
+    orthogonalizes it, and ranks get about equal work; experts that lie whole on their rank stay
+    there. The result is that of one process, in float32 on a CPU bitwise. All ranks call ``step``,
+    with gradients for the same parameters.
 
     Args:
         params: matrices; or groups with, besides the hyperparameters below,
 
-            - ``algorithm``: ``"muon"`` (the default) or ``"adamw"``, for what is no matrix;
-            - ``split``: None where each matrix is one; or sizes ``(a, b, ..)``, where the first a
-              of its outputs belong to one matrix, the next b to another, and so on again until
-              they end. These are then made orthogonal one by one: gate and up projections in one
-              parameter are updated as they are in two (``Matrices``);
+            - ``algorithm``: ``"muon"`` (the default) or ``"adamw"``;
+            - ``split``: None, or sizes ``(a, b, ..)`` where a parameter holds several matrices: the
+              first a of its outputs belong to one, the next b to another, and so on, repeated until
+              the outputs end (``Matrices``). They are orthogonalized one by one, so that gate and
+              up projections are updated alike in one parameter and in two;
             - ``transposed``: whether matrices are ``[inputs, outputs]``.
         lr: the learning rate.
         momentum: m.
-        nesterov: U as above, of the next step's momentum; otherwise U = orthogonalize(B).
+        nesterov: U as above; otherwise U = orthogonalize(B).
         weight_decay: decoupled.
         adjust_lr: ``"match_rms_adamw"``, as above, or ``"original"``, where ``scale`` is
             sqrt(max(1, outputs / inputs)).
-        betas: of AdamW, as is ``eps``.
-        steps: of Newton-Schulz, as is ``dtype``, in which matrices also travel between ranks.
+        betas: of AdamW.
+        eps: of AdamW.
+        steps: of the Newton-Schulz iteration.
+        dtype: of the Newton-Schulz iteration and of the matrices sent between ranks.
 
     Raises:
-        ValueError: a hyperparameter is out of range, a group is no such group, or a parameter of
-            ``"muon"`` has no 2 or 3 dimensions or is divided in a way that it cannot be gathered.
+        ValueError: a hyperparameter is out of range, a group's ``algorithm`` or ``split`` is wrong,
+            or a parameter for ``"muon"`` does not have 2 or 3 dimensions or is sharded in a way
+            that can't be gathered.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with hyperparameters of their own; errors are those of the class."""
+        """Add parameters, with their own hyperparameters; raises what the class raises."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["algorithm"] not in ALGORITHMS:
@@ -111,11 +113,11 @@ class Muon(Optimizer):
                 )
             if not matrices.fits(parameter):
                 raise ValueError(
-                    f"split {group['split']!r} is not of a parameter with "
+                    f"split {group['split']!r} does not fit a parameter with "
                     f"{matrices.outputs(parameter)} outputs; expected sizes above 0, whose sum "
                     "divides the outputs"
                 )
-            division(parameter)
+            matrix_sharding(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -138,7 +140,7 @@ class Muon(Optimizer):
     def _step_muon(self, matrices: list[tuple[Tensor, dict[str, Any]]]) -> None:
         momenta = [self._momentum(parameter, group) for parameter, group in matrices]
         if not any(group["lr"] for _, group in matrices):
-            return  # checkpoints make states this way; orthogonalizing would be for nothing
+            return  # loading a checkpoint makes states by a step with lr 0, which needs no updates
 
         def orthogonal(stack: Tensor, index: int) -> Tensor:
             parameter, group = matrices[index]
@@ -150,21 +152,21 @@ class Muon(Optimizer):
                 parts.append((done if scale == largest else done * (scale / largest)).view_as(part))
             return join_outputs(parts, _matrices(group)).reshape(stack.shape)
 
-        divisions = [division(parameter) for parameter, _ in matrices]
-        updates = map_whole(momenta, divisions, orthogonal)
+        shardings = [matrix_sharding(parameter) for parameter, _ in matrices]
+        updates = map_matrices(momenta, shardings, orthogonal)
         for (parameter, group), update in zip(matrices, updates, strict=True):
-            local = _local(parameter)
+            local = local_part(parameter)
             local.mul_(1 - group["lr"] * group["weight_decay"])
             local.add_(update.view_as(local), alpha=-group["lr"] * _scale(parameter, group))
 
     def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """What is to be made orthogonal, ``[n, rows, columns]``."""
+        """The momentum to orthogonalize, ``[n, rows, columns]``."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        buffer = _local(state["momentum_buffer"])
-        local = _local(gradient).to(buffer.dtype)
+        buffer = local_part(state["momentum_buffer"])
+        local = local_part(gradient).to(buffer.dtype)
         buffer.lerp_(local, 1 - group["momentum"])
         update = local.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         update = update.to(self._dtype)
@@ -178,11 +180,11 @@ class Muon(Optimizer):
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]
-        adamw(  # of elements, so that it makes no difference where they lie
-            [_local(parameter) for parameter in parameters],
-            [_local(parameter.grad) for parameter in parameters if parameter.grad is not None],
-            [_local(state["exp_avg"]) for state in states],
-            [_local(state["exp_avg_sq"]) for state in states],
+        adamw(  # elementwise, so each rank updates its own part
+            [local_part(parameter) for parameter in parameters],
+            [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            [local_part(state["exp_avg"]) for state in states],
+            [local_part(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             amsgrad=False,
@@ -201,7 +203,7 @@ def _matrices(group: dict[str, Any]) -> Matrices:
 
 
 def _scale(parameter: Tensor, group: dict[str, Any]) -> float:
-    """The largest of a parameter's matrices."""
+    """The largest scale of a parameter's matrices."""
     matrices = _matrices(group)
     outputs = matrices.outputs(parameter)
     inputs = parameter.shape[-2 if matrices.transposed else -1]
@@ -214,7 +216,3 @@ def _scale_of_shape(outputs: int, inputs: int, group: dict[str, Any]) -> float:
     if group["adjust_lr"] == "original":
         return math.sqrt(max(1.0, outputs / inputs))
     return 0.2 * math.sqrt(max(outputs, inputs))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

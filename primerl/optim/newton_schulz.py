@@ -1,4 +1,4 @@
-"""Orthogonal matrices, without a decomposition."""
+"""Orthogonalization by the Newton-Schulz iteration."""
 
 import torch
 from jaxtyping import Float
@@ -14,18 +14,19 @@ def orthogonalize(
     steps: int = 5,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Float[Tensor, "n rows columns"]:
-    """The nearest orthogonal matrix to each, nearly: singular values become about 0.7 to 1.2.
+    """Approximately the nearest orthogonal matrix to each: singular values become 0.7 to 1.2.
 
         X <- G / |G|_F,  then ``steps`` times  X <- a X + (b S + c S S) X,  S = X X^T
 
-    a quintic Newton-Schulz iteration with a, b, c = 3.4445, -4.7750, 2.0315, which are steep at 0
-    and need not converge to 1 (Keller Jordan, https://kellerjordan.github.io/posts/muon). A matrix
-    of zeros stays one. A matrix's result does not depend on the others.
+    a quintic Newton-Schulz iteration with a, b, c = 3.4445, -4.7750, 2.0315, chosen for a steep
+    slope at 0, not for convergence to 1 (Keller Jordan,
+    https://kellerjordan.github.io/posts/muon). A matrix of zeros stays zero. The result of a matrix
+    does not depend on the others.
 
     Args:
         matrices: of any floating dtype.
         steps: of the iteration.
-        dtype: that it runs in, and of what is returned; bfloat16 is enough for ``Muon``.
+        dtype: of the iteration and the result; bfloat16 is enough for ``Muon``.
     """
     x = matrices.to(dtype)
     is_tall = x.shape[1] > x.shape[2]
@@ -33,7 +34,8 @@ def orthogonalize(
         x = x.mT
     if not x.numel():
         return matrices.to(dtype)
-    norms = torch.stack(torch._foreach_norm(list(x)))  # each alone, whatever the others are
+    # One by one: a batched norm may depend on the other matrices.
+    norms = torch.stack(torch._foreach_norm(list(x)))
     x = x / norms.clamp(min=SMALLEST_NORM)[:, None, None]
     for _ in range(steps):
         squares = x @ x.mT

@@ -1,33 +1,34 @@
-"""Optimizer states in host memory, brought to the device for their part of a step."""
+"""Optimizer states in host memory, copied to the device part by part during a step."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from primerl.optim.matrix_exchange import local_part
 
 PART_ELEMENTS = 2**28
 
 
 class Offload(Optimizer):
-    """Keep the states of an optimizer in host memory; the update itself stays on the device.
+    """Keep the states of an optimizer in host memory; the update is computed on the device.
 
-    A step goes through the parameters part by part: the states of the next part come to the device,
-    and those of the last go back, while this one is updated. The update is the optimizer's own, to
-    the bit. Use it in the optimizer's place, for learning-rate schedules and checkpoints, too:
+    A step updates the parameters part by part: while one part is updated, the states of the next
+    are copied to the device and those of the last back. The update is bitwise the optimizer's own.
+    Use it in place of the optimizer, also for learning-rate schedules and checkpoints:
 
         optimizer = optim.Offload(torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True))
 
-    On a CUDA device, host memory is pinned and copies overlap; on a CPU, states are copied all the
-    same.
+    On a CUDA device, host memory is pinned and copies overlap with computation; on a CPU, states
+    are copied, too.
 
     Args:
-        optimizer: that updates each parameter by its own gradient and states, such as ``AdamW``,
-            ``SGD`` or ``Muon``.
-        part_elements: of the parameters in a part, over all ranks. States of two parts are on the
-            device at a time.
+        optimizer: one that updates each parameter from its own gradient and states, such as
+            ``AdamW``, ``SGD`` or ``Muon``.
+        part_elements: elements of the parameters in a part, over all ranks. The states of two parts
+            are on the device at a time.
 
     Raises:
         ValueError: ``part_elements`` is below 1.
@@ -60,7 +61,7 @@ class Offload(Optimizer):
                 loss = closure()
         trained = [p for p in _parameters(self._optimizer) if p.grad is not None]
         gradients = [parameter.grad for parameter in trained]
-        for parameter in trained:  # without a gradient, a parameter is left out of a step
+        for parameter in trained:  # the optimizer skips parameters without a gradient
             parameter.grad = None
         parts = list(_parts(trained, gradients, self._part_elements))
         self._copies.begin()
@@ -81,17 +82,17 @@ class Offload(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, whose tensors lie in host memory."""
+        """The optimizer's state, whose tensors are in host memory."""
         self._copies.finish()
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's; for a moment, all of it is on the device."""
+        """Load the optimizer's state; all of it is on the device for a moment."""
         self._optimizer.load_state_dict(state_dict)
         self._keep_on_host()
 
     def _keep_on_host(self) -> None:
-        """After the optimizer got new groups and states."""
+        """Take over the optimizer's groups and move its states to the host."""
         self.param_groups = list(self._optimizer.param_groups)
         self.state = self._optimizer.state
         self._store(_parameters(self._optimizer))
@@ -99,7 +100,7 @@ class Offload(Optimizer):
     def _states(self, parameters: list[Tensor]) -> Iterator[tuple[Tensor, str, Tensor]]:
         for parameter in parameters:
             for name, value in list(self._optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, Tensor) and value.ndim:  # a count of steps stays where it is
+                if isinstance(value, Tensor) and value.ndim:  # not the step count
                     yield parameter, name, value
 
     def _fetch(self, parameters: list[Tensor]) -> None:
@@ -124,7 +125,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 def _parts(
     parameters: list[Tensor], gradients: list[Tensor | None], elements: int
 ) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
-    """The same ones on every rank, because a sharded parameter counts as a whole."""
+    """Parts, the same on every rank: a sharded parameter counts with its full size."""
     part: list[tuple[Tensor, Tensor | None]] = []
     held = 0
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -138,7 +139,7 @@ def _parts(
 
 
 class _Copies:
-    """Copies between host and device, on a stream for each direction where there are streams."""
+    """Copies between host and device, on one CUDA stream for each direction."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self._device = parameters[0].device
@@ -146,27 +147,27 @@ class _Copies:
         self._in, self._out = _stream(self._device), _stream(self._device)
 
     def to_device(self) -> torch.cuda.StreamContext:
-        """Within it, copies go in."""
+        """Within it, copies go to the device."""
         return torch.cuda.stream(self._in)
 
     def to_host(self) -> torch.cuda.StreamContext:
-        """Within it, copies go out, after the update that made them."""
+        """Within it, copies go to the host, after the update that precedes it."""
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._out)
 
     def begin(self) -> None:
-        """What goes in waits for what went out in the step before."""
+        """Copies to the device wait for the copies to the host of the previous step."""
         if self._in is not None and self._out is not None:
             self._in.wait_stream(self._out)
 
     def arrive(self) -> None:
-        """What follows on the device waits for copies that go in."""
+        """Computation that follows waits for the copies to the device."""
         if self._in is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._in)
 
     def finish(self) -> None:
-        """Wait until all that goes out has arrived."""
+        """Wait until the copies to the host are complete."""
         if self._out is not None:
             self._out.synchronize()
 
@@ -178,19 +179,15 @@ class _Copies:
         """A state, on the device."""
         fetched = value.to(self._device, non_blocking=True, copy=True)
         if self._cuda:  # the update uses what was allocated on another stream
-            _local(fetched).record_stream(torch.cuda.current_stream(self._device))
+            local_part(fetched).record_stream(torch.cuda.current_stream(self._device))
         return fetched
 
     def store(self, value: Tensor, kept: Tensor) -> None:
         """A state, back in host memory."""
-        _local(kept).copy_(_local(value), non_blocking=True)
+        local_part(kept).copy_(local_part(value), non_blocking=True)
         if self._out is not None:
-            _local(value).record_stream(self._out)
+            local_part(value).record_stream(self._out)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,7 @@
-"""Which parameters of a model are matrices for ``Muon``, and which are left to AdamW.
+"""Which parameters of a model are matrices for ``Muon``, and which are AdamW's.
 
-Decided by what a module is: a linear layer, a stack of experts, what scores experts, an embedding.
-What can't be told is refused, and said by the caller.
+Decided by the kind of module: linear layer, stacked experts, router, embedding. Where the role of a
+parameter is unknown, an error asks the caller to state it.
 """
 
 import fnmatch
@@ -34,7 +34,7 @@ Stated = Mapping[str, str | Matrices]
 
 @attrs.frozen(kw_only=True, eq=False)
 class ParameterRole:
-    """What a parameter is to ``Muon``."""
+    """The role of a parameter for ``Muon``."""
 
     name: str
     parameter: Tensor = attrs.field(repr=False)
@@ -50,7 +50,7 @@ class ParameterRole:
 
     @property
     def description(self) -> str:
-        """The matrices in words."""
+        """The matrices, for display."""
         if self.matrices is None:
             return ""
         each = f"{self.parameter.shape[0]} x " if self.parameter.ndim == 3 else ""
@@ -71,7 +71,7 @@ class MuonParameters(list[dict[str, Any]]):
     def __init__(self, roles: Iterable[ParameterRole]) -> None:
         self.roles = tuple(roles)
         groups: dict[Any, dict[str, Any]] = {}
-        for one in sorted(self.roles, key=lambda one: _rank(one.matrices)):
+        for one in sorted(self.roles, key=lambda one: _order(one.matrices)):
             matrices = one.matrices
             split = None if matrices is None else matrices.split
             key = matrices and (split, matrices.transposed)
@@ -94,8 +94,8 @@ class MuonParameters(list[dict[str, Any]]):
         return "\n".join(line.rstrip() for line in lines)
 
 
-def _rank(matrices: Matrices | None) -> int:
-    """Matrices first, then those that are split, then what is AdamW's."""
+def _order(matrices: Matrices | None) -> int:
+    """The order of groups: matrices, then split ones, then AdamW's."""
     if matrices is None:
         return 2
     return int(matrices.split is not None)
@@ -104,23 +104,23 @@ def _rank(matrices: Matrices | None) -> int:
 def muon_parameters(model: nn.Module, *, roles: Stated | None = None) -> MuonParameters:
     """The groups that ``Muon`` takes: a model's matrices, and everything else for AdamW.
 
-    Matrices are the weights of linear layers and of stacked experts. A weight whose outputs are put
-    to different uses (gate and up projections; query, key and value) is as many matrices, whichever
-    way they lie in it. AdamW gets embeddings and the head, what is tied to them, routers (what
-    scores a layer's experts), weights with one output or with one for each head, convolutions,
-    norms and biases. ``print`` what is returned to see what each parameter is taken for.
+    Matrices are the weights of linear layers and of stacked experts. A fused weight (gate and up
+    projections; query, key and value) is as many matrices, whatever their layout. AdamW gets
+    embeddings, the head and what is tied to them, routers, weights with one output or with one for
+    each head, convolutions, norms and biases. ``print`` the result to see the role of each
+    parameter.
 
     Args:
         model: a Hugging Face model, sharded or not, with adapters or not; frozen parameters are
             left out.
-        roles: for parameters by name or by a pattern such as ``"*.mixer.in_proj.weight"``,
-            ``"adamw"`` or what ``Matrices`` they hold; this overrides what is found.
+        roles: ``"adamw"`` or ``Matrices`` for parameters by name or by a pattern such as
+            ``"*.mixer.in_proj.weight"``; overrides what is found.
 
     Returns:
-        Groups that are not empty. Give one other hyperparameters by adding them to it.
+        Groups that are not empty, to which other hyperparameters can be added.
 
     Raises:
-        ValueError: what a parameter is can't be told, or ``roles`` fit no parameter.
+        ValueError: the role of a parameter is unknown, or ``roles`` match no parameter.
     """
     stated = _stated(model, roles or {})
     special = _embeddings(model)
@@ -150,7 +150,7 @@ def _stated(model: nn.Module, roles: Stated) -> dict[str, Matrices | None]:
     for pattern, role in roles.items():
         fitting = fnmatch.filter(names, pattern)
         if not fitting:
-            raise ValueError(f"roles has {pattern!r}, which is no parameter's name of the model")
+            raise ValueError(f"roles has {pattern!r}, which matches no parameter of the model")
         if role != "adamw" and not isinstance(role, Matrices):
             raise ValueError(f"roles[{pattern!r}] is {role!r}; expected 'adamw' or optim.Matrices")
         stated |= dict.fromkeys(fitting, role if isinstance(role, Matrices) else None)
@@ -158,7 +158,7 @@ def _stated(model: nn.Module, roles: Stated) -> dict[str, Matrices | None]:
 
 
 def _embeddings(model: Any) -> dict[int, str]:
-    """Embeddings and heads, which linear layers may be tied to, by the ids of their parameters."""
+    """The roles of embeddings and heads, by the ids of their parameters, which may be tied."""
     if not hasattr(model, "get_output_embeddings"):
         raise ValueError(
             f"{type(model).__name__} has no get_output_embeddings, so that its head can't be told "
@@ -200,20 +200,20 @@ def _role(
     if parameter.ndim == 3:
         stack = stacked_matrices(owner if path else None, layer_name, module, own, parameter)
         if stack is None:
-            raise unknown(
-                _named(name, parameter), f"{type(module).__name__} has a layout of its own"
-            )
+            raise unknown(_named(name, parameter), f"{type(module).__name__} has an unknown layout")
         return "experts", stack
     if not is_linear(module) or own != "weight":
-        raise unknown(_named(name, parameter), f"{type(module).__name__} is no layer that is known")
+        raise unknown(
+            _named(name, parameter), f"{type(module).__name__} is an unknown kind of layer"
+        )
     if classes(owner) & set(COEFFICIENTS):
         return "coefficients", None
     if adapter and not is_linear(inner(modules[layer])):
         raise unknown(
             _named(name, parameter), f"it adapts a {type(inner(modules[layer])).__name__}"
         )
-    if _is_gate_of_heads(name, parameter, owner, inner(modules[layer])):
-        return "gate of heads", None
+    if _is_head_gate(name, parameter, owner, inner(modules[layer])):
+        return "head gate", None
     transposed = is_transposed_linear(module)
     if adapter == "inputs":
         return "linear", Matrices()
@@ -224,9 +224,9 @@ def _role(
 
 
 def _adapted_layer(path: str, modules: dict[str, nn.Module]) -> tuple[str, str]:
-    """The layer that a linear module is, or is a part of an adapter of (``peft``), and which part.
+    """The layer that a linear module is or adapts (``peft``), and which half of the adapter it is.
 
-    A low-rank adapter's first matrix takes the layer's inputs, its second makes the outputs.
+    The first matrix of a low-rank adapter takes the layer's inputs, the second makes its outputs.
     """
     while path.endswith(".base_layer"):
         path = path.removesuffix(".base_layer")
@@ -239,8 +239,8 @@ def _adapted_layer(path: str, modules: dict[str, nn.Module]) -> tuple[str, str]:
     return path, ""
 
 
-def _is_gate_of_heads(name: str, parameter: Tensor, owner: Any, linear: nn.Module) -> bool:
-    """Whether each output scales one head of the module that the layer is in."""
+def _is_head_gate(name: str, parameter: Tensor, owner: Any, linear: nn.Module) -> bool:
+    """Whether each output of the layer scales one attention head."""
     outputs = sizes(linear)[1]
     counts = [getattr(owner, count, None) for count in ("num_heads", "n_heads")]
     if outputs not in counts:
@@ -253,13 +253,17 @@ def _is_gate_of_heads(name: str, parameter: Tensor, owner: Any, linear: nn.Modul
 
 
 def _refuse_surplus(name: str, parameter: Tensor, owner: nn.Module, layer: str) -> None:
-    """A layer that makes more than what the layer beside it takes back does several things."""
-    beside = linear_children(owner)
-    linear = beside.pop(layer, None)
+    """Refuse an unknown layer with more outputs than its siblings take: it may be fused.
+
+    Raises:
+        ValueError: it has.
+    """
+    siblings = linear_children(owner)
+    linear = siblings.pop(layer, None)
     if linear is None:
         return
     inputs, outputs = sizes(linear)
-    takers = [sizes(other)[0] for other in beside.values() if sizes(other)[1] == inputs]
+    takers = [sizes(other)[0] for other in siblings.values() if sizes(other)[1] == inputs]
     if takers and outputs > max(takers):
         raise unknown(
             _named(name, parameter),

@@ -1,4 +1,4 @@
-"""Which layers of a model score experts."""
+"""Finding the routers of a model: the layers that score experts."""
 
 from collections.abc import Collection
 
@@ -9,12 +9,12 @@ from primerl.optim.layouts import is_linear, linear_children, sizes, unknown
 
 
 class Routers:
-    """Which layers score the experts of a block: those with one output for each of them."""
+    """The routers of a model: the layers with one output for each expert of their block."""
 
     def __init__(self, modules: dict[str, nn.Module], stated: Collection[str]) -> None:
         self._modules, self._stated = modules, stated
         self._routers: set[tuple[str, str]] = set()
-        """A layer's path; or a module's path and the name of its parameter."""
+        """``(path of a layer, "")``, or the path of a module and the name of its parameter."""
         stacks: dict[str, set[tuple[int, ...]]] = {}
         for path, module in modules.items():
             shapes = {tuple(p.shape) for p in module.parameters(recurse=False) if p.ndim == 3}
@@ -31,7 +31,7 @@ class Routers:
         return (layer, "") in self._routers or (layer, own) in self._routers
 
     def _block(self, path: str) -> str:
-        """The module around experts, without the wrappers of adapters."""
+        """The parent of a module of experts, outside its adapters."""
         path = path.rpartition(".")[0]
         while path and hasattr(self._modules[path], "base_layer"):
             path = path.rpartition(".")[0]
@@ -59,7 +59,7 @@ class Routers:
     def _scoring(
         self, block: str, experts: set[int], widths: set[int] | None
     ) -> set[tuple[str, str]]:
-        """Layers with an output for each expert, right in a block or alone in a part of it."""
+        """Layers with an output for each expert: children of the block, or only children of one."""
         found = set()
         children = {
             f"{block}.{name}".lstrip("."): child

@@ -27,10 +27,10 @@ class PackedBatch:
 
     token_ids: Int64[Tensor, " t"]
     position_ids: Int64[Tensor, " t"]
-    """Each token's place in its document. One begins where a position does not follow the one
-    before; if it begins at n > 0, it continues the first n tokens of the document before it."""
+    """Each token's position in its document. A document begins where a position does not follow the
+    one before; if it begins at n > 0, it shares the first n tokens of the document before it."""
     cu_seqlens: Int32[Tensor, " bounds"]
-    """Where documents begin, and the end: ``[s+1]``."""
+    """Cumulative lengths of documents: ``[s+1]``."""
     labels: Int64[Tensor, " t"]
     loss_mask: Bool[Tensor, " t"]
     behavior_logprobs: Float32[Tensor, " t"]
@@ -75,7 +75,7 @@ class PackedBatch:
         if rows == 0:
             return self
         values: dict[str, Any] = {
-            "token_ids": self.token_ids[0],  # any will do that the model knows
+            "token_ids": self.token_ids[0],  # any token of the vocabulary
             "versions": NOT_SAMPLED,
             "temperature": 1.0,
             "sequence_ids": len(self.cu_seqlens) - 1,
@@ -122,23 +122,23 @@ def pack(
     too_long: str = "raise",
     share_prefixes: bool = False,
 ) -> list[list[PackedBatch]]:
-    """Pack samples into micro-batches: for each rank, an equally long list.
+    """Pack samples into micro-batches: a list for each rank, all of the same length.
 
-    Every sample lands in exactly one batch, whole; ``bins`` says in which. Where there are fewer
-    samples than ranks, a rank gets a batch of one masked token, so that all ranks make the same
-    collective calls.
+    Every sample is in exactly one batch, whole; ``bins`` assigns them. Where there are too few
+    samples, a rank gets a batch of one masked token, so that all ranks make the same collective
+    calls.
 
     Args:
         samples: what ``advantage.assign`` returns.
         max_tokens: the most tokens in a micro-batch.
-        ranks: how many data-parallel ranks train.
-        cost: of samples, from an array of their lengths, such as
+        ranks: number of data-parallel ranks.
+        cost: of samples, given an array of their lengths, such as
             ``functools.partial(flops.training, model.config)``; their lengths by default.
-        too_long: what happens to a sample longer than ``max_tokens``: ``"raise"``, or ``"alone"``,
-            a micro-batch of its own. To leave such samples out, leave them out of ``samples``.
-        share_prefixes: pack untrained tokens that samples of a micro-batch begin with in common,
+        too_long: a sample longer than ``max_tokens`` raises (``"raise"``) or gets a micro-batch of
+            its own (``"alone"``). To skip such samples, leave them out of ``samples``.
+        share_prefixes: pack untrained tokens that samples of a micro-batch share at the beginning,
             such as a group's prompt, once. Logprobs and gradients are the same, for less
-            computation (``loss.model_logprobs`` computes it, flash attention does not).
+            computation. ``loss.model_logprobs`` supports it, flash attention does not.
 
     Raises:
         ValueError: a sample is longer than ``max_tokens`` (unless ``too_long="alone"``), only some
@@ -184,7 +184,7 @@ def _masked_token(like: TrainingSample) -> TrainingSample:
 
 
 def _concatenate(members: Sequence[tuple[TrainingSample, int]]) -> PackedBatch:
-    """Samples end to end, each without the first tokens that it shares."""
+    """Samples end to end, without the tokens that they share with the one before."""
     samples = [sample for sample, _ in members]
     starts = np.array([shared for _, shared in members])
     lengths = np.array([len(sample.token_ids) for sample in samples]) - starts

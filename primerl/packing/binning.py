@@ -1,4 +1,4 @@
-"""Which samples share a micro-batch, and which rank gets it."""
+"""Bin packing: which samples share a micro-batch, and which rank gets it."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 RAISES = 160
-"""About how often ``_balance`` makes micro-steps dearer: more is finer, and takes longer."""
+"""About how often ``_balance`` makes micro-steps more expensive: more is finer, and slower."""
 
 
 def bins(
@@ -21,32 +21,33 @@ def bins(
 ) -> list[list[list[int]]]:
     """Assign samples to micro-batches of at most ``max_tokens``, equally many for each rank.
 
-    Ranks run in lockstep, so a micro-step takes as long as its dearest rank, and a packing costs
+    Ranks run in lockstep, so a micro-step takes as long as its most expensive rank, and a packing
+    costs
 
         sum over micro-steps of max over ranks of (the cost of the rank's samples),
 
-    at best the total cost / ``ranks``. Best fit decreasing says how many micro-steps are needed.
-    In as many, ``_balance`` places the samples where ranks would wait; the cheaper of its packing
-    and best fit's, which is left where micro-batches are too full for balance, is returned. The
-    same arguments give the same packing.
+    at best the total cost / ``ranks``. Best fit decreasing determines the number of micro-steps.
+    Samples are then placed where ranks would wait (``_balance``), and the cheaper of this packing
+    and best fit's is returned: the latter where micro-batches are too full to balance. The same
+    arguments give the same packing.
 
     Args:
         lengths: tokens of each sample: whole numbers, at least 1.
         max_tokens: the capacity of a micro-batch, in tokens.
-        ranks: how many ranks run in lockstep.
+        ranks: number of ranks that run in lockstep.
         cost: of samples, elementwise from an int64 array of their lengths, such as
-            ``lambda n: n + n * n / 8192``; a function of one length will do. By default the length.
-        too_long: what happens to a sample longer than ``max_tokens``: ``"raise"``, or ``"alone"``,
-            a micro-batch of its own.
+            ``lambda n: n + n * n / 8192``, or a function of one length. By default the length.
+        too_long: a sample longer than ``max_tokens`` raises (``"raise"``) or gets a micro-batch of
+            its own (``"alone"``).
 
     Returns:
         ``result[rank][micro_step]`` is a list of sample indices. Every index appears once. A list
-        may be empty, where there are fewer samples than ranks to feed.
+        is empty where there are fewer samples than micro-batches.
 
     Raises:
-        ValueError: a length is no whole number or below 1, a cost is negative or not finite, a
+        ValueError: a length is not a whole number above 0, a cost is negative or not finite, a
             sample is longer than ``max_tokens`` (unless ``too_long="alone"``), ``too_long`` is
-            another word, or a count is below one.
+            something else, or ``max_tokens`` or ``ranks`` is below 1.
     """
     tokens = check(lengths, max_tokens=max_tokens, ranks=ranks, too_long=too_long)
     return assign(tokens, costs_of(cost, tokens), max_tokens=max_tokens, ranks=ranks)
@@ -59,7 +60,7 @@ def assign(
     max_tokens: int,
     ranks: int,
 ) -> list[list[list[int]]]:
-    """``bins`` of arguments that have been checked, each with its cost."""
+    """``bins`` of checked lengths, with their costs."""
     if len(tokens) == 0:
         return [[] for _ in range(ranks)]
     longest_first = np.argsort(-tokens, kind="stable")
@@ -80,7 +81,7 @@ def assign(
 
 
 def lockstep_cost(plan: Sequence[Sequence[Sequence[int]]], costs: np.ndarray) -> float:
-    """What a packing costs: the sum over micro-steps of the dearest rank's."""
+    """The cost of a packing: the sum over micro-steps of the most expensive rank's."""
     by_rank = [[float(costs[members].sum()) for members in steps] for steps in plan]
     return float(sum(max(step) for step in zip(*by_rank, strict=True)))
 
@@ -93,11 +94,11 @@ def _plans(
     ranks: int,
     steps: int,
 ) -> list[np.ndarray]:
-    """What to choose from: best fit, with nothing left empty, and a balanced packing."""
+    """The candidates: best fit without empty micro-batches, and a balanced packing."""
     plans = [_fed(fitted, tokens, steps * ranks, halves) for halves in (True, False)]
-    if len(tokens) < steps * ranks:  # some are empty in any case: which is a question of cost
+    if len(tokens) < steps * ranks:  # some stay empty: the cost decides which
         plans.append(fitted)
-    for spread in (True, False) if ranks > 1 else ():  # a rank alone waits for nobody
+    for spread in (True, False) if ranks > 1 else ():  # one rank waits for nobody
         balanced = _balance(tokens, costs, max_tokens, ranks, steps, spread)
         if balanced is not None:
             return [*plans, balanced]
@@ -147,10 +148,10 @@ def costs_of(
     if cost is None:
         return tokens.astype(np.float64)
     costs = None
-    if len(tokens) > 1:  # an array of one is too easily taken for a number
+    if len(tokens) > 1:  # an array of one element may pass for a number
         try:
             costs = np.asarray(cost(tokens), np.float64)
-        except (TypeError, ValueError):  # it takes one length, or will say below what is wrong
+        except (TypeError, ValueError):  # it takes one length, or raises again below
             costs = None
     if costs is None or costs.shape != tokens.shape:
         costs = np.array([float(cost(length)) for length in tokens.tolist()])
@@ -164,7 +165,7 @@ def costs_of(
 
 
 def _best_fit(tokens: Int64[np.ndarray, " n"], max_tokens: int) -> Int64[np.ndarray, " n"]:
-    """The micro-batch of each sample: longest first, each into the fullest that has room."""
+    """Best fit decreasing: the longest first, each into the fullest micro-batch with room."""
     numbers: list[int] = []
     rooms: list[int] = []  # room * len(tokens) + micro-batch, ascending: integers compare fast
     base, opened = len(tokens), 0
@@ -183,9 +184,9 @@ def _best_fit(tokens: Int64[np.ndarray, " n"], max_tokens: int) -> Int64[np.ndar
 def _fed(
     plan: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"], size: int, halves: bool
 ) -> Int64[np.ndarray, " n"]:
-    """The plan, but empty micro-batches are given samples of the one that has most tokens.
+    """The plan without empty micro-batches: each gets samples of the one with the most tokens.
 
-    Half of them, or the shortest alone.
+    It gets half of them, or only the shortest.
     """
     plan = plan.copy()
     counts = np.bincount(plan, minlength=size)
@@ -213,12 +214,12 @@ def _balance(
 ) -> Int64[np.ndarray, " n"] | None:
     """The micro-batch of each sample, placed where a rank would wait; None if room runs out.
 
-    Longest first, one to each micro-batch to begin with. A rank waits for the dearest of its
-    micro-step: the wait is the difference of their costs. Where waits cover the cost of the next
-    samples, these take nobody's time and go there. Otherwise they make a micro-step dearer, one
-    sample for each of its ranks: with ``spread`` the micro-step with the fewest tokens, which is
-    cheapest while there is room; without, the one with the longest wait, which keeps the room that
-    is left together.
+    Longest first, starting with one for each micro-batch. A rank waits for the most expensive rank
+    of its micro-step; the wait is the difference of their costs. Where waits cover the cost of the
+    next samples, these are placed there for free. Otherwise they make a micro-step more expensive,
+    with one sample for each of its ranks: with ``spread`` the micro-step with the fewest tokens,
+    which is cheapest while there is room; without, the one with the longest wait, which keeps the
+    remaining room together.
     """
     size, start = steps * ranks, min(steps * ranks, len(tokens))
     plan = np.arange(len(tokens))
@@ -255,13 +256,13 @@ def _to_ranks(
     longest_first: Int64[np.ndarray, " n"],
     ranks: int,
 ) -> list[list[list[int]]]:
-    """Micro-batches of like cost share a micro-step."""
+    """The micro-batches of each rank; those of similar cost share a micro-step."""
     counts = np.bincount(plan, minlength=len(totals))
     by_number = np.split(longest_first[np.argsort(plan, kind="stable")], np.cumsum(counts)[:-1])
     result: list[list[list[int]]] = [[] for _ in range(ranks)]
     spent = np.zeros(ranks)
     for numbers in np.argsort(-totals, kind="stable").reshape(-1, ranks):
-        # The rank that has done least so far gets the dearest, so that totals stay level too.
+        # The rank with the least cost so far gets the most expensive, to balance totals too.
         least_first = np.argsort(spent, kind="stable")
         for rank, number in zip(least_first.tolist(), numbers.tolist(), strict=True):
             result[rank].append(sorted(by_number[number].tolist()))

@@ -1,9 +1,9 @@
-"""Which samples begin with the same tokens, so that these are computed once.
+"""Prefix sharing: samples that begin with the same tokens, which are computed once.
 
-The rollouts of a group begin with one prompt, and the sequences of a rollout with one history. A
-family is a tree of samples, laid out depth first: the first is whole, and each other one continues
-the first tokens of the one before it, which may do so itself. For these only their own rows are
-packed, from the row that predicts their first trained token on, or sooner.
+The rollouts of a group share a prompt, and the sequences of a rollout share a history. A family is
+a tree of samples, laid out depth first: the first is whole, and each other one shares the first
+tokens of the one before it, which may do so itself. Of these, only the rows that are not shared are
+packed, at the latest from the row that predicts the first trained token.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from primerl.packing.binning import assign, check, costs_of, lockstep_cost
 from primerl.types import TrainingSample
 
 Member = tuple[int, int]
-"""A sample's index, and how many of its first tokens the family's samples before it hold."""
+"""A sample's index, and how many of its first tokens it shares with the samples before it."""
 
 WORTHWHILE = 16
-"""Fewer tokens than this are not shared: they cost less than looking them up."""
+"""The fewest tokens that are shared: fewer cost less than gathering their keys."""
 
 HALVINGS = 6
-"""How many sizes of families are tried."""
+"""Number of family sizes that are tried."""
 
 
 def family_bins(
@@ -34,22 +34,22 @@ def family_bins(
 ) -> list[list[list[Member]]]:
     """As ``bins``, with families kept together: ``result[rank][micro_step]`` are their members.
 
-    Large families save most, but leave ranks waiting where there are few. So smaller and smaller
-    ones are tried, down to none at all, and the packing that costs least is taken. The cost of a
-    sample that continues n shared tokens is ``cost(its length) - cost(n)``.
+    Large families save most, but a few of them are hard to balance over ranks. So smaller and
+    smaller ones are tried, down to single samples, and the cheapest packing is returned. A sample
+    that shares n tokens costs ``cost(its length) - cost(n)``.
     """
     whole = [len(sample.token_ids) for sample in samples]
     lengths = check(whole, max_tokens=max_tokens, ranks=ranks, too_long=too_long)
     if not samples:
         return [[] for _ in range(ranks)]
-    of_whole = costs_of(cost, lengths)
+    whole_costs = costs_of(cost, lengths)
 
     def attempt(units: list[list[Member]]) -> tuple[float, list[list[list[Member]]]]:
         members = [(unit, *member) for unit, family in enumerate(units) for member in family]
         unit, index, shared = np.array(members, np.int64).reshape(-1, 3).T
-        spared = np.zeros(len(shared))
-        spared[shared > 0] = costs_of(cost, shared[shared > 0])
-        costs = np.bincount(unit, np.maximum(of_whole[index] - spared, 0.0))
+        saved = np.zeros(len(shared))
+        saved[shared > 0] = costs_of(cost, shared[shared > 0])
+        costs = np.bincount(unit, np.maximum(whole_costs[index] - saved, 0.0))
         tokens = np.bincount(unit, lengths[index] - shared).astype(np.int64)
         plan = assign(tokens, costs, max_tokens=max_tokens, ranks=ranks)
         placed = [
@@ -66,9 +66,9 @@ def family_bins(
 def families(samples: Sequence[TrainingSample], *, capacity: float) -> list[list[Member]]:
     """Partition samples into families of at most ``capacity`` rows; the first of each is whole.
 
-    In sorted order, no earlier sample begins more like a sample than the one just before it, so
-    each continues that one, or begins a family. A trained token is never shared by the sample that
-    trains it, so each is predicted in a row of its own.
+    In sorted order, no earlier sample has a longer common prefix with a sample than the one before
+    it, so each sample shares the tokens of that one or starts a family. A sample never shares a
+    token that it trains, so each trained token is predicted in a row of its own.
     """
 
     def tokens(index: int) -> bytes:
@@ -92,7 +92,7 @@ def families(samples: Sequence[TrainingSample], *, capacity: float) -> list[list
 
 
 def _untrained(sample: TrainingSample) -> int:
-    """How many tokens can be left out: row j predicts token j + 1, and the last row stays."""
+    """How many first tokens can be shared: row j predicts token j + 1, and the last row stays."""
     trained = np.flatnonzero(sample.loss_mask)
     return int(trained[0] if len(trained) else len(sample.token_ids)) - 1
 

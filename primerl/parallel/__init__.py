@@ -1,7 +1,7 @@
-"""Data parallelism: one process group, sharded models, batches scattered from the first rank.
+"""Training on several ranks: process group, mesh, FSDP2, expert and context parallelism.
 
-The same script runs as ``python recipe.py`` and as ``torchrun --nproc-per-node 8 recipe.py``. In a
-world of one rank nothing here costs anything: no group is made and no model is touched.
+The same script runs as ``python recipe.py`` and as ``torchrun --nproc-per-node 8 recipe.py``. With
+one rank, no process group is made and models are left as they are.
 """
 
 from primerl.parallel.activation import recompute
@@ -27,8 +27,8 @@ __all__ = [
     "balance_experts",
     "clip_gradients",
     "divide_experts",
-    "load_statistics",
     "freeze_indexer",
+    "load_statistics",
     "mesh",
     "process_group",
     "recompute",

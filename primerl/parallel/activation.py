@@ -1,4 +1,4 @@
-"""Activations: which are kept for the backward pass, where, and which are computed again."""
+"""Activation checkpointing: recomputed in the backward pass, kept selectively, or offloaded."""
 
 import inspect
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from primerl.attention.admission import refuse_virtual_tokens
 M = TypeVar("M", bound=nn.Module)
 
 ORDER = "recompute -> shard -> compile"
-# Products, attention, what came from other ranks, and the choice of experts.
+# Matrix products, attention, exchanges with other ranks, and the choice of experts.
 KEPT_OPERATIONS = frozenset(
     {
         "aten::mm",
@@ -42,26 +42,24 @@ SMALLEST_OFFLOADED = 2**16
 
 
 def recompute(model: M, *, selective: bool = False, every: int = 1, offload: bool = False) -> M:
-    """Compute layers' activations again in the backward pass, instead of keeping them.
+    """Recompute layers' activations in the backward pass instead of keeping them.
 
-    Of each layer (``transformers``' ``gradient_checkpointing_enable``), its input is kept. Losses
-    and gradients stay the same, to the bit, and all ranks recompute the same, in the same order.
-    Call it before ``shard``:
+    Only each layer's input is kept (``transformers``' ``gradient_checkpointing_enable``). Losses
+    and gradients stay bitwise equal. Call it before ``shard``:
 
         parallel.shard(parallel.recompute(model), mesh)
 
     Args:
         model: a Hugging Face model in training mode, on any device.
-        selective: keep the results of matrix products, attention and exchanges with other ranks as
-            well, and compute the rest again: more memory, and nearly no computation.
-        every: 2 treats every second layer so, 3 every third, and keeps the activations of the
-            others whole.
-        offload: move layers' inputs, and whatever else is kept outside of layers, to pinned host
-            memory, on a stream of its own while the device computes, and back before it is needed.
+        selective: also keep the results of matrix products, attention and exchanges with other
+            ranks: takes more memory, and leaves little to recompute.
+        every: 2 recomputes every second layer, 3 every third, and so on.
+        offload: move layers' inputs, and activations outside layers, to pinned host memory on a
+            separate stream, and back before they are needed.
 
     Raises:
-        ValueError: the model is sharded already, is in evaluation mode (in which nothing is
-            recomputed), or does not support it; or ``every`` is below 1.
+        ValueError: the model is sharded already, is in evaluation mode (in which transformers
+            recomputes nothing) or does not support recomputation, or ``every`` is below 1.
     """
     refuse_virtual_tokens(model)
     if every < 1:
@@ -82,10 +80,10 @@ def recompute(model: M, *, selective: bool = False, every: int = 1, offload: boo
     arguments: dict[str, Any] = {"use_reentrant": False}
     if selective:
         arguments["context_fn"] = _selective_contexts
-    of_layers = {} if every == 1 else {"every_n_layers": every}
-    if of_layers and "every_n_layers" not in inspect.signature(enable).parameters:
+    layers = {} if every == 1 else {"every_n_layers": every}
+    if layers and "every_n_layers" not in inspect.signature(enable).parameters:
         raise ValueError(f"every is {every}, but this version of transformers takes 1 only")
-    enable(gradient_checkpointing_kwargs=arguments, **of_layers)
+    enable(gradient_checkpointing_kwargs=arguments, **layers)
     if offload:
         _Offloading().attach(model)
     return model
@@ -99,7 +97,7 @@ def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
 def _policy(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
     name = operation.name()
-    # Overloads are told apart by a suffix: aten::topk.values
+    # Overloads have a suffix: aten::topk.values
     kept = name.partition(".")[0] in KEPT_OPERATIONS or name.startswith(KEPT_PREFIXES)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -111,7 +109,7 @@ class _Kept:
         self.on_host = on_host
         self.device, self.strides = tensor.device, tensor.stride()
         self.before = before
-        """The one that was kept before it, and is needed after it."""
+        """The one kept before it, which is needed next."""
         self.fetched: Tensor | None = None
 
 
@@ -168,7 +166,7 @@ class _Offloading:
     def _fetch(self, kept: _Kept) -> Tensor:
         like = kept.on_host
         with torch.cuda.stream(self._stream):
-            # As it lay before: a product of rows that lie apart may round otherwise.
+            # With the same strides, on which rounding in a product may depend.
             fetched = torch.empty_strided(
                 like.shape, kept.strides, dtype=like.dtype, device=kept.device
             )
@@ -180,7 +178,7 @@ class _Offloading:
 
 
 def _is_activation(tensor: Tensor) -> bool:
-    """Not a parameter, a view of one, or a tensor whose elements share memory."""
+    """Whether it is large, and no parameter, view of one, or expanded tensor."""
     whole = tensor if tensor._base is None else tensor._base
     return (
         not isinstance(tensor, DTensor)

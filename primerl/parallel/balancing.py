@@ -1,30 +1,30 @@
-"""Which rank attends for which rows, so that all ranks attend equally much.
+"""Load balancing of context-parallel attention: which rank computes attention for which rows.
 
-The query at position p of a document sees p + 1 keys. So ranks with equally many rows, but later
-ones in longer documents, have more to do than the others.
+The query at position p of a document sees p + 1 keys, so ranks with equal numbers of rows have
+unequal work.
 """
 
 import numpy as np
 from jaxtyping import Int
 
 TOLERANCE = 0.01
-"""A rank within this share of the mean keeps its rows: moving them would cost more."""
+"""A rank keeps its rows if its work exceeds the mean by at most this share."""
 
 
 def divide_attention(
     position_ids: Int[np.ndarray, " t"], parts: int, *, tolerance: float = TOLERANCE
 ) -> Int[np.ndarray, " t"]:
-    """The part, 0 to ``parts - 1``, that attends for each row of a pack.
+    """The part, 0 to ``parts - 1``, that computes attention for each row of a pack.
 
-    Part j has the j-th equal share of the rows. It attends for them, except that one with more than
-    the mean work gives its dearest rows away, until it is left with the mean: no fewer rows could
-    do it. These are the last rows of its longest documents, so few ranges travel. In order, they
-    go to the parts with less than the mean, as much work as each one lacks.
+    Part j has the j-th equal share of the rows. A part with more than the mean work gives away its
+    most expensive rows, as few as leave it with the mean: the last rows of its longest documents,
+    so few ranges travel. They go, in order, to the parts with less than the mean, as much work as
+    each one lacks.
 
     Args:
-        position_ids: each row's place in its document; its work is that plus one.
-        parts: they divide the rows equally.
-        tolerance: a part with at most this share more than the mean gives none.
+        position_ids: each row's position in its document; its work is that plus one.
+        parts: a divisor of the number of rows.
+        tolerance: a part whose work exceeds the mean by at most this share gives none away.
 
     Raises:
         ValueError: the rows cannot be divided equally.
@@ -37,11 +37,11 @@ def divide_attention(
     workers = np.repeat(np.arange(parts), by_part.shape[1])
     given = np.zeros(by_part.shape, dtype=bool)
     for part in np.flatnonzero(surplus > tolerance * cost.sum() / parts):
-        dearest = np.argsort(-by_part[part], kind="stable")
-        taken = np.cumsum(by_part[part][dearest])
-        # As many of them as come nearest to the surplus, perhaps none, but not all.
+        most_expensive = np.argsort(-by_part[part], kind="stable")
+        taken = np.cumsum(by_part[part][most_expensive])
+        # The number of rows whose work is nearest to the surplus: perhaps none, never all.
         number = np.abs(np.append(0, taken[:-1]) - surplus[part]).argmin()
-        given[part, dearest[:number]] = True
+        given[part, most_expensive[:number]] = True
     rows = np.flatnonzero(given)
     if len(rows):
         takers = np.flatnonzero(surplus < 0)

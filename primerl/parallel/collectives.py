@@ -1,7 +1,7 @@
-"""Collectives: by the names of every version of torch, and one that recomputation can keep.
+"""Collectives under names that every supported torch has, and a functional all-to-all.
 
-Those of ``torch.distributed`` write into a tensor, which selective checkpointing cannot keep, so
-``all_to_all`` returns what arrives.
+Selective checkpointing can't keep what ``torch.distributed`` writes into an existing tensor, so
+``all_to_all`` returns a new one.
 """
 
 from typing import Any
@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Names of torch 2.13, where the others are deprecated, and of torch 2.11.
+# Names in torch 2.13, where the older ones are deprecated, and in torch 2.11.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# An operator of torch takes no group, but its name.
+# A torch operator takes the name of a group, not the group.
 _GROUPS: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 
 
 def all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows: ``sent[r]`` of them, in order, to rank r of the group; ``received[r]`` from it."""
+    """Send ``sent[r]`` rows, in order, to rank r of the group; return ``received[r]`` from each."""
     _GROUPS[group.group_name] = group
     result: Tensor = _all_to_all(x, sent, received, group.group_name)
     return result

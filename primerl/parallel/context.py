@@ -1,9 +1,9 @@
 """Context parallelism: documents divided among ranks, for unmodified Hugging Face models.
 
-Each rank has an equal, contiguous part of a pack's rows, and computes all but attention on them
-alone. In attention, either ranks exchange rows for heads (``"ulysses"``: each attends with some of
-the heads over all rows) or all keys and values are gathered (``"gathered"``: each attends with some
-of the queries, about as many pairs of query and key as the others).
+Each rank has an equal, contiguous part of a pack's rows and computes everything but attention on
+them alone. For attention, either ranks exchange rows for heads (``"ulysses"``: each computes some
+heads over all rows) or keys and values are all-gathered (``"gathered"``: each computes some of the
+queries, with about as many pairs of query and key as the others).
 """
 
 import functools
@@ -15,28 +15,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from primerl._optional import require
-from primerl.attention.documents import Document, Span, lay_out
-from primerl.attention.packed import (
+from primerl.attention.admission import (
     CONTEXT_ATTENTION,
-    find_documents,
     is_sparse,
-    lengths_that_rotate_otherwise,
-    no_mask,
-    other_layers,
     require_positions,
+    unpackable_layers,
+    unsupported_rope_lengths,
 )
+from primerl.attention.documents import Document, Span, find_documents, lay_out
+from primerl.attention.packed import no_mask
 from primerl.parallel.balancing import divide_attention
 from primerl.parallel.collectives import all_gather
-from primerl.parallel.context_attention import ATTENTION, SharedRows, Work
+from primerl.parallel.context_attention import ATTENTION, Exchange, SharedRows
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.sparse_context import share_sparse_context
 
 
 def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:
-    """Let a model attend over the rows of all ranks that share documents.
+    """Make a model's attention context parallel, over the ranks that share documents.
 
-    Before each forward pass the ranks exchange their ``position_ids``, which tell where documents
-    begin. Documents may begin and end on any rank, and share tokens (``packing.pack``).
+    Before each forward pass the ranks gather their ``position_ids``, by which documents are found.
+    Documents may begin and end on any rank, and share tokens (``packing.pack``).
 
     Args:
         model: a ``transformers`` causal language model.
@@ -46,8 +45,8 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
             arXiv:2407.21783, section 3.3.2 (gathered keys and values).
 
     Raises:
-        ValueError: ``method`` is no method, ``cp`` does not divide the query heads, or the model's
-            layers pass on from row to row more than this attention does.
+        ValueError: ``method`` is unknown, ``cp`` does not divide the query heads, or layers other
+            than attention pass information from row to row.
     """
     config: Any = model.config
     require_positions(model)
@@ -59,7 +58,7 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
             )
         assert mesh.context_group is not None
         share_sparse_context(model, mesh.context_group)
-        _find_rows_first(model, mesh, balanced=False)
+        _register_document_search(model, mesh, balanced=False)
         return
     _require_only_attention(model)
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
@@ -77,29 +76,29 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
     transformers.AttentionInterface.register(name, ATTENTION[method])
     transformers.AttentionMaskInterface.register(name, no_mask)
     switch: Any = model.set_attn_implementation
-    switch(name)  # a model that can't only warns
+    switch(name)  # only warns if it can't
     if config.get_text_config()._attn_implementation != name:
         raise ValueError(
             f"{config.model_type} has an attention of its own, which would not see the rows of "
             "other ranks; use a mesh with cp=1"
         )
-    _find_rows_first(model, mesh, balanced=method == "gathered")
+    _register_document_search(model, mesh, balanced=method == "gathered")
 
 
-def _find_rows_first(model: nn.Module, mesh: Mesh, *, balanced: bool) -> None:
+def _register_document_search(model: nn.Module, mesh: Mesh, *, balanced: bool) -> None:
     group = mesh.context_group
     assert group is not None
     model.register_forward_pre_hook(
-        functools.partial(_find_rows, group=group, balanced=balanced), with_kwargs=True
+        functools.partial(_find_documents, group=group, balanced=balanced), with_kwargs=True
     )
 
 
 def _require_only_attention(model: nn.Module) -> None:
-    """Refuse a model whose layers pass on from row to row what only attention may."""
+    """Refuse a model in which more than attention passes information from row to row."""
     config: Any = model.config
     text = config.get_text_config()
     reason = None
-    kinds = other_layers(model)
+    kinds = unpackable_layers(model)
     if getattr(text, "index_topk", None) is not None:
         reason = "sparse attention, whose indexer scores the keys of all rows"
     elif kinds:
@@ -108,13 +107,13 @@ def _require_only_attention(model: nn.Module) -> None:
         reason = "convolutions over rows, which would not see those of other ranks"
     elif getattr(config, "is_encoder_decoder", False):
         reason = "an encoder, whose attention looks ahead"
-    elif lengths_that_rotate_otherwise(config) < float("inf"):
+    elif unsupported_rope_lengths(config) < float("inf"):
         reason = "rotary embeddings that depend on the longest position, which ranks differ in"
     if reason:
         raise ValueError(f"{config.model_type} has {reason}; use a mesh with cp=1")
 
 
-def _find_rows(
+def _find_documents(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -132,21 +131,21 @@ def _find_rows(
         return args, {**kwargs, "documents": shared}
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     workers = divide_attention(positions.numpy(), ranks)
-    spans = spans_of(np.flatnonzero(workers == rank), documents)
+    spans = row_spans(np.flatnonzero(workers == rank), documents)
     rows = len(workers) // ranks
-    work = None
+    exchanged = None
     if (workers != np.repeat(np.arange(ranks), rows)).any():
         mine = torch.from_numpy(workers[rank * rows : (rank + 1) * rows])
         order = torch.argsort(mine, stable=True)
         sent = torch.bincount(mine, minlength=ranks).tolist()
         received = (workers.reshape(ranks, rows) == rank).sum(1).tolist()
-        work = Work(order.to(device), order.argsort().to(device), sent, received)
-    shared = SharedRows(documents, longest, group, lay_out(spans, device), work)
+        exchanged = Exchange(order.to(device), order.argsort().to(device), sent, received)
+    shared = SharedRows(documents, longest, group, lay_out(spans, device), exchanged)
     return args, {**kwargs, "documents": shared}
 
 
 def _gather_positions(model: nn.Module, kwargs: dict[str, Any], group: dist.ProcessGroup) -> Tensor:
-    """The positions of all ranks' rows, on the CPU; every rank raises if one cannot pass any."""
+    """The positions of all ranks' rows, on the CPU; all ranks raise if one has none or others."""
     ranks = dist.get_world_size(group)
     position_ids = kwargs.get("position_ids")
     tokens = [x for x in map(kwargs.get, ("input_ids", "inputs_embeds")) if x is not None]
@@ -156,9 +155,9 @@ def _gather_positions(model: nn.Module, kwargs: dict[str, Any], group: dist.Proc
         count = position_ids.shape[1]
     device = next(iter([*tokens, *model.parameters()])).device
     rows = torch.tensor([count], device=device)
-    of_ranks = rows.new_empty(ranks)
-    all_gather(of_ranks, rows, group=group)
-    counts = of_ranks.tolist()
+    all_counts = rows.new_empty(ranks)
+    all_gather(all_counts, rows, group=group)
+    counts = all_counts.tolist()
     if min(counts) == 0:
         raise ValueError(
             f"ranks that share documents passed position_ids of {counts} rows; expected tokens and "
@@ -175,8 +174,8 @@ def _gather_positions(model: nn.Module, kwargs: dict[str, Any], group: dist.Proc
     return gathered.cpu()
 
 
-def spans_of(rows: np.ndarray, documents: tuple[Document, ...]) -> tuple[Span, ...]:
-    """The parts of documents that lie in successive ones of ``rows``, which are in order."""
+def row_spans(rows: np.ndarray, documents: tuple[Document, ...]) -> tuple[Span, ...]:
+    """The parts of documents in ascending ``rows``: a span for each range within a document."""
     begins = np.array([document.begin for document in documents])
     number = np.searchsorted(begins, rows, side="right") - 1
     breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(number) != 0)) + 1

@@ -1,4 +1,4 @@
-"""Attention over the rows of several ranks: entries of transformers' ``AttentionInterface``."""
+"""Context-parallel attention functions: entries of transformers' ``AttentionInterface``."""
 
 import math
 from typing import Any
@@ -9,39 +9,42 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from primerl.attention.documents import Document, Layout, attend
+from primerl.attention.documents import Document, Layout
+from primerl.attention.kernels import attend
 from primerl.attention.packed import not_passed_on, refuse_other_attention
 from primerl.parallel.collectives import all_gather, reduce_scatter
 from primerl.parallel.dispatch import exchange
 
 
 @attrs.frozen(eq=False)
-class Work:
-    """Which rows a rank attends for, where they are not only its own."""
+class Exchange:
+    """The queries that ranks exchange to balance their work."""
 
     order: Tensor
-    """This rank's rows, sorted by the rank that attends for them."""
-    back: Tensor
-    """The inverse of ``order``."""
+    """This rank's rows, sorted by the rank that computes their attention."""
+    inverse: Tensor
+    """The inverse permutation."""
     sent: list[int]
+    """Numbers of rows to each rank, this one included."""
     received: list[int]
-    """Rows to and from each rank, this one included."""
+    """Numbers of rows from each rank, this one included."""
 
 
-# No tuple, so that what passes it on, such as FSDP, does not walk through its documents.
+# Not a tuple, so that FSDP and others that pass it on treat it as one value.
 @attrs.frozen(eq=False)
 class SharedRows:
-    """The rows of a forward pass, of all ranks: the model's argument ``documents``."""
+    """The documents of a forward pass on several ranks: the model's argument ``documents``."""
 
     documents: tuple[Document, ...]
-    """Of all ranks."""
+    """Of all ranks that share documents."""
     longest: int
-    """Tokens of the longest of them."""
+    """Tokens of the longest document."""
     group: dist.ProcessGroup
+    """The ranks that share documents."""
     layout: Layout
-    """What this rank attends for."""
-    work: Work | None = None
-    """None: each rank attends for its own rows."""
+    """Of the queries whose attention this rank computes."""
+    exchange: Exchange | None = None
+    """None: each rank computes the attention of its own rows."""
 
 
 def _ulysses(
@@ -63,14 +66,14 @@ def _ulysses(
             f"{type(module).__name__} has {query.shape[1]} query heads, which {ranks} ranks cannot "
             'have in equal numbers; use context="gathered"'
         )
-    # As few copies as let each rank have the heads of its queries: one for each is enough.
+    # The fewest copies of key heads that give each rank those of its query heads.
     copies = ranks // math.gcd(ranks, key.shape[1])
     if copies > 1:
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     even = [length] * ranks
-    of_ranks = [_by_rank(x, ranks) for x in (query, key, value)]
-    fused = torch.cat([x.flatten(2) for x in of_ranks], dim=-1).flatten(0, 1)
-    q, k, v = _apart(exchange(fused, even, even, rows.group), [x.shape[2:] for x in of_ranks])
+    by_rank = [_by_rank(x, ranks) for x in (query, key, value)]
+    fused = torch.cat([x.flatten(2) for x in by_rank], dim=-1).flatten(0, 1)
+    q, k, v = _split(exchange(fused, even, even, rows.group), [x.shape[2:] for x in by_rank])
     attended = attend(q, k, v, rows.layout, scaling=scaling)
     returned = exchange(attended.flatten(1), even, even, rows.group)
     heads = returned.reshape(ranks, length, *attended.shape[1:])
@@ -83,8 +86,8 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
     return x.reshape(ranks, heads // ranks, length, width).transpose(1, 2)
 
 
-def _apart(fused: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    """The tensors whose rows ``fused`` has side by side."""
+def _split(fused: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    """The tensors that ``fused`` has side by side in each row."""
     parts = torch.split(fused, [shape.numel() for shape in shapes], dim=1)
     return [part.reshape(len(part), *shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -100,27 +103,27 @@ def _gathered(
     documents: SharedRows | None = None,
     **asked: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
-    """Each rank gets all keys and values, and queries of ranks that have too many."""
+    """Each rank gets all keys and values, and queries of ranks with more than the mean work."""
     rows = checked_rows(module, query, key, attention_mask, documents, asked)
-    q, work = query[0].transpose(0, 1), rows.work
+    q, moved = query[0].transpose(0, 1), rows.exchange
     k, v = gather_rows(key, value, rows.group)
-    if work is None:
+    if moved is None:
         return attend(q, k, v, rows.layout, scaling=scaling).unsqueeze(0), None
-    q = exchange(q.index_select(0, work.order), work.sent, work.received, rows.group)
+    q = exchange(q.index_select(0, moved.order), moved.sent, moved.received, rows.group)
     attended = attend(q, k, v, rows.layout, scaling=scaling)
-    returned = exchange(attended, work.received, work.sent, rows.group)
-    return returned.index_select(0, work.back).unsqueeze(0), None
+    returned = exchange(attended, moved.received, moved.sent, rows.group)
+    return returned.index_select(0, moved.inverse).unsqueeze(0), None
 
 
 ATTENTION = {"ulysses": _ulysses, "gathered": _gathered}
 
 
 def gather_rows(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Keys and values ``[rows of all ranks, heads, d]``; the gradients of all ranks are added."""
+    """Keys and values ``[rows of all ranks, heads, d]``; gradients are reduce-scattered."""
     own = [x[0].transpose(0, 1) for x in (key, value)]
     fused = torch.cat([x.flatten(1) for x in own], dim=1)
     every: Tensor = _AllGather.apply(fused, group)  # type: ignore[no-untyped-call]
-    return _apart(every, [x.shape[1:] for x in own])
+    return _split(every, [x.shape[1:] for x in own])
 
 
 def checked_rows(
@@ -131,7 +134,12 @@ def checked_rows(
     rows: SharedRows | None,
     asked: dict[str, Any],
 ) -> SharedRows:
-    """The rows of the forward pass, once it is sure that attention can be computed over them."""
+    """``rows``, after checks that this attention computes what the model asks for.
+
+    Raises:
+        ValueError: there are none, or there is a mask, a cache, dropout or another kind of
+            attention.
+    """
     if rows is None:
         raise ValueError(f"{not_passed_on(module)}, or was called without its model")
     if attention_mask is not None or query.shape[2] != key.shape[2]:
@@ -149,7 +157,7 @@ def checked_rows(
 
 
 class _AllGather(torch.autograd.Function):
-    """The rows of all ranks; the gradients of all ranks are added."""
+    """All-gather of rows; backward, gradients are reduce-scattered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

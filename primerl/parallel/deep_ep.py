@@ -1,4 +1,4 @@
-"""Sending tokens to their experts by the DeepEP library, over NVLink and RDMA."""
+"""Token dispatch to experts by the DeepEP library, over NVLink and RDMA."""
 
 import inspect
 from typing import Any
@@ -15,7 +15,7 @@ INSTALL = (
     "build it from https://github.com/deepseek-ai/DeepEP (see docs/parallel.md); the packages of "
     "similar names on PyPI are placeholders"
 )
-# What is called of deep_ep.Buffer, and with which arguments.
+# The methods of deep_ep.Buffer that are called, with their arguments.
 SIGNATURES = {
     "get_dispatch_layout": ["topk_idx", "num_experts"],
     "dispatch": [
@@ -31,12 +31,12 @@ class DeepEP:
 
         parallel.shard(model, mesh, dispatch=parallel.DeepEP)
 
-    A token travels once to each rank that has any of its experts, and what those make of it is
-    added up there, by weight, before it travels back: fewer bytes than one journey for each choice.
+    A token is sent once to each rank that has any of its experts, whose outputs are added there, by
+    weight, before they are sent back: fewer bytes than ``AllToAll`` sends.
 
     Args:
-        experts: of all ranks.
-        group: the ranks that hold them, NCCL's.
+        experts: number of experts on all ranks.
+        group: the NCCL group of the ranks that hold them.
 
     Raises:
         ImportError: it is not installed.
@@ -58,33 +58,33 @@ class DeepEP:
         weights: Float[Tensor, "t k"],
         compute: Compute,
     ) -> Float[Tensor, "t h"]:
-        """Send tokens, compute and bring back what comes of it."""
+        """Dispatch tokens, compute, and combine the experts' outputs."""
         buffer = self._buffer_for(hidden)
-        arrived, local, theirs, counts, handle = _Dispatch.apply(  # type: ignore[no-untyped-call]
+        arrived, local, local_weights, counts, handle = _Dispatch.apply(  # type: ignore[no-untyped-call]
             hidden, weights.float(), indices, self.experts, buffer
         )
         choices = local.reshape(-1)
-        # Choices of other ranks' experts, -1, go last; how many are ours the host knows already.
+        # Choices of other ranks' experts, -1, go last; the host knows already how many are ours.
         ours = torch.argsort(choices.where(choices >= 0, self.experts), stable=True)
         ours = ours[: sum(counts)]
         rows = ours // local.shape[1]
         per_expert = torch.tensor(counts, device=hidden.device)
         outputs = compute(arrived[rows], per_expert)
-        weighted = outputs * theirs.reshape(-1)[ours].unsqueeze(-1).to(outputs.dtype)
+        weighted = outputs * local_weights.reshape(-1)[ours].unsqueeze(-1).to(outputs.dtype)
         mixed = torch.zeros_like(arrived).index_add(0, rows, weighted.to(arrived.dtype))
         combined: Tensor = _Combine.apply(mixed, handle, buffer)  # type: ignore[no-untyped-call]
         return combined
 
     def _buffer_for(self, hidden: Tensor) -> Any:
-        """Made at the first call, when the size of a token is known."""
+        """The buffer, made at the first call, when the size of a token is known."""
         if self._buffer is None:
             token = hidden.shape[1] * max(hidden.element_size(), 2)
             ranks = dist.get_world_size(self.group)
-            of_kind = self._library.Buffer
-            configs = [of_kind.get_dispatch_config(ranks), of_kind.get_combine_config(ranks)]
+            make = self._library.Buffer
+            configs = [make.get_dispatch_config(ranks), make.get_combine_config(ranks)]
             nvlink = max(c.get_nvl_buffer_size_hint(token, ranks) for c in configs)
             rdma = max(c.get_rdma_buffer_size_hint(token, ranks) for c in configs)
-            self._buffer = of_kind(self.group, nvlink, rdma)
+            self._buffer = make(self.group, nvlink, rdma)
         return self._buffer
 
 
@@ -107,14 +107,14 @@ def _library() -> Any:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Backward, gradients take the way of outputs."""
+    """Dispatch of tokens; backward, a combine of their gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weights: Tensor, indices: Tensor, experts: int, buffer: Any
     ) -> tuple[Any, ...]:
         per_rank, per_node, per_expert, goes_to, _ = buffer.get_dispatch_layout(indices, experts)
-        arrived, local, theirs, counts, handle, _ = buffer.dispatch(
+        arrived, local, local_weights, counts, handle, _ = buffer.dispatch(
             hidden,
             topk_idx=indices,
             topk_weights=weights,
@@ -125,19 +125,19 @@ class _Dispatch(torch.autograd.Function):
         )
         ctx.buffer, ctx.handle, ctx.weights_dtype = buffer, handle, weights.dtype
         ctx.mark_non_differentiable(local)
-        return arrived, local, theirs, counts, handle
+        return arrived, local, local_weights, counts, handle
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None, None, None]:
-        of_tokens, _, of_weights, *_ = gradients
+        tokens, _, token_weights, *_ = gradients
         hidden, weights, _ = ctx.buffer.combine(
-            of_tokens.contiguous(), ctx.handle, topk_weights=of_weights.float()
+            tokens.contiguous(), ctx.handle, topk_weights=token_weights.float()
         )
         return hidden, weights.to(ctx.weights_dtype), None, None, None
 
 
 class _Combine(torch.autograd.Function):
-    """Backward, gradients take the way of tokens."""
+    """Combine of outputs; backward, a dispatch of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, handle: Any, buffer: Any) -> Tensor:

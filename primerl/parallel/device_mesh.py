@@ -1,4 +1,4 @@
-"""How the ranks are arranged: who shares parameters, experts and documents with whom."""
+"""The device mesh: which ranks share parameters, experts and documents."""
 
 import attrs
 import torch
@@ -13,16 +13,15 @@ LAYOUT = "world = replicate * fsdp * cp, and ep divides fsdp * cp"
 class Mesh:
     """The arrangement of the ranks, made by ``mesh``.
 
-    Ranks are numbered with the context-parallel peers next to each other: rank
-    ``(replica * fsdp + i) * cp + j`` holds part j of the documents of its neighbours. The
-    ``fsdp * cp`` ranks of a replica hold a share of the parameters each; every ``ep`` successive
-    ones hold all experts among them.
+    Context-parallel ranks are neighbours: rank ``(replica * fsdp + i) * cp + j`` holds part j of
+    its batch. Parameters are sharded over the ``fsdp * cp`` ranks of a replica, and experts over
+    every ``ep`` successive ones of these.
     """
 
     replicate: int
-    """Copies of the model: parameters are sharded within each, gradients are added over all."""
+    """Copies of the model (HSDP): parameters are sharded within each, gradients summed over all."""
     fsdp: int
-    """Ranks of a replica that train on documents of their own."""
+    """Ranks of a replica with different batches."""
     ep: int
     """Ranks among which the experts of a layer are divided."""
     cp: int
@@ -41,23 +40,23 @@ class Mesh:
 
     @property
     def batches(self) -> int:
-        """How many micro-batches are trained at once: what ``packing.pack`` takes as ``ranks``."""
+        """Number of micro-batches trained at once, which ``packing.pack`` takes as ``ranks``."""
         return self.replicate * self.fsdp
 
     @property
     def expert_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold this rank's experts and the others; None if it holds all."""
+        """The ranks among which experts are divided; None if each holds all."""
         return self.experts.get_group("expert") if self.experts and self.ep > 1 else None
 
     @property
     def context_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the other rows of this rank's documents; None if it holds all."""
+        """The ranks among which a micro-batch is divided; None if each has a whole one."""
         return self.documents.get_group("context") if self.documents and self.cp > 1 else None
 
     def context_sum(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over the ranks that share documents, without gradient.
 
-        The ``all_sum`` of losses of whole sequences, such as ``loss.gspo``.
+        What losses over whole sequences, such as ``loss.gspo``, take as ``all_sum``.
         """
         if self.context_group is None:
             return x
@@ -73,15 +72,15 @@ def mesh(*, replicate: int = 1, fsdp: int = -1, ep: int = 1, cp: int = 1) -> Mes
             mesh = parallel.mesh(ep=8, cp=4)
             parallel.shard(model, mesh)
 
-    Sizes fit if ``world = replicate * fsdp * cp`` and ``ep`` divides ``fsdp * cp``. Every rank
-    calls it, after the ranks connect.
+    ``world = replicate * fsdp * cp``, and ``ep`` divides ``fsdp * cp``. Every rank calls it, after
+    the process group is made.
 
     Args:
         replicate: copies of the model (HSDP): parameters are gathered within a replica only, such
-            as a node or a few, and gradients are added over replicas. 1: one copy (FSDP).
-        fsdp: ranks of a replica with documents of their own; -1: as many as there are.
-        ep: ranks among which the experts of each layer are divided, whole.
-        cp: ranks among which the rows of each micro-batch are divided.
+            as a node or a few, and gradients summed over replicas. 1: one copy (FSDP).
+        fsdp: ranks of a replica with different batches; -1: as many as there are.
+        ep: ranks among which the experts of each layer are divided (expert parallel).
+        cp: ranks among which the rows of each micro-batch are divided (context parallel).
 
     Raises:
         ValueError: the sizes do not fit the world.

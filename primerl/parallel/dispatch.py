@@ -1,4 +1,4 @@
-"""Sending tokens to the ranks that hold their experts, and what the experts make of them back."""
+"""Token dispatch: tokens to the ranks of their experts, and the experts' outputs back."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from torch import Tensor
 from primerl.parallel.collectives import all_to_all
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""What this rank's experts make of tokens ``[n, h]``, sorted by expert, ``counts[e]`` of each."""
+"""``(tokens[n, h], counts[e]) -> [n, h]``: this rank's experts, on tokens sorted by expert."""
 
 Dispatch = Callable[[Tensor, Tensor, Tensor, Compute], Tensor]
-"""``(hidden[t, h], indices[t, k], weights[t, k], compute) -> [t, h]``: each token by its k experts,
-wherever they are, and their outputs added by weight."""
+"""``(hidden[t, h], indices[t, k], weights[t, k], compute) -> [t, h]``: the weighted sum of each
+token's k experts, wherever they are."""
 
 
 @attrs.frozen(eq=False)
@@ -25,14 +25,14 @@ class AllToAll:
 
         y_t = sum_k  weights[t, k] * expert_{indices[t, k]}(hidden_t)
 
-    Each choice of an expert travels by itself. Ranks may send any number of tokens anywhere, also
-    none. The host waits for the device once, for the counts.
+    A token is sent once for each of its k experts. Ranks may send any number of tokens to another,
+    also none. The host waits for the device once, for the counts.
     """
 
     experts: int
-    """Of all ranks; rank r of the group has the r-th equal part of them."""
+    """Number of experts on all ranks; rank r of the group has the r-th equal part of them."""
     group: dist.ProcessGroup | None = None
-    """None: this rank has them all."""
+    """The ranks that hold them; None: this rank has all."""
 
     def __call__(
         self,
@@ -41,25 +41,26 @@ class AllToAll:
         weights: Float[Tensor, "t k"],
         compute: Compute,
     ) -> Float[Tensor, "t h"]:
-        """Send tokens, compute and bring back what comes of it."""
-        way = dispatch(hidden, indices, experts=self.experts, group=self.group)
-        return combine(compute(way.tokens, way.counts), way, weights, group=self.group)
+        """Dispatch tokens, compute, and combine the experts' outputs."""
+        sent = dispatch(hidden, indices, experts=self.experts, group=self.group)
+        return combine(compute(sent.tokens, sent.counts), sent, weights, group=self.group)
 
 
 class Dispatched(NamedTuple):
-    """Tokens on the rank of their experts, and the way back."""
+    """Tokens on the rank of their experts, and what ``combine`` needs to return their outputs."""
 
     tokens: Float[Tensor, "n h"]
     """Sorted by expert."""
     counts: Int[Tensor, " experts"]
-    """Of each expert of this rank."""
+    """Tokens of each expert of this rank."""
     order: Tensor
-    """Where each sent token was in ``[t * k]`` choices, sorted by expert."""
+    """The choices ``[t * k]`` sorted by expert: indices into their original order."""
     arrival: Tensor | None
-    """Where each token of ``tokens`` was when it arrived: by rank, then by expert."""
+    """Received tokens (by rank, then by expert) sorted by expert: indices into their order."""
     sent: list[int]
+    """Tokens to each rank of the group."""
     received: list[int]
-    """Tokens to and from each rank of the group."""
+    """Tokens from each rank of the group."""
 
 
 def dispatch(
@@ -69,7 +70,7 @@ def dispatch(
     experts: int,
     group: dist.ProcessGroup | None = None,
 ) -> Dispatched:
-    """Send each token to its k experts, which lie in equal numbers on the ranks of ``group``."""
+    """Send each token to its k experts, which are divided equally among the ranks of ``group``."""
     chosen = indices.reshape(-1)
     order = torch.argsort(chosen, stable=True)
     counts = torch.bincount(chosen, minlength=experts)
@@ -91,25 +92,25 @@ def dispatch(
 
 def combine(
     outputs: Float[Tensor, "n h"],
-    way: Dispatched,
+    dispatched: Dispatched,
     weights: Float[Tensor, "t k"],
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Float[Tensor, "t h"]:
-    """Bring the experts' outputs back and add each token's k, by weight.
+    """Return the experts' outputs to their tokens and sum each token's k, by weight.
 
     y_t = sum_k  weights[t, k] * expert_{indices[t, k]}(hidden_t)
     """
-    if way.arrival is not None and group is not None:
-        outputs = torch.zeros_like(outputs).index_copy(0, way.arrival, outputs)
-        outputs = exchange(outputs, way.received, way.sent, group)
-    chosen = torch.zeros_like(outputs).index_copy(0, way.order, outputs)
+    if dispatched.arrival is not None and group is not None:
+        outputs = torch.zeros_like(outputs).index_copy(0, dispatched.arrival, outputs)
+        outputs = exchange(outputs, dispatched.received, dispatched.sent, group)
+    chosen = torch.zeros_like(outputs).index_copy(0, dispatched.order, outputs)
     chosen = chosen.view(*weights.shape, outputs.shape[1])
     return (chosen * weights.unsqueeze(-1).to(chosen.dtype)).sum(1)
 
 
 def exchange(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """All-to-all of rows: ``sent[r]`` of them to rank r, ``received[r]`` from it, with gradient."""
+    """Differentiable all-to-all: ``sent[r]`` rows to rank r, ``received[r]`` from it."""
     exchanged: Tensor = _Exchange.apply(x, sent, received, group)  # type: ignore[no-untyped-call]
     return exchanged
 
@@ -119,9 +120,9 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.way = (received, sent, group)
+        ctx.reverse = (received, sent, group)
         return all_to_all(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(gradient, *ctx.way), None, None, None
+        return all_to_all(gradient, *ctx.reverse), None, None, None

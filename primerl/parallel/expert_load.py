@@ -1,4 +1,4 @@
-"""How evenly tokens fall on experts, and a bias on the router that evens it out."""
+"""Balance of experts: metrics, and the routing bias that evens out their load."""
 
 from collections.abc import Mapping
 
@@ -9,15 +9,15 @@ BIAS = "e_score_correction_bias"
 
 
 def load_statistics(counts: Mapping[str, Tensor]) -> dict[str, float]:
-    """Measures of balance over all layers, from how often each expert was chosen.
+    """Metrics of expert balance over all layers, from how often each expert was chosen.
 
         counts = parallel.all_sum(parallel.take_expert_counts(model))
         metrics |= parallel.load_statistics(counts)
 
-    ``expert_load_max``: the largest load over all layers, as a multiple of the layer's mean: 1 is
-    even, and a step of expert parallelism waits for it. ``expert_load_cv``: the standard deviation
-    of loads over their mean, averaged over layers. ``experts_idle``: the share of experts that were
-    never chosen. Nothing for no counts.
+    ``expert_load_max``: the largest load as a multiple of its layer's mean, over all layers; 1 is
+    even, and expert-parallel ranks wait for it. ``expert_load_cv``: the standard deviation of loads
+    divided by their mean, averaged over layers. ``experts_idle``: the share of experts that were
+    never chosen. Empty if there are no counts.
     """
     loads = [c.double() / c.double().mean() for c in counts.values() if c.sum() > 0]
     if not loads:
@@ -36,18 +36,18 @@ def balance_experts(model: nn.Module, counts: Mapping[str, Tensor], *, rate: flo
         b_e  +=  rate * sign(mean_e(c) - c_e)
 
     for the number of times c_e that expert e was chosen (arXiv:2408.15664; DeepSeek-V3,
-    arXiv:2412.19437, section 2.1.2). The bias decides which experts are chosen, not how they are
-    weighted. In reinforcement learning it is best left alone, as recipes do: the sampler has the
-    bias of an earlier version, and would route differently.
+    arXiv:2412.19437, section 2.1.2). The bias affects which experts are chosen, not their weights.
+    In reinforcement learning it is best left alone, as recipes do: a sampler with the bias of an
+    earlier version routes differently.
 
     Args:
-        model: whose routers have a buffer ``e_score_correction_bias``.
-        counts: of all ranks, by the name of the module of experts: ``all_sum`` of
+        model: with a buffer ``e_score_correction_bias`` in each router.
+        counts: of all ranks, by the name of the experts' module: ``all_sum`` of
             ``take_expert_counts``.
         rate: 1e-3 in DeepSeek-V3's pre-training.
 
     Raises:
-        ValueError: the rate is negative, or a layer that was counted has no such bias.
+        ValueError: the rate is negative, or a layer with counts has no such bias.
     """
     if rate < 0:
         raise ValueError(f"rate is {rate}, expected at least 0")

@@ -1,7 +1,7 @@
-"""Experts of mixture-of-experts models, divided among ranks, for unmodified models.
+"""Expert parallelism: experts divided among ranks, for unmodified Hugging Face models.
 
-``transformers`` calls each layer's experts through a registry of functions. Ours sends tokens to
-the ranks of their experts (``dispatch``), multiplies there, and brings the results back.
+``transformers`` calls each layer's experts through a registry of functions. The one registered here
+sends tokens to the ranks of their experts (``dispatch``), computes, and sends the results back.
 """
 
 import functools
@@ -25,8 +25,8 @@ from primerl.parallel.dispatch import AllToAll, Dispatch
 IMPLEMENTATION = "primerl_experts"
 
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(x[n, i], weights[e, i, o], ends[e]) -> [n, o]``: rows up to ``ends[0]`` by the first matrix,
-from there to ``ends[1]`` by the second, and so on."""
+"""``(x[n, i], weights[e, i, o], ends[e]) -> [n, o]``: rows up to ``ends[0]`` times the first
+matrix, from there to ``ends[1]`` times the second, and so on."""
 
 
 @attrs.define(eq=False)
@@ -34,13 +34,13 @@ class _Placement:
     """How the experts of one layer are computed."""
 
     experts: int
-    """Of all ranks."""
+    """Number of experts on all ranks."""
     dispatch: Dispatch
     matmul: GroupedMatmul
     chosen: Tensor | None = None
-    """How often each expert was chosen on this rank since it was last asked."""
+    """How often each expert was chosen on this rank, since the last ``take``."""
     attempted: tuple[Attempt, Tensor] | None = None
-    """The same in the last forward pass, which may still be discarded."""
+    """The counts of the last forward pass, which may still be discarded."""
 
     def count(self, chosen: Tensor) -> None:
         """Add to the counts of the forward pass that runs now."""
@@ -49,19 +49,19 @@ class _Placement:
         if now is not None and before is not None and before[0] is now:
             self.attempted = now, before[1] + chosen
             return
-        self._settle()
+        self._commit()
         if now is None:
             self._add(chosen)
         else:
             self.attempted = now, chosen
 
     def take(self) -> Tensor | None:
-        """The counts so far, which begin again at 0."""
-        self._settle()
+        """The counts so far; they restart at 0."""
+        self._commit()
         taken, self.chosen = self.chosen, None
         return taken
 
-    def _settle(self) -> None:
+    def _commit(self) -> None:
         last, self.attempted = self.attempted, None
         if last is not None and not last[0].discarded:
             self._add(last[1])
@@ -70,7 +70,7 @@ class _Placement:
         self.chosen = chosen if self.chosen is None else self.chosen + chosen
 
 
-# Keyed by module, because nothing is ever set on another library's objects.
+# Keyed by module, because no attributes are set on another library's objects.
 _PLACEMENTS: WeakKeyDictionary[nn.Module, _Placement] = WeakKeyDictionary()
 
 
@@ -90,19 +90,19 @@ def divide_experts(
     dispatch: Callable[[int, dist.ProcessGroup | None], Dispatch] = AllToAll,
     matmul: GroupedMatmul | None = None,
 ) -> None:
-    """Leave each rank its part of every layer's experts, and send tokens to where theirs are.
+    """Divide every layer's experts among ranks, and send tokens to the ranks of theirs.
 
     Args:
-        model: whose experts are called through ``transformers``' registry of experts functions.
-        mesh: of one dimension: the ranks that hold a layer's experts among them, in order. None:
-            this rank has them all, and only their computation is replaced.
-        dispatch: how tokens travel, from the number of experts and the group: ``AllToAll`` or
-            ``DeepEP``.
+        model: one that calls its experts through ``transformers``' registry of experts functions.
+        mesh: of one dimension: the ranks among which experts are divided, in order. None: this rank
+            has all experts, and only their computation is replaced.
+        dispatch: makes the dispatch of tokens from the number of experts and the group:
+            ``AllToAll`` or ``DeepEP``.
         matmul: multiplies rows sorted by expert with each expert's matrix;
             ``torch.nn.functional.grouped_mm`` by default.
 
     Raises:
-        ValueError: the model has no such experts, or ranks would get unequal numbers of them.
+        ValueError: the model has no such experts, or their number is no multiple of the ranks.
     """
     modules = expert_modules(model)
     config: Any = getattr(model, "config", None)
@@ -136,11 +136,11 @@ def divide_experts(
 
 
 def _keep_own_experts(name: str, module: nn.Module, mesh: DeviceMesh) -> None:  # noqa: ARG001
-    for of_parameter, parameter in list(module.named_parameters(recurse=False)):
+    for parameter_name, parameter in list(module.named_parameters(recurse=False)):
         mine = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
         divided = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
         module.register_parameter(
-            of_parameter, nn.Parameter(divided, requires_grad=parameter.requires_grad)
+            parameter_name, nn.Parameter(divided, requires_grad=parameter.requires_grad)
         )
 
 
@@ -163,17 +163,17 @@ def _experts_forward(
 
 
 def _compute(module: Any, matmul: GroupedMatmul, x: Tensor, counts: Tensor) -> Tensor:
-    """The experts of this rank, each on its rows."""
+    """Each expert of this rank on its rows of ``x``."""
     ends = counts.cumsum(0).to(torch.int32)
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    of_row = None
+    expert = None
     if module.has_bias:
-        of_row = torch.repeat_interleave(counts, output_size=x.shape[0])
+        expert = torch.repeat_interleave(counts, output_size=x.shape[0])
 
     def project(x: Tensor, name: str) -> Tensor:
         weight = _local(getattr(module, name))
         y = matmul(x, weight if module.is_transposed else weight.transpose(1, 2), ends)
-        return y if of_row is None else y + _local(getattr(module, f"{name}_bias"))[of_row]
+        return y if expert is None else y + _local(getattr(module, f"{name}_bias"))[expert]
 
     inner = project(x, up)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
@@ -189,7 +189,8 @@ def grouped_matmul(
 ) -> Float[Tensor, "n o"]:
     """Rows sorted by expert, each times its expert's matrix: ``torch.nn.functional.grouped_mm``.
 
-    What that does not take (float64, or rows that are no multiple of 16 bytes), one by one.
+    Inputs that it rejects (float64, or rows that are no multiple of 16 bytes) are multiplied expert
+    by expert.
     """
     sizes = (x.shape[1] * x.element_size(), weights.shape[2] * x.element_size())
     if x.dtype in (torch.float32, torch.bfloat16, torch.float16) and not any(s % 16 for s in sizes):
@@ -203,11 +204,10 @@ def grouped_matmul(
 
 
 def take_expert_counts(model: nn.Module) -> dict[str, Int[Tensor, " experts"]]:
-    """How often each layer's experts were chosen on this rank since this was last asked, by name.
+    """How often each layer's experts were chosen on this rank since the last call, by module name.
 
-    Each forward pass of each micro-batch counts once, whatever computes layers again for the
-    backward pass, and also where ``loss.model_logprobs`` runs a model twice. Layers of which none
-    were computed since are left out.
+    Each micro-batch counts once, also where activations are recomputed in the backward pass or
+    ``loss.model_logprobs`` runs a model twice. Layers that were not computed are left out.
     """
     placements = {name: _PLACEMENTS.get(part) for name, part in expert_modules(model).items()}
     counts = {name: one.take() for name, one in placements.items() if one is not None}

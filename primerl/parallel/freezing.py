@@ -1,26 +1,25 @@
-"""Parameters that a loss of the model's outputs does not train."""
+"""Freezing parameters that a loss on the model's outputs cannot train."""
 
 from torch import nn
 
 
 def freeze_indexer(model: nn.Module) -> list[str]:
-    """Take the indexers of sparse attention out of training, and return their parameters' names.
+    """Freeze the indexers of sparse attention, and return the names of their parameters.
 
-    What an indexer chooses has no gradient, so a policy loss leaves its parameters without one. An
-    optimizer that skips those never moves them; one that is given zeros instead, as after
-    ``zero_grad(set_to_none=False)``, would let weight decay shrink them unseen. Frozen ones
-    (``requires_grad`` false) stay as they are, bit for bit; they are still published and saved.
-    Call it before or after ``shard``, and before the optimizer is made, of the parameters that
-    require a gradient.
+    The choice of an indexer has no gradient, so a policy loss doesn't train its parameters. With
+    gradients of zero, as after ``zero_grad(set_to_none=False)``, weight decay would still shrink
+    them. Frozen (``requires_grad`` false), they stay bitwise the same, and are still published and
+    saved. Call it before or after ``shard``, and before the optimizer is made, of the parameters
+    that require a gradient.
 
     Raises:
         ValueError: the model has no indexer.
     """
     names = [
-        f"{name}.{of_parameter}"
+        f"{name}.{parameter_name}"
         for name, module in model.named_modules()
         if name.split(".")[-1] == "indexer"
-        for of_parameter, _ in module.named_parameters()
+        for parameter_name, _ in module.named_parameters()
     ]
     if not names:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Clipping gradients that lie on different meshes: those of experts and those of the rest."""
+"""Gradient clipping over parameters on different meshes, such as experts and the rest."""
 
 import functools
 from collections.abc import Iterable
@@ -16,31 +16,31 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Float[Tenso
 
         norm = (sum_i |g_i|^2)^(1/2),    g_i <- g_i min(1, max_norm / norm)
 
-    Returns the norm before, in at least float32, on the gradients' device: the same on every
-    rank, without waiting for the device. It may be infinite or NaN, and gradients are then NaN or
-    0: ``UpdateGuard`` decides what happens. Each element counts once, however many ranks hold it.
+    Returns the norm before clipping, in at least float32, on the gradients' device: the same on
+    every rank, without waiting for the device. If it is infinite or NaN, gradients become 0 or NaN:
+    ``UpdateGuard`` decides what happens then. Each element counts once, however many ranks hold it.
     All ranks call it; parameters without a gradient are left out.
 
         norm = parallel.clip_gradients(model.parameters(), 1.0)
 
     Args:
-        parameters: plain tensors, whose gradients are taken to be the same on every rank, or
-            shared out over meshes (``DTensor``), also over different ones.
-        max_norm: above 0; ``math.inf`` only measures.
+        parameters: plain tensors, whose gradients must be the same on every rank, or ``DTensor``,
+            also on different meshes.
+        max_norm: above 0; with ``math.inf``, nothing is clipped.
 
     Raises:
-        ValueError: ``max_norm`` is not above 0, a mesh lacks some of the ranks, or a gradient was
-            not added over its ranks.
+        ValueError: ``max_norm`` is not above 0, a mesh lacks some of the ranks, or a gradient is
+            not reduced over its ranks.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}, expected a number above 0")
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    # Asked of the parameters: a rank without any gradient has to take part in the sum, too.
-    shared_out = any(isinstance(parameter, DTensor) for parameter in parameters)
+    # Decided by the parameters: a rank without any gradient takes part in the sum, too.
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
     by_copies: dict[int, list[Tensor]] = {}
     for gradient in gradients:
-        copies = _copies(gradient) if shared_out else 1
+        copies = _copies(gradient) if sharded else 1
         by_copies.setdefault(copies, []).append(_local(gradient))
     device = _local(parameters[0]).device if parameters else torch.device("cpu")
     dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
@@ -48,7 +48,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Float[Tenso
     for copies, alike in by_copies.items():
         norms = torch._foreach_norm(alike, 2, dtype=dtype)
         square += torch.stack([norm.to(device) for norm in norms]).square().sum() / copies
-    if shared_out:
+    if sharded:
         dist.all_reduce(square)
     total = square.sqrt()
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -58,7 +58,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Float[Tenso
 
 
 def _copies(gradient: Tensor) -> int:
-    """How many ranks hold each of its elements, of those whose squares are added."""
+    """How many ranks hold each of its elements."""
     if not isinstance(gradient, DTensor):
         return dist.get_world_size()
     mesh = gradient.device_mesh
@@ -69,7 +69,7 @@ def _copies(gradient: Tensor) -> int:
         )
     if any(isinstance(placement, Partial) for placement in gradient.placements):
         raise ValueError(
-            f"a gradient was not added over its ranks (placements {gradient.placements}); "
+            f"a gradient is not reduced over its ranks (placements {gradient.placements}); "
             "redistribute it before it is clipped"
         )
     copies = 1

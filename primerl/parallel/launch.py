@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from primerl.parallel.roll_call import gone, sign_in
+from primerl.parallel.rank_liveness import dead_ranks, register_rank
 from primerl.parallel.scattering import all_sum
 from primerl.parallel.stop_signals import StoppedError, StopSignals
 
@@ -50,7 +50,7 @@ class World:
         was not asked within ``grace_s``.
         """
         self._signals.defer()
-        if bool(all_sum(int(self._signals.came))):
+        if bool(all_sum(int(self._signals.received))):
             self._signals.agree()
         return self._signals.agreed
 
@@ -159,7 +159,7 @@ def _connected(world: World) -> Iterator[None]:
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
     )
-    sign_in(store, world.rank)
+    register_rank(store, world.rank)
     signals = world._signals
     signals.watch(lambda: _has_failed(store))
     leaving: SystemExit | None = None
@@ -202,16 +202,16 @@ def _first_failure(
     mine = "" if follows else f"rank {rank} failed: {type(error).__name__}: {error}"
     try:
         first = store.compare_set(FAILURE, "", mine).decode()
-        killed = gone(store, ranks) if follows and not first else []
+        killed = dead_ranks(store, ranks) if follows and not first else []
     except RuntimeError:  # the store is gone with the rank that kept it
         first, killed = "", []
     if first == mine and not follows:
         return None
     if killed:
         named = " and ".join(f"rank {one}" for one in killed)
-        return f"{named} died without a word, perhaps killed for want of memory ({error})"
+        return f"{named} died without a word, perhaps killed for lack of memory ({error})"
     return first or (
-        f"{error}; no rank said why, so one was probably killed, perhaps for want of memory: "
+        f"{error}; no rank said why, so one was probably killed, perhaps for lack of memory: "
         "see torchrun's report, or the log of each rank"
     )
 

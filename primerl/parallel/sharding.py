@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2), with divided experts and contexts, for any model."""
+"""Fully sharded data parallelism (FSDP2), with expert and context parallelism, for any model."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from primerl.attention.admission import refuse_virtual_tokens
-from primerl.attention.packed import refuse_unpackable
+from primerl.attention.admission import refuse_unpackable, refuse_virtual_tokens
 from primerl.parallel.context import share_context
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.device_mesh import mesh as make_mesh
@@ -47,17 +46,17 @@ def shard(
         mesh: made by ``parallel.mesh``; all ranks as one replica by default.
         dtype: that layers compute in, such as ``torch.bfloat16``, while parameters keep theirs and
             gradients are added in float32; None computes in the parameters' dtype.
-        dispatch: how tokens travel to their experts: ``AllToAll``, or ``DeepEP`` on GPUs.
+        dispatch: how tokens are sent to their experts: ``AllToAll``, or ``DeepEP`` on GPUs.
         matmul: multiplies rows sorted by expert with each expert's matrix, ``(x[n, i],
             weights[e, i, o], ends[e]) -> [n, o]``; ``torch.nn.functional.grouped_mm`` by default.
-        context: how attention sees the rows of other ranks where ``mesh.cp > 1``: ``"ulysses"``
-            (ranks exchange rows for heads), ``"gathered"`` (each gets all keys and values); None:
+        context: the method of context parallel attention, where ``mesh.cp > 1``: ``"ulysses"``
+            (ranks exchange rows for heads) or ``"gathered"`` (each gets all keys and values); None:
             ``"ulysses"`` where ``cp`` divides the number of query heads.
 
     Raises:
-        ValueError: the model is sharded already, a layer shares a weight with another part, from
-            which sharding would part it, its parameters have different dtypes, its family
-            cannot be divided this way, or it has an adapter of prompt or prefix tuning.
+        ValueError: the model is sharded already, a layer shares a weight with a part outside it,
+            parameters have different dtypes, the family cannot be divided this way, or the model
+            has an adapter of prompt or prefix tuning.
     """
     mesh = mesh or make_mesh()
     refuse_virtual_tokens(model)
@@ -87,14 +86,14 @@ def shard(
     parts: list[nn.Module] = [*layers.values(), model]
     for part in parts:
         for module in part.modules():
-            if module in experts:  # before the layer that they are in, which leaves them alone
+            if module in experts:  # before their layer, whose sharding then skips them
                 _shard_part(module, experts.pop(module), policy)
         _shard_part(part, whole, policy)
     return model
 
 
 def _replicated(mesh: Mesh, dimension: str) -> DeviceMesh:
-    """The ranks over which parameters are sharded, with those over which they are copied if any."""
+    """The mesh over which parameters are sharded, and replicated if there are several replicas."""
     both = mesh.parameters if dimension == "shard" else mesh.experts
     assert both is not None
     return both["replicate", dimension] if mesh.replicate > 1 else both[dimension]
@@ -104,14 +103,14 @@ def _shard_part(part: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy)
     ranks = mesh.size(-1)
 
     def place(parameter: nn.Parameter) -> Shard:
-        # Fewer experts than ranks: divide each matrix, so that no rank is left with none.
+        # Fewer experts than ranks: shard each matrix, so that every rank has a part.
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         few = isinstance(parameter, DTensor) and local.shape[0] % ranks
         return Shard(1) if few and local.ndim > 1 and local.shape[1] % ranks == 0 else Shard(0)
 
     sharded = fully_shard(part, mesh=mesh, mp_policy=policy, shard_placement_fn=place)
     sharded.set_gradient_divide_factor(1.0)
-    sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
+    sharded.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
 def _require_one_dtype(model: nn.Module) -> None:
@@ -128,7 +127,7 @@ def _require_one_dtype(model: nn.Module) -> None:
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The entries of the outermost module lists, by name: experts may be a list in a layer."""
+    """The entries of the outermost module lists, by name: a layer may have a list of experts."""
     lists = {n: part for n, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     return {
         f"{name}.{index}": layer

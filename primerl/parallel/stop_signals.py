@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: a request to stop after the step, or the end of the process."""
+"""SIGTERM and SIGUSR1: a request to stop after the current step, or to end the process."""
 
 import os
 import signal
@@ -9,24 +9,24 @@ from typing import Any
 
 
 class StoppedError(RuntimeError):
-    """SIGTERM or SIGUSR1: torchrun ends by SIGTERM the ranks that are left when one has failed."""
+    """SIGTERM or SIGUSR1 was received; torchrun sends SIGTERM to all ranks when one has failed."""
 
 
 class StopSignals:
-    """The handlers of one process, between ``install`` and ``restore``.
+    """The signal handlers of one process, between ``install`` and ``restore``.
 
-    SIGTERM and SIGUSR1 are raised as ``StoppedError``, so that contexts are closed on the way out.
-    Once ``defer`` was called, because a loop asks after each step, the first SIGTERM and every
-    SIGUSR1 are only remembered. SIGTERM is raised even so if a rank has failed, or if nobody asked
-    for ``grace_s``: torchrun kills 30 s after its SIGTERM, and also sends it when a rank was killed
-    and left no word. After one was raised, further signals are ignored.
+    SIGTERM and SIGUSR1 raise ``StoppedError``, so that context managers exit. After ``defer``,
+    which a loop that checks after each step calls, the first SIGTERM and every SIGUSR1 are only
+    recorded. SIGTERM still raises if a rank has failed, or if ``grace_s`` pass without a check:
+    torchrun kills 30 s after its SIGTERM, and also sends it when a rank was killed without leaving
+    an error. Once one has raised, further signals are ignored.
     """
 
     def __init__(self, grace_s: float) -> None:
-        self.came = False
-        """Whether this process was told to stop."""
+        self.received = False
+        """Whether this process was asked to stop."""
         self.agreed = False
-        """Whether all ranks know that they are to stop."""
+        """Whether all ranks have agreed to stop."""
         self._grace_s = grace_s
         self._deferred = False
         self._terminated = False
@@ -41,20 +41,20 @@ class StopSignals:
         self._handle(signal.SIGUSR1)
 
     def watch(self, failed: Callable[[], bool]) -> None:
-        """Ask, when SIGTERM comes, whether a rank has left word that it failed."""
+        """Call ``failed`` when SIGTERM is received: whether a rank has reported a failure."""
         self._failed = failed
 
     def defer(self) -> None:
-        """Let the first signal wait until it is asked for."""
+        """Record the first signal instead of raising: the caller checks ``received``."""
         self._deferred = True
 
     def agree(self) -> None:
-        """All ranks stop now: further signals change nothing."""
+        """All ranks stop now; ignore further signals."""
         self.agreed = True
         self.ignore()
 
     def ignore(self) -> None:
-        """Let no signal cut off what this process does at its end."""
+        """Ignore further signals, so that none interrupts the exit of this process."""
         self._ending = True
         if self._timer is not None:
             self._timer.cancel()
@@ -63,7 +63,7 @@ class StopSignals:
                 signal.signal(which, signal.SIG_IGN)
 
     def restore(self) -> None:
-        """The handlers that were there before, unless the process is ending."""
+        """Restore the previous handlers, unless the process is ending."""
         if self._timer is not None:
             self._timer.cancel()
         while self._before and self._is_main():
@@ -82,7 +82,7 @@ class StopSignals:
         if not self._deferred or again or (rank_failed and signum == signal.SIGTERM):
             self.ignore()
             raise StoppedError(f"this process was told to stop ({name})")
-        self.came = True
+        self.received = True
         if signum == signal.SIGTERM:
             self._terminated = True
             if self._failed is not None:

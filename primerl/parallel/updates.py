@@ -1,4 +1,4 @@
-"""What to do when a loss or a gradient is not finite: the same on every rank."""
+"""Skipping or stopping on losses and gradients that are not finite, on all ranks alike."""
 
 import logging
 
@@ -21,13 +21,13 @@ class UpdateGuard:
             optimizer.step()
         optimizer.zero_grad()
 
-    One NaN on one rank would spread to all weights, and a rank that skipped alone would part from
-    the others for good. So the ranks agree first. A skipped step is still a policy step: its batch
-    is used up and the version goes on, with the same weights.
+    A NaN on one rank would spread to all weights, and a rank that skipped alone would diverge from
+    the others, so the ranks agree first. A skipped step is still a policy step: its batch is
+    consumed and the version increases, with the same weights.
 
     Args:
-        on_nonfinite: ``"skip"`` leaves the update out and counts it; ``"stop"`` raises.
-        max_in_a_row: raise even so after this many skipped updates without one between them.
+        on_nonfinite: ``"skip"`` skips the update and counts it; ``"stop"`` raises.
+        max_in_a_row: raise after this many consecutive skipped updates.
 
     Raises:
         ValueError: ``on_nonfinite`` is neither, or ``max_in_a_row`` is below 1.
@@ -39,13 +39,13 @@ class UpdateGuard:
         if max_in_a_row < 1:
             raise ValueError(f"max_in_a_row is {max_in_a_row}; expected at least 1")
         self.skipped = 0
-        """Updates left out so far."""
+        """Number of updates skipped so far."""
         self._on_nonfinite = on_nonfinite
         self._max_in_a_row = max_in_a_row
         self._in_a_row = 0
 
     def allows(self, loss: Tensor | float, grad_norm: Tensor | float) -> bool:
-        """Whether loss and gradients are finite on every rank; all ranks must ask together.
+        """Whether loss and gradients are finite on every rank; all ranks call it together.
 
         Args:
             loss: of this rank, summed over its micro-batches.
@@ -63,10 +63,10 @@ class UpdateGuard:
         self._in_a_row += 1
         found = f"the loss is not finite on {losses} rank(s), the gradient norm on {norms}"
         if self._on_nonfinite == "stop":
-            raise RuntimeError(f'{found}. To leave such updates out, use on_nonfinite="skip"')
+            raise RuntimeError(f'{found}. To skip such updates, use on_nonfinite="skip"')
         if self._in_a_row >= self._max_in_a_row:
             raise RuntimeError(f"{found}, as in the {self._in_a_row - 1} step(s) before")
-        logger.warning("%s; the update is left out (%d so far)", found, self.skipped)
+        logger.warning("%s; the update is skipped (%d so far)", found, self.skipped)
         return False
 
 

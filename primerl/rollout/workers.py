@@ -81,7 +81,7 @@ def worker(
         await_verification: whether a version is provisional until ``Worker.mark_version`` has named
             it, the one that is served at the start included. None: if the engine can be probed, as
             vLLM's servers can, to which ``weights.transport_to(..., worker=)`` publishes.
-        state: what ``Worker.state`` returned, to go on from there; refused where its groups or
+        state: what ``Worker.state`` returned, to resume from there; refused where its groups or
             tasks are not what this worker would make (another ``group_size``, say).
         isolation: ``"process"``: in a process of its own, so that environments never take the
             trainer's interpreter lock; what crosses is pickled, lambdas and local functions
@@ -202,7 +202,7 @@ class Worker:
     def __enter__(self) -> "Worker":
         if self._thread is not None:
             raise RuntimeError(
-                "this worker was entered before; make another: rollout.worker(..., state=) goes on "
+                "this worker was entered before; make another: rollout.worker(..., state=) resumes "
                 "from what state() returned"
             )
         self._loop = asyncio.new_event_loop()
@@ -280,7 +280,7 @@ class Worker:
         """Play each task once, beside training, and return the rollouts in order.
 
         All are sampled by one version of the weights. The trainer waits here, so nothing is
-        published meanwhile; ``start_evaluation`` lets it go on.
+        published meanwhile; ``start_evaluation`` does not wait.
 
         Raises:
             RuntimeError: it took longer than ``timeout_s``, or weights were published meanwhile.
@@ -291,7 +291,7 @@ class Worker:
     def start_evaluation(
         self, tasks: Iterable[Task], params: SamplingParams, *, engine: Engine | None = None
     ) -> "Evaluation":
-        """Begin an evaluation and let training go on; ``result`` waits for it.
+        """Begin an evaluation beside training; ``result`` waits for it.
 
         Args:
             tasks: played once each.
@@ -324,7 +324,7 @@ class Worker:
         return stats
 
     def state(self) -> bytes:
-        """What another worker needs to go on from here: ``worker(..., state=)``.
+        """What another worker needs to resume from here: ``worker(..., state=)``.
 
         The tasks' position, the finished groups, the counts, the curriculum's estimates and the
         tasks in quarantine. Tasks in flight are played again, so none is skipped.
@@ -459,7 +459,7 @@ class IdleWorker(Worker):
 
 
 class Evaluation:
-    """An evaluation that goes on beside training."""
+    """An evaluation beside training."""
 
     def __init__(self, owner: Worker, future: "Future[Any]") -> None:
         self._owner = owner

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl import loss, testing
-from primerl.attention import documents as spans
-from primerl.attention.documents import Document, Span, attend, lay_out
-from primerl.attention.packed import find_documents
+from primerl.attention import Document, Span, attend, find_documents, kernels, lay_out
 
 
 def tensors(rows, keys, *, heads=4, kv_heads=2, width=8, value_width=8, dtype=torch.float64):
@@ -26,7 +24,7 @@ def tensors(rows, keys, *, heads=4, kv_heads=2, width=8, value_width=8, dtype=to
 
 
 def by_mask(query, key, value, some, *, scaling=None):
-    """The definition, over all queries and keys at once."""
+    """The definition: a masked softmax over all queries and keys."""
     mask = torch.zeros(len(query), len(key), dtype=torch.bool)
     for one in some:
         keys = [row for begin, end in one.keys for row in range(begin, end)]
@@ -41,7 +39,7 @@ def by_mask(query, key, value, some, *, scaling=None):
 
 @st.composite
 def parts_of_documents(draw):
-    """Spans of queries end to end, and how many rows keys have."""
+    """Spans of queries end to end, and the number of key rows."""
     found, queries, keys = [], 0, 0
     for _ in range(draw(st.integers(1, 6))):
         length, before = draw(st.integers(1, 5)), draw(st.integers(0, 4))
@@ -61,7 +59,7 @@ def test_the_keys_of_a_document_are_its_own_and_those_it_shares():
     assert (branch.shared, branch.length) == (2, 5)
 
 
-def test_a_document_continues_the_one_before_it_along_the_tree():
+def test_a_document_shares_tokens_of_the_one_before_it_along_the_tree():
     """0 1 2 3, from which 2' 3' branch, from which 3'' 4'' do; then 1* from the very first."""
     position_ids = torch.tensor([0, 1, 2, 3, 2, 3, 3, 4, 1, 2, 0])
 
@@ -92,7 +90,7 @@ def test_spans_attend_as_under_a_mask(case, scaling):
         torch.testing.assert_close(mine, other)
 
 
-def test_a_rank_may_attend_for_no_row():
+def test_a_rank_may_have_no_queries():
     q, k, v = tensors(0, 5)
 
     ours = attend(q, k, v, lay_out(()))
@@ -106,7 +104,7 @@ def test_where_dropout_is_computed_too_spans_attend_as_under_a_mask(case):
     some, keys = case
     q, k, v = tensors(some[-1].end, keys, value_width=4)
 
-    ours = spans._attend_by_length(q, k, v, lay_out(some), 8**-0.5, 0.0)
+    ours = kernels._attend_by_length(q, k, v, lay_out(some), 8**-0.5, 0.0)
 
     torch.testing.assert_close(ours, by_mask(q, k, v, some))
 
@@ -148,21 +146,21 @@ def test_the_kernel_of_gpus_gets_what_it_needs(kernel, case, value_width):
     some, keys = case
     q, k, v = tensors(some[-1].end, keys, value_width=value_width)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spans, "varlen_attn", kernel)
-        patch.setattr(spans, "_KNOWN_TO_KERNEL", inspect.signature(kernel).parameters)
-        ours = spans._attend_end_to_end(q, k, v, lay_out(some), 8**-0.5)
+        patch.setattr(kernels, "varlen_attn", kernel)
+        patch.setattr(kernels, "_VARLEN_ARGUMENTS", inspect.signature(kernel).parameters)
+        ours = kernels._attend_end_to_end(q, k, v, lay_out(some), 8**-0.5)
 
     torch.testing.assert_close(ours, by_mask(q, k, v, some))
 
 
 def test_documents_end_to_end_are_one_call_without_a_copy(monkeypatch):
-    monkeypatch.setattr(spans, "varlen_attn", kernel_of_torch_2_13)
-    monkeypatch.setattr(spans, "_KNOWN_TO_KERNEL", {"window_size", "enable_gqa"})
+    monkeypatch.setattr(kernels, "varlen_attn", kernel_of_torch_2_13)
+    monkeypatch.setattr(kernels, "_VARLEN_ARGUMENTS", {"window_size", "enable_gqa"})
     some = (Document(0, 5), Document(5, 6), Document(6, 9))
     q, k, v = tensors(9, 9)
     CALLS.clear()
 
-    spans._attend_end_to_end(q, k, v, lay_out(some), 8**-0.5)
+    kernels._attend_end_to_end(q, k, v, lay_out(some), 8**-0.5)
 
     assert CALLS == [k.data_ptr()]
 
@@ -172,8 +170,8 @@ def test_documents_end_to_end_are_one_call_without_a_copy(monkeypatch):
 @pytest.mark.parametrize(("width", "value_width"), [(64, 64), (192, 128), (128, 128)])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_gpu_computes_what_a_cpu_does(dtype, width, value_width, shared, monkeypatch):
-    by_kernel = mock.Mock(wraps=spans._attend_end_to_end)
-    monkeypatch.setattr(spans, "_attend_end_to_end", by_kernel)
+    by_kernel = mock.Mock(wraps=kernels._attend_end_to_end)
+    monkeypatch.setattr(kernels, "_attend_end_to_end", by_kernel)
     last = Document(300, 420, ((0, 150),)) if shared else Document(300, 420)
     some = (Document(0, 299), Document(299, 300), last)
     exact = tensors(420, 420, width=width, value_width=value_width)

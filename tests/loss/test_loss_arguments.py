@@ -229,7 +229,7 @@ def test_a_denominator_may_be_any_number(denom):
         loss.token_mean(x, mask, denom=torch.tensor([6]))
 
 
-def test_what_the_sampler_gave_has_no_gradient():
+def test_inputs_from_the_sampler_have_no_gradient():
     """Forgetting to detach would give a ratio whose gradient is 0."""
     x = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages = torch.tensor([1.0, -2.0])

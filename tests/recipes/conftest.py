@@ -7,7 +7,8 @@ from primerl import models, testing
 
 @pytest.fixture(scope="session")
 def tiny_chat_model(tmp_path_factory):
-    tokenizer = testing.character_tokenizer("What is 0123456789+? Reply with the word or number only.")
+    text = "What is 0123456789+? Reply with the word or number only."
+    tokenizer = testing.character_tokenizer(text)
     model = testing.tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=256)
     folder = tmp_path_factory.mktemp("models") / "tiny"
     models.save_pretrained(model, folder, tokenizer=tokenizer)

@@ -215,7 +215,37 @@ def test_async_grpo_is_a_short_diff_of_sync_grpo(root):
         if line[0] == "+" and not line.startswith("+++")
     ]
 
-    assert len(changed) <= 20
+    assert len(changed) <= 5
+
+
+def test_a_choice_that_there_is_not_is_refused_by_the_command_line(root, tmp_path):
+    recipe = root / "recipes/async_grpo.py"
+
+    done = run(recipe, "--model", "m", "--engine", "vlm", cwd=tmp_path, check=False)
+
+    assert done.returncode == 2
+    assert "vlm" in done.stderr
+    assert "transformers" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["async_grpo", "sync_grpo"])
+def test_flags_can_be_read_at_a_glance(root, name):
+    assert len(load(root, name).Args.__attrs_attrs__) <= 25
+
+
+def test_minibatches_16_bits_recomputation_and_no_evaluation(root, tiny_chat_model, tmp_path):
+    arguments = ["--model", tiny_chat_model, "--steps", "2", "--groups-per-step", "2"]
+    arguments += ["--group-size", "4", "--minibatches", "2", "--dtype", "bfloat16", "--recompute"]
+    arguments += ["--eval-tasks", "0", "--run-dir", tmp_path / "run"]
+    helper = root / "tests/helpers/recipe_with_signal.py"
+
+    run(helper, root / "recipes/async_grpo.py", *arguments, cwd=tmp_path)
+
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["eval_before"] is summary["eval_after"] is None
+    first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert 1e-9 < first["mismatch_kl"] < 1e-2  # the engine computes in 32 bits
 
 
 @pytest.mark.parametrize(
@@ -268,8 +298,9 @@ def test_every_number_is_checked_before_anything_starts(root, name):
         *((name, "group_size", 1) for name in RECIPES),
         *((name, "groups_per_step", 0) for name in RECIPES),
         *((name, "seed", 2**32) for name in RECIPES),
-        ("async_grpo", "eval_tasks", 0),
-        ("sync_grpo", "temperature", 0.0),
+        ("async_grpo", "eval_tasks", -1),
+        ("async_grpo", "eval_every", -1),
+        ("sync_grpo", "minibatches", 0),
         ("sync_grpo", "cp", 0),
     ],
 )

@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-
 TIMEOUT_S = 120.0
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from primerl import models, rollout, weights
-from primerl.rollout.engines.vllm.protocol import bodies
+from primerl.rollout.engines.vllm.protocol import requests
 
 LR = 1e-6
 TINY = {"count": 3, "length": 64, "new_tokens": 6}
@@ -86,7 +86,7 @@ def test_a_prefix_cache_that_stays_over_an_update_at_1e_6_is_caught(server, smol
         return lambda *args, **options: plain(*args, **options | {"salt": "always the same"})
 
     for name in ("generate_body", "score_body"):  # which reads the cache, and which writes to it
-        monkeypatch.setattr(bodies, name, unsalted(getattr(bodies, name)))
+        monkeypatch.setattr(requests, name, unsalted(getattr(requests, name)))
     with Trainer(smollm2, server, count=2, on_update="keep") as trainer:
         verdict = trainer.step()
         print(verdict.reason)

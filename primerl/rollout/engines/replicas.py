@@ -1,6 +1,6 @@
-"""Which of several servers gets a request: who is alive, what each serves, where a session lives.
+"""Which replica gets a request: which are alive, which version each serves, sessions.
 
-Plain state, without input or output: whoever talks to the servers says what became of it.
+State only, no I/O: the client of the servers reports what it learns.
 """
 
 import bisect
@@ -12,39 +12,39 @@ import attrs
 
 from primerl.types import PolicyVersion
 
-OVERLOAD = 1.5  # a session leaves its home where that has so much more to do than the least loaded
-SPARE = 4  # and at least so many more requests
-FAILED = "failed"  # the label of weights that failed to load
+OVERLOAD = 1.5  # a session moves when its replica has this many times the least load
+SPARE = 4  # plus this many requests
+FAILED = "failed"  # the label of a server that failed to load weights
 
 
 @attrs.define(eq=False)
 class Replica:
-    """A server, as far as it is known.
+    """What is known of a server.
 
-    ``version`` is None while it serves weights of which nothing is known: its own checkpoint,
-    another run's, or some that failed to load.
+    ``version`` is None while its weights are not a known version of this run: its own checkpoint,
+    another run's weights, or weights that failed to load.
     """
 
     url: str
     alive: bool = False
     version: PolicyVersion | None = None
     label: str | None = None
-    """What the server itself calls its weights."""
+    """The server's own label of its weights."""
     in_flight: int = 0
     error: str = "not reached yet"
     failed: bool = False
-    """Whether it failed to load weights, so that whatever it says it serves is not to be used."""
+    """Whether it failed to load weights, so that its reported version is not trusted."""
 
     lost_at: float | None = None
-    """Since when it can't be reached, by the monotonic clock."""
+    """When it was lost, by the monotonic clock."""
 
     @property
     def lost_s(self) -> float:
-        """For how long it can't be reached."""
+        """Seconds since it was lost; 0 while it is alive."""
         return 0.0 if self.lost_at is None else time.monotonic() - self.lost_at
 
     def describe(self) -> str:
-        """Why it serves, or does not."""
+        """Its state, for messages."""
         if not self.alive:
             return f"{self.url} is down ({self.error})"
         if self.version is None:
@@ -58,12 +58,12 @@ class Replica:
 class Replicas:
     """The servers of one engine.
 
-    A replica serves when it is alive, holds a version of this run, and is not a laggard: older
-    than the publication before the newest, or than a version that was reported as served.
+    A replica serves when it is alive and has a version of this run that is neither older than the
+    second-newest publication nor older than ``version``.
 
     Args:
         urls: of the servers.
-        version: reported until something was published.
+        version: reported until weights are published.
     """
 
     def __init__(self, urls: Iterable[str], *, version: PolicyVersion = 0) -> None:
@@ -79,27 +79,27 @@ class Replicas:
         return iter(list(self._by_url.values()))
 
     def get(self, url: str) -> Replica | None:
-        """The replica at ``url``, unless it left."""
+        """The replica at ``url``, or None."""
         return self._by_url.get(url)
 
     def join(self, url: str) -> Replica:
-        """Add a server; it serves once it was reached and holds weights of this run."""
+        """Add a server; it serves once it is reached and has weights of this run."""
         return self._by_url.setdefault(url, Replica(url))
 
     def leave(self, url: str) -> None:
-        """Give a server no more requests; those that it has may end."""
+        """Remove a server; its requests in flight may finish."""
         self._by_url.pop(url, None)
 
     # ---- news ----
 
-    def heard(self, replica: Replica, label: str | None, version: PolicyVersion | None) -> bool:
-        """A replica said what it serves; returns whether requests in flight there are lost.
+    def reported(self, replica: Replica, label: str | None, version: PolicyVersion | None) -> bool:
+        """A replica reported its weights; returns whether its requests in flight are lost.
 
-        They are where it held weights of this run and now holds something else.
+        They are if it had weights of this run and now has others.
         """
         replica.alive, replica.error, replica.lost_at = True, "", None
         if version is None and label != FAILED:
-            replica.failed = False  # it was started anew
+            replica.failed = False  # it was restarted
         if version is not None and not replica.failed:
             self.serves(replica, label, version)
             return False
@@ -108,24 +108,24 @@ class Replicas:
         return lost
 
     def serves(self, replica: Replica, label: str | None, version: PolicyVersion) -> None:
-        """A replica sampled with, or says it has, ``version``; news may overtake each other."""
+        """A replica sampled with or reported ``version``; an older, delayed report is ignored."""
         if not replica.failed and (replica.version is None or version >= replica.version):
             replica.version, replica.label = version, label
         self.learn_publication(version)
 
-    def took(self, replica: Replica, label: str | None, version: PolicyVersion) -> None:
-        """A replica was given ``version``, whatever it held before."""
+    def loaded(self, replica: Replica, label: str | None, version: PolicyVersion) -> None:
+        """A replica has loaded ``version``."""
         replica.failed = False
         self.serves(replica, label, version)
 
     def failed(self, replica: Replica) -> bool:
-        """A replica failed to load weights; returns whether requests in flight there are lost."""
+        """A replica failed to load weights; returns whether its requests in flight are lost."""
         lost = replica.version is not None
         replica.failed, replica.version, replica.label = True, None, FAILED
         return lost
 
     def lost(self, replica: Replica, error: str) -> None:
-        """A replica can't be reached; what it holds when it returns is to be asked again."""
+        """A replica can't be reached; its weights are unknown until it returns."""
         replica.alive, replica.version, replica.label, replica.error = False, None, None, error
         replica.lost_at = replica.lost_at or time.monotonic()
 
@@ -144,19 +144,19 @@ class Replicas:
 
     @property
     def version(self) -> PolicyVersion:
-        """The version of the slowest replica that serves; it never goes back."""
+        """The version of the slowest replica that serves; it never decreases."""
         served = [one.version for one in self.serving() if one.version is not None]
         self._floor = max([self._floor, min(served)] if served else [self._floor])
         return self._floor
 
     @property
     def newest(self) -> PolicyVersion | None:
-        """The newest version that was published, as far as is known."""
+        """The newest published version that is known."""
         return self._published[-1] if self._published else None
 
     @property
     def unpublished(self) -> bool:
-        """Whether servers are there, and nothing of this run was published to them so far."""
+        """Whether servers are alive and no publication of this run is known."""
         return not self._published and bool(self.live())
 
     def serving(self) -> list[Replica]:
@@ -167,17 +167,17 @@ class Replicas:
         ]
 
     def live(self) -> list[Replica]:
-        """The replicas that can be reached, whatever they serve."""
+        """The replicas that can be reached."""
         return [one for one in self if one.alive]
 
     def choose(self, session: str | None = None, *, avoid: Collection[str] = ()) -> Replica | None:
-        """The replica for a request: its session's home, or the one with least to do.
+        """The replica for a request: that of its session, or the least loaded; None if none serves.
 
-        A home that has far more to do than the least loaded is left. None where none serves.
+        A session moves while its replica has much more load than the least loaded.
 
         Args:
-            session: a conversation.
-            avoid: urls that are taken only where there is no other.
+            session: of the conversation.
+            avoid: urls that are used only if there is no other.
         """
         serving = self.serving()
         candidates = [one for one in serving if one.url not in avoid] or serving
@@ -191,10 +191,10 @@ class Replicas:
         return least if busy else home
 
     def describe(self) -> str:
-        """Every replica and why it serves, or does not."""
+        """The state of every replica, for messages."""
         return "; ".join(one.describe() for one in self) or "there are no replicas"
 
 
 def _weight(session: str, url: str) -> bytes:
-    """Rendezvous hashing: who has the greatest weight is home, whoever else joins or leaves."""
+    """Rendezvous hashing: the url of greatest weight gets the session, whichever others exist."""
     return hashlib.blake2b(f"{url}\0{session}".encode(), digest_size=8).digest()

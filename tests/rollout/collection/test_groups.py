@@ -147,7 +147,7 @@ def test_a_reward_error_is_not_retried():
         ({"reward": 1}, "returned a dict; expected a Rollout"),
         (
             Rollout(samples=[make_sample(10, 2000)], reward=1.0),
-            "token 2009 is to be trained, beyond the engine's context of 1000",
+            "a sample that trains token 2009, beyond the engine's context of 1000",
         ),
     ],
 )

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import torchrun
+from forked_ranks import forked_ranks
 from publishing import BroadcastReplicas, Replicas, StoreMeeting, same_bits, train
 
 from primerl import models, testing, weights
@@ -377,10 +377,10 @@ def test_nccl_carries_a_tensor_between_two_communicators():
 
 @pytest.fixture(scope="session")
 def found(root, tmp_path_factory):
-    """What tests/ranks/ranks_that_publish.py found on each of two ranks."""
+    """What tests/ranks/weight_publishing.py found on each of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = root / "tests/ranks/ranks_that_publish.py"
-    done = torchrun(script, folder, ranks=2, cwd=folder, check=False)
+    script = root / "tests/ranks/weight_publishing.py"
+    done = forked_ranks(script, folder, ranks=2, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
 

@@ -1,4 +1,4 @@
-"""Calls to several vLLM servers at once: whatever is not a request of a completion."""
+"""Calls to all vLLM servers of a fleet, other than completion requests."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from primerl.rollout.engines.contract import Limits, check_completion
 from primerl.rollout.engines.replicas import Replica
 from primerl.rollout.engines.vllm.client.fleet import Fleet
 from primerl.rollout.engines.vllm.client.http import Unreachable
-from primerl.rollout.engines.vllm.protocol import answers, bodies
+from primerl.rollout.engines.vllm.protocol import requests, responses
 from primerl.types import SamplingParams
 
 METRICS_BYTES = 1 << 24
@@ -27,17 +27,17 @@ async def call_all(
     deadline: float,
     what: str,
 ) -> dict[Replica, Any]:
-    """Call for all replicas at once; those that die are left out while others remain.
+    """Call ``call`` for all replicas at once; replicas that die are left out while others remain.
 
     Args:
-        fleet: that the replicas are of.
-        replicas: to call for.
+        fleet: of the replicas.
+        replicas: those to call.
         call: what to do for each.
-        deadline: until when, by the monotonic clock.
-        what: failed, for the error.
+        deadline: by the monotonic clock.
+        what: begins the error message.
 
     Raises:
-        RuntimeError: a call failed otherwise, or all replicas are gone.
+        RuntimeError: a call failed for another reason, or no replica is left.
     """
 
     async def bounded(replica: Replica) -> Any:
@@ -66,9 +66,9 @@ async def call_all(
 
 
 async def call_route(
-    fleet: Fleet, path: str, body: bytes, timeout_s: float, *, max_bytes: int
+    fleet: Fleet, path: str, body: bytes, *, timeout_s: float, max_bytes: int
 ) -> dict[str, Any]:
-    """The answers of all live replicas to a POST, decoded, by url."""
+    """The decoded responses of all live replicas to a POST, by url."""
     answers = await call_all(
         fleet,
         await fleet.live(),
@@ -79,7 +79,7 @@ async def call_route(
     return {replica.url: decode(answer, replica.url) for replica, answer in answers.items()}
 
 
-async def read_metrics(fleet: Fleet, timeout_s: float) -> dict[str, dict[str, float]]:
+async def read_metrics(fleet: Fleet, *, timeout_s: float) -> dict[str, dict[str, float]]:
     """The metrics of all live replicas, by url and name."""
     pages = await call_all(
         fleet,
@@ -102,42 +102,42 @@ async def probe(
     temperatures: Sequence[float],
     timeout_s: float,
 ) -> dict[str, list[dict[str, np.ndarray]]]:
-    """Each replica's scores of the sequences and its continuations of them, by url."""
+    """Each replica's scores and continuations of the sequences, by url; see ``VLLMEngine``."""
 
     async def one(
         replica: Replica, token_ids: Sequence[int], temperature: float
     ) -> dict[str, np.ndarray]:
-        # With a seed, replicas of the same weights mostly sample the same tokens.
+        # With a fixed seed, replicas with the same weights mostly sample the same tokens.
         params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, seed=0)
-        # Two requests: vLLM scores without reading its prefix cache, and what serves reads it. It
-        # reads the oldest of equal blocks: those of older weights, or else what scoring computed.
-        how: dict[str, Any] = {"salt": replica.label or "", "priority": bodies.FIRST}
+        # Two requests: vLLM scores without its prefix cache, and samples with it. Of equal blocks
+        # it uses the oldest: those of older weights, if any, or those that scoring computed.
+        how: dict[str, Any] = {"salt": replica.label or "", "priority": requests.FIRST}
 
-        async def ask(body: bytes, request_id: str, scored: int) -> answers.Answer:
-            most = answers.most_bytes(max_new_tokens, scored=scored)
+        async def ask(body: bytes, request_id: str, scored: int) -> responses.Response:
+            most = responses.most_bytes(max_new_tokens, scored=scored)
             content = await fleet.ask(replica, body, max_bytes=most)
-            return answers.read_answer(
+            return responses.read_response(
                 content, replica.url, request_id=request_id, prompt_length=len(token_ids)
             )
 
         name = uuid4().hex
         scored = await ask(
-            bodies.score_body(token_ids, request_id=name, **how), name, len(token_ids)
+            requests.score_body(token_ids, request_id=name, **how), name, len(token_ids)
         )
         name = uuid4().hex
-        body = bodies.generate_body(token_ids, params, request_id=name, **how)
+        body = requests.generate_body(token_ids, params, request_id=name, **how)
         choice = (await ask(body, name, 0)).choices[0]
-        versions = [one or 0 for one in answers.span_versions(choice, fleet.number)]
-        completion = answers.make_completion(choice, versions)
+        versions = [one or 0 for one in responses.span_versions(choice, fleet.number)]
+        completion = responses.make_completion(choice, versions)
         limits = Limits(
             context_length=len(token_ids) + max_new_tokens,
             vocab_size=None,
             oldest=0,
-            newest=max(versions, default=0),  # what is served is what is being found out
+            newest=max(versions, default=0),  # not known: the probe is there to find out
         )
         check_completion(completion, len(token_ids), params, limits)
         return {
-            "scores": answers.prompt_scores(scored, token_ids),
+            "scores": responses.prompt_scores(scored, token_ids),
             "token_ids": completion.token_ids,
             "logprobs": completion.logprobs,
         }
@@ -153,14 +153,14 @@ async def probe(
 
 
 async def post(fleet: Fleet, replica: Replica, path: str, body: bytes = b"") -> bytes:
-    """The content of one replica's answer."""
+    """POST to one replica; returns the content of its response."""
     return await fleet.http.post(replica.url, path, body)
 
 
 async def rpc(
     fleet: Fleet, replica: Replica, method: str, arguments: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The results of a method of the worker extension, one for each worker of a replica."""
+    """Call a method of the worker extension; one result per worker of the replica."""
     results = await rpc_results(fleet, replica, method, arguments)
     if not all(isinstance(one, dict) for one in results):
         raise RuntimeError(f"{replica.url} answered {method} with {results!r:.200}")
@@ -170,18 +170,18 @@ async def rpc(
 async def rpc_results(
     fleet: Fleet, replica: Replica, method: str, arguments: Mapping[str, Any]
 ) -> list[Any]:
-    """As ``rpc``, where the results may be anything."""
+    """As ``rpc``, with results of any type."""
     body = encode({"method": method, "kwargs": arguments})
     answer = decode(await post(fleet, replica, COLLECTIVE_RPC, body), replica.url)
     results = answer.get("results") if isinstance(answer, dict) else None
     return results if isinstance(results, list) else []
 
 
-async def agreed(fleet: Fleet, method: str, timeout_s: float) -> Any:
-    """What all workers of all live replicas answer to a method of the worker extension.
+async def agreed(fleet: Fleet, method: str, *, timeout_s: float) -> Any:
+    """The result of a method of the worker extension, which must be the same on all workers.
 
     Raises:
-        RuntimeError: they differ, or one does not answer.
+        RuntimeError: the results differ, or a worker did not answer.
     """
     answers = await call_all(
         fleet,
@@ -198,21 +198,21 @@ async def agreed(fleet: Fleet, method: str, timeout_s: float) -> Any:
 
 
 def encode(value: Mapping[str, Any]) -> bytes:
-    """A body of JSON."""
+    """Encode a JSON body."""
     return msgspec.json.encode(value)
 
 
 def decode(content: bytes, where: str) -> Any:
-    """What a body of JSON holds; None where it is empty.
+    """Decode a JSON body; None if it is empty.
 
     Raises:
-        RuntimeError: it is no JSON, or nested too deeply.
+        RuntimeError: it is not JSON, or is nested too deeply.
     """
-    return answers.decode(answers.anything, content, where) if content else None
+    return responses.decode(responses.anything, content, where) if content else None
 
 
 def _parse_metrics(text: str) -> dict[str, float]:
-    """Counters and gauges of Prometheus's text form by name, summed over their labels."""
+    """Counters and gauges in Prometheus text format, by name, summed over labels."""
     values: dict[str, float] = {}
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
@@ -222,5 +222,5 @@ def _parse_metrics(text: str) -> dict[str, float]:
         try:
             values[name] = values.get(name, 0.0) + float(value)
         except ValueError:
-            continue  # a line of a later form of the text
+            continue  # a line of a later version of the format
     return values

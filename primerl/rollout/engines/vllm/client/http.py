@@ -1,10 +1,10 @@
-"""Requests to vLLM servers, and what their failures mean.
+"""HTTP requests to vLLM servers, and what their failures mean.
 
-No answer is read beyond what its request can be answered with, and none is decompressed: what a
-server sends decides neither how much memory the client takes nor for how long it reads.
+The size of a response is bounded by its request, and no response is decompressed, so a server can't
+make the client use unbounded memory or time.
 
-aiohttp, because httpx took 1.7 ms of CPU and more for a request where it takes 0.15 to 0.4 (64 at
-once), on cores that trainer and server may need.
+aiohttp takes 0.15 to 0.4 ms of CPU per request (64 at once), httpx 1.7 ms or more, on cores that
+the trainer and the server may need.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ import msgspec
 
 CONNECT_S = 5.0
 KEEP_ALIVE_S = 2.0  # less than the server's 5 s, which might close a connection as it is used
-SMALL_BYTES = 1 << 20  # the most bytes of an answer of which little is expected
-ERROR_BYTES = 1 << 16  # of an error are read, whatever follows
+SMALL_BYTES = 1 << 20  # default maximum size of a response
+ERROR_BYTES = 1 << 16  # the part of an error response that is read
 TOO_MANY = 429
 FORBIDDEN = 403
 NO_KEY = 401
 
 
 class Unreachable(ConnectionError):
-    """A server can't be reached, or closed the connection. ``sent``: it may have begun."""
+    """A server can't be reached, or closed the connection; ``sent``: it may have the request."""
 
     def __init__(self, message: str, *, sent: bool) -> None:
         super().__init__(message)
@@ -32,19 +32,19 @@ class Unreachable(ConnectionError):
 
 
 class Refused(ValueError):
-    """A server refused a request for what it asks; another one would too."""
+    """A server refused an invalid request; another server would too."""
 
 
 class ServerFailed(RuntimeError):
-    """A server could not do what it was asked, and may later."""
+    """A server failed or is overloaded; the same request may succeed later."""
 
 
-class BadAnswer(RuntimeError):
-    """A server answered what can't be the answer to the request: too much of it, or compressed."""
+class BadResponse(RuntimeError):
+    """A response is too large for its request, or compressed."""
 
 
 class Http:
-    """Connections to servers; made and used on one event loop."""
+    """A client of servers; created and used on one event loop."""
 
     def __init__(self, api_key: str | None) -> None:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -52,15 +52,15 @@ class Http:
             headers["Authorization"] = f"Bearer {api_key}"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        # After a 500 the server closes a connection that it has promised to keep. Whoever used it
-        # next would take the server for dead, so calls that may fail have one of their own.
+        # After a 500 the server closes a connection that it promised to keep alive. The next
+        # request on it would make the server look dead, so calls that may fail don't share one.
         single = aiohttp.TCPConnector(limit=0, force_close=True)
         options: dict[str, Any] = {"headers": headers, "timeout": timeout, "auto_decompress": False}
         self._kept = aiohttp.ClientSession(connector=kept, **options)
         self._single = aiohttp.ClientSession(connector=single, **options)
 
     async def get(self, url: str, path: str, *, max_bytes: int = SMALL_BYTES) -> bytes:
-        """The content of a page; raises as ``post`` does."""
+        """The content of a GET response; raises as ``post`` does."""
         return await self._request(self._kept, "GET", url, path, None, max_bytes)
 
     async def post(
@@ -72,22 +72,21 @@ class Http:
         keep: bool = False,
         max_bytes: int = SMALL_BYTES,
     ) -> bytes:
-        """The content of an answer; ``keep`` its connection for the next. A request that is
-        cancelled closes it.
+        """The content of a POST response; a request that is cancelled closes its connection.
 
         Args:
             url: of the server.
             path: of the route.
             body: what is sent.
-            keep: whether the connection is used again.
-            max_bytes: the most that the answer may have.
+            keep: whether the connection is kept alive for other requests.
+            max_bytes: the maximum size of the response.
 
         Raises:
-            BadAnswer: the answer is longer, or compressed.
-            Unreachable: the server is gone, or never was there.
-            Refused: it refuses the request for what it says.
-            ServerFailed: it failed, or has too much to do.
-            RuntimeError: it needs another key, does not offer the route, or speaks no HTTP.
+            BadResponse: the response is larger, or compressed.
+            Unreachable: the server can't be reached, or closed the connection.
+            Refused: the request is invalid.
+            ServerFailed: the server failed, or is overloaded.
+            RuntimeError: the key is wrong, the route is disabled, or the server doesn't speak HTTP.
         """
         session = self._kept if keep else self._single
         return await self._request(session, "POST", url, path, body, max_bytes)
@@ -115,7 +114,7 @@ class Http:
                     _raise_error(where, response.status, await _read(response, ERROR_BYTES))
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if encoding.lower() != "identity":
-                    raise BadAnswer(f"{where} answered with the encoding {encoding[:40]!r}")
+                    raise BadResponse(f"{where} answered with the encoding {encoding[:40]!r}")
                 declared = response.content_length or 0
                 if declared <= max_bytes:
                     content = await _read(response, max_bytes)
@@ -125,20 +124,15 @@ class Http:
             text = f"{url} closed the connection ({error or type(error).__name__})"
             raise Unreachable(text, sent=True) from error
         except (aiohttp.ClientError, asyncio.LimitOverrunError) as error:
-            # Not its cause as well: that holds the request's headers, and so the key.
-            raise RuntimeError(f"{url} is no server of HTTP: {error}") from None
+            # Without its cause, which holds the request's headers, and so the key.
+            raise RuntimeError(f"{url} is not an HTTP server: {error}") from None
         if declared > max_bytes or len(content) > max_bytes:
-            raise BadAnswer(
-                f"{where} answered more than the {max_bytes:,} bytes that were expected"
-            )
+            raise BadResponse(f"{where} answered with more than the expected {max_bytes:,} bytes")
         return content
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """The content; where there is more than ``max_bytes`` of it, a little more than those.
-
-    The connection is then closed with the response, as one with an answer half read always is.
-    """
+    """The content, cut off after a little more than ``max_bytes``, which closes the connection."""
     content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk
@@ -155,12 +149,12 @@ def _raise_error(where: str, status: int, content: bytes) -> NoReturn:
     if status >= 500 or status == TOO_MANY:
         raise ServerFailed(what)
     if status == FORBIDDEN:
-        raise RuntimeError(what)  # whatever is asked for, such as a route that is not enabled
+        raise RuntimeError(what)  # for any request, as where the route is not enabled
     raise Refused(what)
 
 
 def _refusal(content: bytes) -> str:
-    """What an answer that is an error says, in a line."""
+    """The message of an error response."""
     try:
         error: Any = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

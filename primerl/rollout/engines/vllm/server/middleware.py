@@ -1,7 +1,7 @@
-"""Authentication of every route of a vLLM server, loaded into it by ``--middleware``.
+"""Authentication on every route of a vLLM server, loaded by ``--middleware``.
 
-vLLM's own API key guards the routes of inference alone. Whoever reaches the others may pause the
-engine, replace its weights and call methods of its workers.
+vLLM's own API key protects inference routes only. The other routes let anyone pause the engine,
+replace its weights and call methods of its workers.
 """
 
 import functools
@@ -36,12 +36,12 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 class RequireKey:
     """ASGI middleware that answers 401 to requests without the server's key.
 
-    The key is read from standard input where ``PRIMERL_API_KEY_FROM=stdin`` says so, as
-    ``serve_vllm`` does: an environment is inherited, and can be read in ``/proc``. Otherwise it is
+    With ``PRIMERL_API_KEY_FROM=stdin``, which ``serve_vllm`` sets, the key is read from standard
+    input, because an environment is inherited and can be read in ``/proc``. Otherwise it is
     ``PRIMERL_API_KEY``.
 
     Args:
-        app: the application that it guards, HTTP and websockets alike.
+        app: the application behind it, HTTP and websockets alike.
 
     Raises:
         RuntimeError: there is no key.
@@ -49,22 +49,22 @@ class RequireKey:
 
     def __init__(self, app: Application) -> None:
         if os.environ.get(KEY_FROM) == STDIN:
-            where, key = "standard input", _key_of_stdin()
+            where, key = "standard input", _key_from_stdin()
         else:
             where, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "")
         if not key:
-            raise RuntimeError(f"{where} holds no key: the server would be open to everyone")
+            raise RuntimeError(f"{where} has no key: the server would be open to everyone")
         self._app = app
         self._expected = b"Bearer " + key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what is allowed, and refuse the rest."""
+        """Pass on requests with the key, and refuse the others."""
         kind = scope["type"]
         is_open = kind == "lifespan" or (kind == "http" and scope["path"] in OPEN_PATHS)
         if is_open or self._knows_key(scope):
             await self._app(scope, receive, send)
         elif kind == "websocket":
-            await receive()  # its "connect"; closed before it is accepted, it answers 403
+            await receive()  # "connect"; closing before accepting makes the server answer 403
             await send({"type": "websocket.close", "code": 1008, "reason": "wrong API key"})
         else:
             body = json.dumps(_REFUSAL).encode()
@@ -82,6 +82,6 @@ class RequireKey:
 
 
 @functools.cache
-def _key_of_stdin() -> str:
-    """What standard input holds, which can be read once."""
+def _key_from_stdin() -> str:
+    """The key on standard input, which can be read only once."""
     return os.read(0, _LONGEST_KEY).decode()

@@ -1,4 +1,4 @@
-"""Waiting for a vLLM server to answer, and saying why it does not."""
+"""Waiting until a vLLM server is ready, and finding out why it is not."""
 
 import re
 import socket
@@ -12,18 +12,18 @@ POLL_S = 0.1
 PROBE_S = 5.0
 STATUS_LINE_BYTES = 1024
 TAIL_LINES = 40
-# What the log of a server that ended holds, and what to do about it.
+# Pattern in the log of a server that exited -> cause, and what to do about it.
 _CAUSES = {
     r"torchvision::nms does not exist|libtorchaudio|libtorchcodec": (
-        "other builds than torch's; run: pip uninstall -y torchvision torchaudio torchcodec"
+        "builds that don't match torch; run: pip uninstall -y torchvision torchaudio torchcodec"
     ),
-    r"No module named 'primerl": "the server's Python does not find primerl: install it there",
+    r"No module named 'primerl": "primerl is not installed in the server's Python",
     r"larger than the available KV cache memory|No available memory for the cache blocks": (
         "the KV cache is too small: lower max_model_len, or raise gpu_memory_utilization, or, on a "
         "CPU, VLLM_CPU_KVCACHE_SPACE (GiB) in the environment"
     ),
     r"Free memory on device .* is less than desired|CUDA out of memory|OutOfMemoryError": (
-        "the device's memory does not suffice: lower gpu_memory_utilization, or free memory"
+        "the device is out of memory: lower gpu_memory_utilization, or free memory"
     ),
 }
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([0-9]{3})[ \r\n]")
@@ -38,7 +38,7 @@ class PortTaken(RuntimeError):
 
 
 def free_port(host: str, port: int | None = None) -> int:
-    """``port``, or any free one.
+    """``port``, or any free port.
 
     Raises:
         RuntimeError: another process listens on ``port``.
@@ -51,15 +51,15 @@ def free_port(host: str, port: int | None = None) -> int:
         except OSError as error:
             raise RuntimeError(
                 f"cannot listen on {host}, port {port}: {error.strerror}; choose another port, or "
-                "none for any free one"
+                "None for any free port"
             ) from None
         return int(probe.getsockname()[1])
 
 
 def status_of(host: str, port: int, path: str, *, api_key: str | None = None) -> int | None:
-    """The status that a GET request is answered with; None without one within ``PROBE_S``.
+    """The HTTP status of a GET request; None if there is none within ``PROBE_S``.
 
-    Nothing is read but the first line: whoever took the port may answer at any length and pace.
+    Reads only the status line: another process on the port may send anything, at any pace.
     """
     name = f"[{host}]" if ":" in host else host
     request = [f"GET {path} HTTP/1.1", f"Host: {name}:{port}", "Connection: close"]
@@ -91,18 +91,18 @@ def wait_until_ready(
     log_start: int,
     timeout_s: float,
 ) -> None:
-    """Wait until the server answers; its part of the log begins at byte ``log_start``.
+    """Wait until the server is ready; its part of the log begins at byte ``log_start``.
 
     Raises:
-        PortTaken: it ended because another process listens on its port.
-        RuntimeError: it ended for another reason, did not answer within ``timeout_s``, or answers
-            those who have no key.
+        PortTaken: it exited because another process listens on its port.
+        RuntimeError: it exited for another reason, was not ready within ``timeout_s``, or answers
+            requests without the key.
     """
     deadline = time.monotonic() + timeout_s
     while status_of(host, port, HEALTH) != 200:
         code = exit_code()
         if code is not None:
-            what = f"the vLLM server ended while starting ({in_words(code)})"
+            what = f"the vLLM server exited while starting ({describe_exit(code)})"
             raise _failure(what, log_path, log_start)
         if time.monotonic() > deadline:
             what = f"the vLLM server did not answer within {timeout_s:.0f} s"
@@ -111,15 +111,15 @@ def wait_until_ready(
     refused, allowed = (status_of(host, port, WEIGHT_INFO, api_key=key) for key in (None, api_key))
     if refused != 401 or allowed != 200:
         raise _failure(
-            f"the server on port {port} does not guard its routes: {WEIGHT_INFO} answers {refused} "
-            f"without the key (expected 401) and {allowed} with it (expected 200)",
+            f"the server on port {port} does not protect its routes: {WEIGHT_INFO} answers "
+            f"{refused} without the key (expected 401) and {allowed} with it (expected 200)",
             log_path,
             log_start,
         )
 
 
-def in_words(code: int) -> str:
-    """An exit code of the supervisor: above 128 stands for a signal."""
+def describe_exit(code: int) -> str:
+    """Describe an exit code of the supervisor, where 128 + n is signal n."""
     return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
 
 
@@ -134,9 +134,9 @@ def _failure(what: str, log_path: Path | None, log_start: int) -> RuntimeError:
 
 
 def cause_of(log: str) -> str | None:
-    """Why a server ended, as far as its log shows it."""
+    """Why a server exited, if its log shows it."""
     if _ADDRESS_IN_USE in log:
-        return "another process listens on its port: choose another one, or port=None for any"
+        return "another process listens on its port: choose another port, or None for any free port"
     for pattern, cause in _CAUSES.items():
         if re.search(pattern, log):
             return cause
@@ -148,7 +148,7 @@ def cause_of(log: str) -> str | None:
 
 
 def log_tail(log_path: Path, *, lines: int = TAIL_LINES, start: int = 0) -> str:
-    """The last lines of a log, from byte ``start`` on; empty where there is none."""
+    """The last lines of a log after byte ``start``; empty if there is no log."""
     if not log_path.is_file():
         return ""
     with log_path.open("rb") as file:

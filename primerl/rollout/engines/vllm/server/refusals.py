@@ -1,4 +1,4 @@
-"""Arguments of vLLM that a server for training is not started with, and why."""
+"""vLLM arguments that are refused for training, and why."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,19 +6,19 @@ from typing import Any
 
 import attrs
 
-_SAMPLED = "a trainer could not tell from the answers what was sampled from"
+_SAMPLED = "the responses would not show which distribution was sampled"
 
 
 @attrs.frozen
 class _Refusal:
     why: str
     allowed: tuple[str, ...] = ()
-    """Values that change nothing."""
+    """Values that have no effect."""
 
 
-# What changes the distribution that is sampled, its logprobs, or which model it is of. What only
-# rounds otherwise (dtype, kv_cache_dtype, backends) is no matter of arguments: the canary measures
-# it. Nor is the tokenizer: token ids go in and out.
+# Arguments that change the sampled distribution, its logprobs, or the model. Those that only change
+# rounding (dtype, kv_cache_dtype, backends) pass, and the canary measures their effect. So does the
+# tokenizer: token ids go in and out.
 _REFUSED = {
     "logprobs_mode": _Refusal(
         "losses expect logprobs of the distribution that was sampled, after temperature",
@@ -26,47 +26,43 @@ _REFUSED = {
     ),
     "logits_processors": _Refusal(f"it changes what is sampled, and {_SAMPLED}"),
     "generation_config": _Refusal(
-        f"its penalties, temperature and top_p would be defaults of requests, and {_SAMPLED}",
+        f"its penalties, temperature and top_p would become request defaults, and {_SAMPLED}",
         ("auto", "vllm"),
     ),
     "override_generation_config": _Refusal(
-        f"penalties, temperature and top_p would be defaults of requests, and {_SAMPLED}"
+        f"penalties, temperature and top_p would become request defaults, and {_SAMPLED}"
     ),
     "watermark": _Refusal(f"it changes what is sampled, and {_SAMPLED}"),
     "watermark_config": _Refusal(f"it changes what is sampled, and {_SAMPLED}"),
-    "quantization": _Refusal(
-        "the server would compute with other weights than those that were published"
-    ),
-    "quantization_config": _Refusal(
-        "the server would compute with other weights than those that were published"
-    ),
+    "quantization": _Refusal("the server would not compute with the published weights"),
+    "quantization_config": _Refusal("the server would not compute with the published weights"),
     "hf_overrides": _Refusal(
-        "the trainer's model does not have them: write them into the config.json that both read"
+        "the trainer would not apply them: change config.json, which both read"
     ),
-    "hf_config_path": _Refusal("the trainer's model has the config.json of the model's own folder"),
-    "model_class_overrides": _Refusal("it would be another model than the trainer's"),
+    "hf_config_path": _Refusal("the trainer reads config.json from the model's folder"),
+    "model_class_overrides": _Refusal("the model would differ from the trainer's"),
     "model": _Refusal("the model is the first argument"),
-    "config": _Refusal("what a file of arguments changes can't be seen: pass them by name"),
+    "config": _Refusal("arguments in a file are not checked: pass them by name"),
 }
 _SHORT = {"q": "quantization"}
-# Draft tokens of a "synthetic" acceptance are of no distribution.
+# With "synthetic" acceptance, draft tokens are accepted regardless of the distribution.
 _SPECULATIVE = re.compile(r"synthetic", re.IGNORECASE)
 
 
 def refuse_arguments(engine_args: Mapping[str, Any], flags_as_given: Sequence[str]) -> None:
-    """See that no argument changes what is sampled or logged.
+    """Refuse arguments that change what is sampled or its logprobs.
 
-    vLLM takes ``--a-b`` and ``--a_b``, ``--no-a``, ``--a value`` and ``--a=value``, for a part of
-    JSON ``--a.key=value``, and any beginning of a name that is unique.
+    vLLM accepts ``--a-b`` and ``--a_b``, ``--no-a``, ``--a value`` and ``--a=value``,
+    ``--a.key=value`` for a key of JSON, and any unique prefix of a name.
 
     Raises:
-        ValueError: one does; the message says which, and why it is refused.
+        ValueError: an argument is refused; the message says why.
     """
     given = [(name, "" if value is None else str(value)) for name, value in engine_args.items()]
     for name, value in [*given, *_flags(flags_as_given)]:
         plain = name.partition(".")[0].replace("-", "_").removeprefix("no_")
         if plain.startswith("spec") and _SPECULATIVE.search(f"{name} {value}"):
-            raise ValueError(f"serve_vllm refuses {name}: it accepts draft tokens of no policy")
+            raise ValueError(f"serve_vllm refuses {name}: draft tokens would be of no policy")
         for refused in _named(plain):
             refusal = _REFUSED[refused]
             if value not in refusal.allowed and value not in ("", "None"):

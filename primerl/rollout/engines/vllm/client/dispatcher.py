@@ -1,4 +1,4 @@
-"""Requests of completions: to whichever replica serves, until one has answered."""
+"""Sends completion requests to the replicas, until one of them has answered."""
 
 import asyncio
 import logging
@@ -15,20 +15,20 @@ from primerl.rollout.engines.contract import BadCompletion, Limits, check_comple
 from primerl.rollout.engines.replicas import Replica
 from primerl.rollout.engines.vllm.client.calls import rpc_results
 from primerl.rollout.engines.vllm.client.fleet import Fleet
-from primerl.rollout.engines.vllm.client.http import BadAnswer, ServerFailed, Unreachable
-from primerl.rollout.engines.vllm.protocol import answers, bodies
+from primerl.rollout.engines.vllm.client.http import BadResponse, ServerFailed, Unreachable
+from primerl.rollout.engines.vllm.protocol import requests, responses
 from primerl.rollout.errors import summary
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
 FIRST_BACKOFF_S = 0.1
 MOST_BACKOFF_S = 5.0
-VOCAB_SIZE_S = 10.0  # in which a server says the size of its vocabulary
+VOCAB_SIZE_S = 10.0  # timeout of asking a server for the size of its vocabulary
 log = logging.getLogger(__name__)
-_UNFINISHED = ("abort", "error", None)  # the server gave up, which says nothing of the request
+_UNFINISHED = ("abort", "error", None)  # the server failed; the request may be valid
 
 
-class _Again(Exception):
-    """The request is to be sent again; ``free``: it never began, so this is no attempt."""
+class _Retry(Exception):
+    """Send the request again; ``free``: the attempt never reached a server and is not counted."""
 
     def __init__(self, reason: str, *, free: bool = False, wait: bool = True) -> None:
         super().__init__(reason)
@@ -36,30 +36,31 @@ class _Again(Exception):
         self.wait = wait
 
 
-class Requests:
+class Dispatcher:
     """Sends requests to the servers of a fleet, on its event loop.
 
     Args:
         fleet: the servers.
-        keeps: updates leave the prefix cache as it is, so that a prefix may be of older weights.
+        keeps_prefixes: whether the prefix cache survives updates, so that it may hold prefixes
+            computed with older weights.
         retries: how often a request is sent again.
-        routes_folder: where the experts go that tokens were routed to.
-        vocab_size: the number of token ids; None has it asked of the servers.
+        routes_folder: where expert routes are written.
+        vocab_size: the number of token ids; None asks the servers.
     """
 
     def __init__(
         self,
         fleet: Fleet,
         *,
-        keeps: bool,
+        keeps_prefixes: bool,
         retries: int,
         routes_folder: Path | None,
         vocab_size: int | None,
     ) -> None:
         self.vocab_size = vocab_size
-        """The number of token ids, where it is known; read from other threads."""
+        """The number of token ids, if known; read from other threads."""
         self._fleet = fleet
-        self._keeps = keeps
+        self._keeps_prefixes = keeps_prefixes
         self._retries = retries
         self._routes_folder = routes_folder
         self._asked_vocab_size = vocab_size is not None
@@ -68,28 +69,27 @@ class Requests:
     async def generate(
         self, prompt: list[int], params: SamplingParams, session: str | None
     ) -> Completion:
-        """One completion, from whichever replica serves.
+        """Sample one completion on any replica that serves.
 
         Raises:
-            BadCompletion: the answer breaks the contract of engines.
+            BadCompletion: the response breaks the contract of engines.
         """
         routed = 0 if self._routes_folder is None else len(prompt) + params.max_tokens
-        max_bytes = answers.most_bytes(params.max_tokens, routed=routed)
+        max_bytes = responses.most_bytes(params.max_tokens, routed=routed)
 
         async def ask(replica: Replica) -> Completion:
             label, request_id = replica.label, uuid4().hex
-            # The salt names the weights that the replica had when it was last asked: prefixes
-            # that other weights computed are never used.
-            body = bodies.generate_body(prompt, params, salt=label or "", request_id=request_id)
+            # The salt is the replica's last known weights: prefixes of others are never reused.
+            body = requests.generate_body(prompt, params, salt=label or "", request_id=request_id)
             content = await self._attempt(replica, body, max_bytes)
-            answer = answers.read_answer(
+            answer = responses.read_response(
                 content, replica.url, request_id=request_id, prompt_length=len(prompt)
             )
             choice = answer.choices[0]
             if choice.finish_reason in _UNFINISHED:
-                raise _Again(f"{replica.url} ended a request by {choice.finish_reason!r}")
+                raise _Retry(f"{replica.url} ended a request with {choice.finish_reason!r}")
             versions = await self._versions(choice, replica)
-            completion = answers.make_completion(choice, versions)
+            completion = responses.make_completion(choice, versions)
             await self._learn_vocab_size(replica)
             limits = Limits(
                 context_length=self._fleet.context_length or len(prompt) + params.max_tokens,
@@ -106,26 +106,26 @@ class Requests:
         return completion
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
-        """The logprobs of a sequence, from whichever replica serves."""
-        max_bytes = answers.most_bytes(1, scored=len(token_ids))
+        """The logprobs of a sequence, computed by any replica that serves."""
+        max_bytes = responses.most_bytes(1, scored=len(token_ids))
 
         async def ask(replica: Replica) -> np.ndarray:
             request_id = uuid4().hex
-            body = bodies.score_body(token_ids, request_id=request_id)
+            body = requests.score_body(token_ids, request_id=request_id)
             content = await self._attempt(replica, body, max_bytes)
-            answer = answers.read_answer(
+            answer = responses.read_response(
                 content, replica.url, request_id=request_id, prompt_length=len(token_ids)
             )
-            return answers.prompt_scores(answer, token_ids)
+            return responses.prompt_scores(answer, token_ids)
 
         scores: np.ndarray = await self._dispatch(None, ask)
         return scores
 
     async def _serving(self, session: str | None, avoid: set[str]) -> Replica:
-        """The replica for a request, as soon as one serves.
+        """The replica for a request; waits for one.
 
         Raises:
-            RuntimeError: none did for ``down_timeout_s``, though weights were published.
+            RuntimeError: none served for ``down_timeout_s``, though weights were published.
         """
         found: Replica = await self._fleet.wait(
             lambda: self._fleet.replicas.choose(session, avoid=avoid),
@@ -137,7 +137,7 @@ class Requests:
     async def _dispatch(
         self, session: str | None, ask: Callable[[Replica], Coroutine[Any, Any, Any]]
     ) -> Any:
-        """Send a request until it is answered, to another replica each time if there is one."""
+        """Send a request until it is answered, each time to another replica if there is one."""
         avoid: set[str] = set()
         failures: list[str] = []
         while True:
@@ -147,16 +147,16 @@ class Requests:
             except BadCompletion as error:
                 where = "" if replica.url in str(error) else f"{replica.url}: "
                 raise BadCompletion(f"{where}{error}") from error
-            except _Again as again:
+            except _Retry as retry:
                 avoid.add(replica.url)
-                if again.free:
+                if retry.free:
                     continue
-                failures.append(str(again))
+                failures.append(str(retry))
                 if len(failures) > self._retries:
                     raise RuntimeError(
                         f"a request failed {len(failures)} times: {'; '.join(failures)}"
-                    ) from again
-                if again.wait:
+                    ) from retry
+                if retry.wait:
                     backoff = FIRST_BACKOFF_S * 2 ** (len(failures) - 1)
                     await asyncio.sleep(min(backoff, MOST_BACKOFF_S))
 
@@ -166,42 +166,42 @@ class Requests:
                 return await self._fleet.ask(replica, body, max_bytes=max_bytes)
         except Unreachable as error:
             self._fleet.lost(replica, str(error))
-            raise _Again(str(error), free=not error.sent, wait=False) from error
+            raise _Retry(str(error), free=not error.sent, wait=False) from error
         except ServerFailed as error:
-            raise _Again(str(error)) from error
-        except BadAnswer as error:
+            raise _Retry(str(error)) from error
+        except BadResponse as error:
             hint = "" if self._routes_folder else " (expert routes need routes_folder=)"
             raise BadCompletion(f"{error}{hint}") from error
         except TimeoutError as error:
-            raise _Again(f"{replica.url} was lost with the request", wait=False) from error
+            raise _Retry(f"{replica.url} was lost with the request", wait=False) from error
 
-    async def _versions(self, choice: answers.Choice, replica: Replica) -> list[PolicyVersion]:
-        """The version of each token, as the answer says.
+    async def _versions(self, choice: responses.Choice, replica: Replica) -> list[PolicyVersion]:
+        """The version of each token.
 
         Raises:
-            BadCompletion: the answer does not say it for each token.
-            _Again: the server sampled with weights that are not this run's.
+            BadCompletion: the response does not give one for each token.
+            _Retry: the server sampled with weights that are not this run's.
         """
-        known = answers.span_versions(choice, self._fleet.number)
+        known = responses.span_versions(choice, self._fleet.number)
         versions = [one for one in known if one is not None]
         if len(versions) < len(known):
-            raise _Again(f"{replica.url} sampled with weights that are not this run's")
+            raise _Retry(f"{replica.url} sampled with weights that are not this run's")
         if versions:
             await self._fleet.confirm(replica, max(versions))
             if max(versions) > self._fleet.newest_version and not replica.alive:
-                raise _Again(f"{replica.url} was lost before it said what it serves", wait=False)
+                raise _Retry(f"{replica.url} was lost before it confirmed its version", wait=False)
         return versions
 
     async def _learn_vocab_size(self, replica: Replica) -> None:
-        """Ask a server for the size of its vocabulary, once; none says it that isn't primerl's."""
-        async with self._asking:  # the first answers wait for it together
+        """Ask a server for its vocabulary size, once; it needs primerl's worker extension."""
+        async with self._asking:  # requests that finish meanwhile wait for it
             if self._asked_vocab_size:
                 return
             try:
                 async with asyncio.timeout(VOCAB_SIZE_S):
                     found = await rpc_results(self._fleet, replica, SERVED_VOCAB_SIZE, {})
             except Unreachable:
-                return  # the next answer's server is asked
+                return  # ask the server of the next response
             except (RuntimeError, ValueError, TimeoutError) as error:
                 found = [summary(error)]
             self._asked_vocab_size = True
@@ -211,24 +211,24 @@ class Requests:
                 self.vocab_size = min(known)
             else:
                 log.warning(
-                    "%s does not say the size of its vocabulary (%.200s), so ids beyond it can't "
-                    "be told: pass VLLMEngine(..., vocab_size=)",
+                    "%s does not report its vocabulary size (%.200s), so ids beyond it are not "
+                    "detected: pass VLLMEngine(..., vocab_size=)",
                     replica.url,
                     found,
                 )
 
     def _learn(self, replica: Replica, versions: list[PolicyVersion], label: str | None) -> None:
-        """Take note of what a server served, by an answer that is as it must be."""
+        """Record which version a server served, from a valid response."""
         if replica.alive:
             last = versions[-1]
             self._fleet.replicas.serves(replica, self._fleet.labels.name(last), last)
             self._fleet.tell()
-        if self._keeps and versions[0] != self._fleet.number(label):
-            # Its prompt may have met a prefix in the cache that older weights computed.
-            raise _Again(f"{replica.url} was updated before it began a request", wait=False)
+        if self._keeps_prefixes and versions[0] != self._fleet.number(label):
+            # Its prompt may have reused a prefix that older weights computed.
+            raise _Retry(f"{replica.url} was updated before it began a request", wait=False)
 
-    async def _store_routes(self, choice: answers.Choice) -> str | None:
-        content = answers.routed_experts(choice) if self._routes_folder is not None else None
+    async def _store_routes(self, choice: responses.Choice) -> str | None:
+        content = responses.routed_experts(choice) if self._routes_folder is not None else None
         if content is None or self._routes_folder is None:
             return None
         path = self._routes_folder / f"{uuid4().hex}.npy"

@@ -1,4 +1,4 @@
-"""Requests of vLLM's token-in, token-out route."""
+"""Request bodies of vLLM's token-in, token-out route."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,8 +7,8 @@ import msgspec
 
 from primerl.types import SamplingParams
 
-FIRST = -1  # the priority of what is not to queue behind rollouts
-LEAST_TEMPERATURE = 0.01  # vLLM samples with this where less is asked for
+FIRST = -1  # the priority of requests that must not queue behind rollouts
+LEAST_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 
 
 def generate_body(
@@ -19,14 +19,14 @@ def generate_body(
     request_id: str,
     priority: int = 0,
 ) -> bytes:
-    """A request for one completion that nothing but ``max_tokens`` and stop tokens end."""
+    """A request for one completion, ended only by ``max_tokens`` or a stop token."""
     sampling: dict[str, Any] = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
         "stop_token_ids": params.stop_token_ids,
-        "logprobs": 0,  # that of the sampled token alone
+        "logprobs": 0,  # only of the sampled token
         "ignore_eos": True,
         "detokenize": False,
     }
@@ -44,9 +44,9 @@ def generate_body(
 def score_body(
     token_ids: Sequence[int], *, request_id: str, salt: str | None = None, priority: int = 0
 ) -> bytes:
-    """A request for the logprobs of a prompt; vLLM does not read its prefix cache for them.
+    """A request for the logprobs of a prompt, which vLLM computes without its prefix cache.
 
-    With a ``salt`` it writes to the cache what requests of that salt read.
+    What it computes is cached for requests of the same ``salt``.
     """
     sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
     body: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Which ranks are gone, as far as can be told from the host of one that is left."""
+"""Which ranks have died, as far as another rank of the same host can tell."""
 
 import os
 import socket
@@ -9,13 +9,13 @@ import torch.distributed as dist
 RANK = "primerl/rank/{}"
 
 
-def sign_in(store: dist.Store, rank: int) -> None:
-    """Leave word of where this rank runs."""
+def register_rank(store: dist.Store, rank: int) -> None:
+    """Record the host and process of this rank."""
     store.set(RANK.format(rank), f"{socket.gethostname()} {os.getpid()}")
 
 
-def gone(store: dist.Store, ranks: int) -> list[int]:
-    """The ranks of this host whose processes have ended; of other hosts nothing is known."""
+def dead_ranks(store: dist.Store, ranks: int) -> list[int]:
+    """The ranks of this host whose processes have ended; nothing is known of other hosts."""
     found = []
     for rank in range(ranks):
         if store.check([RANK.format(rank)]):
@@ -30,4 +30,4 @@ def _has_ended(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return Path("/proc/self/stat").exists()  # without /proc, nothing is known
-    return state in "ZX"  # ended, but not yet waited for by torchrun
+    return state in "ZX"  # a zombie until torchrun waits for it

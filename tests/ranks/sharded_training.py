@@ -29,7 +29,7 @@ STEPS = 3
 
 @attrs.frozen(eq=False)
 class Bundle:
-    """Whatever may travel."""
+    """Fields of every kind that may be sent."""
 
     ids: torch.Tensor
     mask: torch.Tensor
@@ -277,9 +277,7 @@ def main(folder):
             parallel.all_sum(torch.tensor([1.0, float(world.rank)])).tolist(),
         ]
         if not world.is_first:
-            found["batches_of_others"] = refusal(
-                lambda: parallel.scatter([[bundle(0, 0)]], Bundle)
-            )
+            found["batches_of_others"] = refusal(lambda: parallel.scatter([[bundle(0, 0)]], Bundle))
         else:
             found["too_few_lists"] = refusal(lambda: parallel.scatter([[]], Bundle))
             uneven = [[bundle(0, 0)], [], []]

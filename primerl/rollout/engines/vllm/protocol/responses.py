@@ -1,7 +1,7 @@
-"""Answers of vLLM servers: their form, their bounds, and what they mean.
+"""Responses of vLLM servers: schema, size limits and interpretation.
 
-A server is not trusted: the size of an answer is bounded by what was asked for, its numbers by
-their types, and nothing is allocated by what a number says.
+Servers are not trusted: the request bounds the size of a response, types bound its numbers, and no
+number in it decides how much memory is allocated.
 """
 
 import base64
@@ -17,17 +17,17 @@ import numpy as np
 from primerl.rollout.engines.contract import BadCompletion
 from primerl.types import Completion, PolicyVersion
 
-NO_LOGPROB = -9999.0  # what vLLM writes in place of -inf and NaN
-ANSWER_BYTES = 1 << 16  # of an answer without its tokens
-TOKEN_BYTES = 1 << 10  # of a token with its logprob and span; vLLM's take about 200
-ROUTE_BYTES = 1 << 13  # of a token's experts: 128 layers of 24 experts in base64, 2 bytes each
+NO_LOGPROB = -9999.0  # vLLM's replacement for -inf and NaN
+RESPONSE_BYTES = 1 << 16  # without the tokens
+TOKEN_BYTES = 1 << 10  # per token, with logprob and span; vLLM needs about 200
+ROUTE_BYTES = 1 << 13  # per token: 128 layers of 24 experts in base64, 2 bytes each
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 T = TypeVar("T")
 
 
 class Span(msgspec.Struct):
-    """Tokens ``start`` to ``end`` were sampled by weights called ``version``."""
+    """Tokens ``start`` to ``end`` were sampled by the weights labelled ``version``."""
 
     version: str | None
     start: Int32
@@ -58,14 +58,14 @@ class Choice(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """How many tokens the server counted."""
+    """Token counts of the server."""
 
     prompt_tokens: int
     completion_tokens: int | None = None
 
 
-class Answer(msgspec.Struct):
-    """The answer to a request; one choice, as one was asked for."""
+class Response(msgspec.Struct):
+    """The response to a completion request, which asks for one choice."""
 
     choices: list[Choice]
     request_id: str = ""
@@ -80,86 +80,86 @@ class ModelCard(msgspec.Struct):
 
 
 class ModelCards(msgspec.Struct):
-    """The answer of ``/v1/models``."""
+    """The response of ``MODELS``."""
 
     data: list[ModelCard]
 
 
 class WeightInfo(msgspec.Struct):
-    """The answer of ``/weight_info``."""
+    """The response of ``WEIGHT_INFO``."""
 
     weight_version: str | None
 
 
-answers = msgspec.json.Decoder(Answer)
+completions = msgspec.json.Decoder(Response)
 model_cards = msgspec.json.Decoder(ModelCards)
 weight_infos = msgspec.json.Decoder(WeightInfo)
 anything: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 def decode(decoder: "msgspec.json.Decoder[T]", content: bytes, where: str) -> T:
-    """The JSON of a server.
+    """Decode the JSON of a server.
 
     Raises:
-        RuntimeError: it is none, has another form, or is nested too deeply.
+        RuntimeError: it is not JSON, does not match the schema, or is nested too deeply.
     """
     try:
         return decoder.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RuntimeError(
-            f"{where} answered what no vLLM server does: {error}; primerl works with vllm >=0.32: "
+            f"{where} sent a response that is not vLLM's: {error}; primerl works with vllm >=0.32: "
             f"{content[:200]!r}"
         ) from error
 
 
 def most_bytes(completion_tokens: int, *, scored: int = 0, routed: int = 0) -> int:
-    """The most bytes of an answer.
+    """The maximum size of a response.
 
     Args:
-        completion_tokens: the most that were asked for.
-        scored: tokens of the prompt whose logprobs were asked for.
-        routed: tokens whose experts may come along.
+        completion_tokens: ``max_tokens`` of the request.
+        scored: prompt tokens whose logprobs were requested.
+        routed: tokens whose expert routes may be included.
     """
-    return ANSWER_BYTES + TOKEN_BYTES * (completion_tokens + scored) + ROUTE_BYTES * routed
+    return RESPONSE_BYTES + TOKEN_BYTES * (completion_tokens + scored) + ROUTE_BYTES * routed
 
 
-def read_answer(content: bytes, where: str, *, request_id: str, prompt_length: int) -> Answer:
-    """The answer of a server, which says of itself to which request it is.
+def read_response(content: bytes, where: str, *, request_id: str, prompt_length: int) -> Response:
+    """Decode a completion response and match it with its request.
 
     Raises:
-        BadCompletion: it has another form than vLLM's, or answers another request.
+        BadCompletion: it does not match the schema, or is for another request.
     """
     try:
-        answer = decode(answers, content, where)
+        response = decode(completions, content, where)
     except RuntimeError as error:
         raise BadCompletion(str(error)) from error
-    if request_id not in answer.request_id:
+    if request_id not in response.request_id:
         raise BadCompletion(
-            f"{where} answered the request {answer.request_id!r:.80}, and was asked {request_id!r}"
+            f"{where} answered the request {response.request_id!r:.80}, expected {request_id!r}"
         )
-    if len(answer.choices) != 1:
-        raise BadCompletion(f"{where} answered {len(answer.choices)} completions, expected 1")
-    usage, sampled = answer.usage, len(answer.choices[0].token_ids)
+    if len(response.choices) != 1:
+        raise BadCompletion(f"{where} sent {len(response.choices)} completions, expected 1")
+    usage, sampled = response.usage, len(response.choices[0].token_ids)
     if usage is not None and usage.prompt_tokens != prompt_length:
         raise BadCompletion(
-            f"{where} answered a prompt of {usage.prompt_tokens} tokens, and was asked one of "
+            f"{where} answered a prompt of {usage.prompt_tokens} tokens, expected one of "
             f"{prompt_length}"
         )
     if usage is not None and usage.completion_tokens not in (None, sampled):
         raise BadCompletion(
-            f"{where} answered {sampled} tokens, and says that it sampled {usage.completion_tokens}"
+            f"{where} sent {sampled} tokens, and reports that it sampled {usage.completion_tokens}"
         )
-    return answer
+    return response
 
 
 def span_versions(
     choice: Choice, number: Callable[[str | None], PolicyVersion | None]
 ) -> list[PolicyVersion | None]:
-    """The version of each token, None where its weights have no version of this run.
+    """The version of each token, None for weights that are not a version of this run.
 
     Args:
         choice: a completion.
-        number: the version that a label names.
+        number: label -> version.
 
     Raises:
         BadCompletion: the spans do not cover each token once, in order.
@@ -170,13 +170,11 @@ def span_versions(
         if span.start != len(versions) or not span.start <= span.end <= count:
             raise BadCompletion(
                 f"the server's weight_versions have a span of tokens {span.start} to {span.end}, "
-                f"expected one from {len(versions)} on, to {count} at most"
+                f"expected it to start at {len(versions)} and end at {count} or before"
             )
         versions += [number(span.version)] * (span.end - span.start)
     if len(versions) != count:
-        raise BadCompletion(
-            f"the server's weight_versions have spans over {len(versions)} of {count} tokens"
-        )
+        raise BadCompletion(f"the server's weight_versions cover {len(versions)} of {count} tokens")
     return versions
 
 
@@ -184,16 +182,18 @@ def make_completion(choice: Choice, versions: Sequence[PolicyVersion]) -> Comple
     """The completion of a finished choice.
 
     Raises:
-        BadCompletion: a token has no logprob, that of another token, or one that is no number.
+        BadCompletion: a logprob is missing, belongs to another token, or is -inf or NaN.
     """
     content = choice.logprobs.content if choice.logprobs is not None else []
     if len(content) != len(choice.token_ids):
         raise BadCompletion(
             f"the server sent {len(content)} logprobs for {len(choice.token_ids)} tokens"
         )
-    for token, of in zip(choice.token_ids, content, strict=True):
-        if of.token_id not in (None, token):
-            raise BadCompletion(f"the server sent the logprob of {of.token_id} with token {token}")
+    for token, entry in zip(choice.token_ids, content, strict=True):
+        if entry.token_id not in (None, token):
+            raise BadCompletion(
+                f"the server sent the logprob of {entry.token_id} with token {token}"
+            )
     logprobs = [one.logprob for one in content]
     if not all(one > NO_LOGPROB for one in logprobs):
         raise BadCompletion(
@@ -207,13 +207,13 @@ def make_completion(choice: Choice, versions: Sequence[PolicyVersion]) -> Comple
     )
 
 
-def prompt_scores(answer: Answer, token_ids: Sequence[int]) -> np.ndarray:
+def prompt_scores(response: Response, token_ids: Sequence[int]) -> np.ndarray:
     """The logprob of each token of a prompt given those before it, float32[t]; entry 0 is 0.
 
     Raises:
-        RuntimeError: a token has none, or one that is no number.
+        RuntimeError: a logprob is missing, or is -inf or NaN.
     """
-    rows = answer.prompt_logprobs or []
+    rows = response.prompt_logprobs or []
     scores = np.zeros(len(token_ids), dtype=np.float32)
     if len(rows) != len(token_ids):
         raise RuntimeError(f"the server scored {len(rows)} of {len(token_ids)} tokens")
@@ -229,26 +229,26 @@ def prompt_scores(answer: Answer, token_ids: Sequence[int]) -> np.ndarray:
 
 
 def routed_experts(choice: Choice) -> bytes | None:
-    """The ``.npy`` file of the experts that each token was routed to, where the server sent it.
+    """The ``.npy`` file of the experts that each token was routed to, if the server sent it.
 
     Raises:
-        BadCompletion: it is damaged, or would be larger in memory than it is here.
+        BadCompletion: it is damaged, or its header and its size disagree.
     """
     if choice.routed_experts is None:
         return None
     try:
         content = base64.b64decode(choice.routed_experts, validate=True)
     except binascii.Error as error:
-        raise BadCompletion(f"the routed experts are no base64: {error}") from error
+        raise BadCompletion(f"the routed experts are not base64: {error}") from error
     file = io.BytesIO(content)
     npy: Any = np.lib.format
     try:
         npy.read_magic(file)
         shape, _, dtype = npy.read_array_header_1_0(file)
     except (ValueError, RecursionError, MemoryError) as error:  # a header nested too deeply
-        raise BadCompletion(f"the routed experts are no .npy file: {error}") from error
+        raise BadCompletion(f"the routed experts are not a .npy file: {error}") from error
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(content) - file.tell():
         raise BadCompletion(
-            f"the routed experts have {len(content)} bytes, and say that they are {dtype}{shape}"
+            f"the routed experts have {len(content)} bytes, and their header says {dtype}{shape}"
         )
     return content

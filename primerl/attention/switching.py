@@ -1,0 +1,77 @@
+"""Switching an unmodified Hugging Face model to attention within each packed document."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from primerl._optional import require
+from primerl.attention.admission import (
+    CONTEXT_ATTENTION,
+    MASKED_ATTENTION,
+    PACKED_ATTENTION,
+    is_sparse,
+    refuse_leaking_layers,
+    unsupported_rope_lengths,
+)
+from primerl.attention.documents import Layout, find_documents, lay_out
+from primerl.attention.packed import batch_mask, packed_attention
+from primerl.attention.sparse import attend_sparsely
+
+
+def attend_by_document(model: nn.Module, position_ids: Int[Tensor, " t"]) -> Layout | None:
+    """Switch a model that attends by ``sdpa`` or ``eager`` to attend within each document.
+
+        documents = attention.attend_by_document(model, position_ids)
+        with attention.require_documents(documents, position_ids):
+            model(token_ids[None], position_ids=position_ids[None], documents=documents)
+
+    Sparse attention also chooses keys within each document. Flash attention, which reads positions
+    itself, is left alone. ``set_attn_implementation("sdpa")`` switches back.
+
+    Args:
+        model: a ``transformers`` causal language model.
+        position_ids: of a pack, as ``find_documents`` takes them.
+
+    Returns:
+        The layout to pass to the model as ``documents``; None for a context-parallel model, which
+        finds the documents of all ranks itself.
+
+    Raises:
+        ValueError: the model can't be switched, has other layers that carry state from one document
+            into the next, or keeps an attention that can't share tokens between documents.
+    """
+    config: Any = model.config
+    if config._attn_implementation.startswith(CONTEXT_ATTENTION):
+        return None
+    documents = find_documents(position_ids)
+    layout = lay_out(documents, position_ids.device)
+    if is_sparse(model):
+        attend_sparsely(model)
+        return layout
+    if config._attn_implementation in MASKED_ATTENTION:
+        transformers = require("transformers", extra="transformers")
+        transformers.AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+        transformers.AttentionMaskInterface.register(PACKED_ATTENTION, batch_mask)
+        switch: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
+        switch(PACKED_ATTENTION)  # only warns if it can't
+        if config._attn_implementation != PACKED_ATTENTION and len(documents) > 1:
+            raise ValueError(
+                f"{config.model_type} has an attention of its own, which would let packed "
+                "documents see each other; pack one document per batch"
+            )
+    if len(documents) > 1:
+        refuse_leaking_layers(model)
+        limit = unsupported_rope_lengths(config)
+        if layout.max_keys > limit:
+            raise ValueError(
+                f"{config.model_type} rotates all documents of a batch as its longest, which has "
+                f"{layout.max_keys} tokens, above {limit:.0f}; pack one document per batch"
+            )
+    if config._attn_implementation != PACKED_ATTENTION and any(d.shared for d in documents):
+        raise ValueError(
+            f"documents share tokens, which {config._attn_implementation} does not compute; load "
+            "the model with attn_implementation='sdpa', or pack without share_prefixes"
+        )
+    return layout

@@ -1,0 +1,166 @@
+"""Requests in flight in transformers' continuous batching, and updates between their tokens."""
+
+import asyncio
+import itertools
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from primerl.types import Completion, PolicyVersion, SamplingParams
+
+# So low that any two different float32 logits decide the sample: greedy, per request.
+GREEDY_TEMPERATURE = 1e-10
+
+
+@attrs.define(eq=False)
+class _Request:
+    """A request in flight; one that is recomputed is submitted again, under another id."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    done: "asyncio.Future[Completion]"
+    id: str = ""
+    resumed_at: int = 0
+    """Tokens that were sampled before the current submission, and are part of its prompt."""
+    token_ids: list[int] = attrs.Factory(list)
+    logprobs: list[float] = attrs.Factory(list)
+    versions: list[int] = attrs.Factory(list)
+
+
+class Batcher:
+    """Samples with a batching manager; all methods run on one event loop.
+
+    Args:
+        manager: of ``start_batching``.
+        recompute: whether an update has the requests in flight processed again.
+        version: of the weights.
+    """
+
+    def __init__(self, manager: Any, *, recompute: bool, version: PolicyVersion) -> None:
+        self.manager = manager
+        self.can_pause = hasattr(manager, "pause")  # since transformers 5.19
+        self.version = version
+        self.requests: dict[str, _Request] = {}
+        self.open = asyncio.Event()
+        """Unset while new requests wait for an update."""
+        self.open.set()
+        self._recompute = recompute
+        self._ids = itertools.count()
+        self._cancelled: list[str] = []
+        self._failure: str | None = None
+
+    async def generate(self, prompt: list[int], params: SamplingParams) -> Completion:
+        """Sample one completion.
+
+        Raises:
+            RuntimeError: generation failed.
+        """
+        request = _Request(prompt, params, asyncio.get_running_loop().create_future())
+        await self.open.wait()
+        self._submit(request)
+        try:
+            return await request.done
+        finally:
+            self.requests.pop(request.id, None)
+            if request.done.cancelled():
+                self.manager.cancel_request(request.id)
+                self._cancelled.append(request.id)
+
+    async def update(self, pairs: list[tuple[Tensor, Tensor]], version: PolicyVersion) -> None:
+        """Copy new values into served tensors, ``(served, new)``, between two tokens."""
+        if not self.can_pause:
+            return await self._drain_and_load(pairs, version)
+        restart = list(self.requests.values()) if self._recompute else []
+        for request in restart:
+            self.manager.cancel_request(request.id)
+            self._cancelled.append(request.id)
+        try:
+            with self.manager.pause():
+                # The manager is paused between two steps. Results that it delivered are queued
+                # here, in order; receive them first, so that each token gets the version that
+                # sampled it.
+                await asyncio.sleep(0)
+                self._load(pairs, version)
+                for request in restart:
+                    if self.requests.pop(request.id, None) and not request.done.done():
+                        self._submit(request)
+                self._forget_cancelled()
+        except Exception as error:
+            for request in restart:  # they were cancelled, and nothing else would answer them
+                if not request.done.done():
+                    request.done.set_exception(RuntimeError(f"the weight update failed: {error}"))
+            raise
+
+    async def fail_all(self, reason: str) -> None:
+        """Fail the requests in flight."""
+        for request in self.requests.values():
+            if not request.done.done():
+                request.done.set_exception(RuntimeError(reason))
+        await asyncio.sleep(0)
+
+    def _submit(self, request: _Request) -> None:
+        """Submit a request, with the tokens sampled so far, to the batching manager."""
+        request.resumed_at = len(request.token_ids)
+        request.id = f"primerl-{next(self._ids)}"
+        self.requests[request.id] = request
+        self.manager.register_result_handler(request.id, self._receive)
+        accepted = self.manager.add_request(
+            request.prompt_ids + request.token_ids,
+            request_id=request.id,
+            max_new_tokens=request.params.max_tokens - len(request.token_ids),
+            streaming=True,
+            eos_token_id=list(request.params.stop_token_ids),
+            temperature=float(request.params.temperature or GREEDY_TEMPERATURE),
+        )
+        if accepted is None:
+            raise RuntimeError(f"generation has stopped: {self._failure or 'unknown cause'}")
+
+    def _receive(self, output: Any) -> None:
+        """Receive the tokens of a request; called after every token."""
+        request = self.requests.get(output.request_id)
+        if request is None or request.done.done():
+            return
+        fresh = slice(len(request.token_ids) - request.resumed_at, None)
+        request.token_ids.extend(output.generated_tokens[fresh])
+        request.logprobs.extend(output.logprobs[fresh])
+        request.versions.extend([self.version] * len(output.generated_tokens[fresh]))
+        if output.error is not None:
+            self._failure = output.error
+            request.done.set_exception(RuntimeError(f"generation failed: {output.error}"))
+        elif output.is_finished():
+            stopped = request.token_ids[-1] in request.params.stop_token_ids
+            request.done.set_result(
+                Completion(
+                    token_ids=request.token_ids,
+                    logprobs=request.logprobs,
+                    versions=request.versions,
+                    finish_reason="stop" if stopped else "length",
+                )
+            )
+
+    async def _drain_and_load(self, pairs: list[tuple[Tensor, Tensor]], version: int) -> None:
+        self.open.clear()
+        try:
+            while self.requests:
+                waiting = [request.done for request in self.requests.values()]
+                await asyncio.wait(waiting)
+                await asyncio.sleep(0)  # let finished requests leave the table
+            self._load(pairs, version)
+            self._forget_cancelled()
+        finally:
+            self.open.set()
+
+    def _load(self, pairs: list[tuple[Tensor, Tensor]], version: int) -> None:
+        with torch.no_grad():
+            for served, new in pairs:
+                served.copy_(new)
+        self.version = version
+
+    def _forget_cancelled(self) -> None:
+        """Remove the handlers of cancelled requests, which get no last result."""
+        handlers = self.manager.output_router.result_handlers
+        for request_id in self._cancelled:
+            handlers.pop(request_id, None)
+        self._cancelled.clear()

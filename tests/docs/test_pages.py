@@ -1,0 +1,54 @@
+"""The navigation, links and commands of the README and the documentation."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted(ROOT.glob("docs/*.md")))]
+FOLDERS = "bench|docs|notebooks|primerl|recipes|tests|tools"
+
+
+def test_the_index_has_the_sections_and_pages_of_the_navigation():
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    sections = {name: pages for section in navigation for name, pages in section.items()}
+    index = re.split(r"^## (.*)\n", (ROOT / "docs/index.md").read_text(), flags=re.MULTILINE)
+    linked = {
+        name: re.findall(r"^- \[.*?\]\((.*?)\)", text, re.MULTILINE)
+        for name, text in zip(index[1::2], index[2::2], strict=True)
+    }
+
+    assert list(sections) == ["Start", "How-to", "Explanation", "Reference"]
+    assert sections["Start"].pop(0) == "index.md"
+    assert list(linked.items()) == list(sections.items())
+    assert (
+        sorted(["docs/index.md", *(f"docs/{p}" for s in sections.values() for p in s)])
+        == (PAGES[1:])
+    )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", (ROOT / page).read_text()):
+        linked = (ROOT / page).parent / target if target else ROOT / page
+        assert linked.exists(), f"{page} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", heading).lower() for heading in headings]
+            assert anchor in [slug.replace(" ", "-") for slug in slugs], f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_name_what_there_is(page):
+    text = (ROOT / page).read_text()
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+    for path in re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./-]*\w", text):
+        assert (ROOT / path).exists(), f"{page} names {path}"
+    for module in re.findall(r"python -m (primerl[\w.]*)", text):
+        assert importlib.util.find_spec(module), f"{page} names {module}"
+    for target in re.findall(r"(?:`|^)make ([\w-]+)", text, re.MULTILINE):
+        assert target in targets, f"{page} names make {target}"

@@ -219,7 +219,7 @@ class Table:
     def rows(self, names: list[str], *, correct: int) -> Iterator[str]:
         """The lines of the table."""
         alarms = 0
-        yield "| fault | tensors found | scores, nats (tolerance) | read back | scores alone |"
+        yield "| fault | tensors found | scores, nats (tolerance) | by bytes | scores alone |"
         yield "|---|---|---|---|---|"
         assert self.publish_correctly().passed
         old = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}

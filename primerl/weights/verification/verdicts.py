@@ -245,7 +245,7 @@ def _reach(
     bytes_of = (
         f"{tensors.compared} of {tensors.published} tensors are the trainer's bit for bit"
         if tensors.compared
-        else "no tensor was read back"
+        else "no tensor was compared"
     )
     shift = "" if math.isinf(visible_shift) else f" or a shift of {visible_shift:.2g}"
     return (

@@ -171,7 +171,7 @@ def test_an_engine_without_read_weights_is_checked_by_its_scores_alone(caplog):
     watch = weights.Canary(model, Unable(model), **SIZES)
 
     for version in range(2):
-        assert "no tensor was read back" in watch.check(version).reason
+        assert "no tensor was compared" in watch.check(version).reason
     assert [one.message for one in caplog.records] == [
         "the engine's tensors can't be read, so scores alone are compared: there is no such method"
     ]

@@ -357,7 +357,7 @@ class VLLMEngine:
     def read_weights(
         self, names: Sequence[str], *, turn: int = 0, timeout_s: float = 600.0
     ) -> dict[str, list[dict[str, Any]]]:
-        """Digests of the tensors that each server computes with; see ``weights.readback``.
+        """Digests of the tensors that each server computes with; see ``weights.Canary``.
 
         Args:
             names: of the published tensors.

@@ -105,9 +105,9 @@ MUON = """## Muon
 
 The role that `optim.muon_parameters` finds for each parameter of the tiny versions: one matrix (one
 for each expert, where experts are stacked), several matrices that are orthogonalized one by one, or
-AdamW's (norms and biases, which are always AdamW's, are left out). `x | y` are parts of the outputs,
-one after the other; "times in turn" means that they repeat, such as for each head. Tests that trace
-the use of weights in each model's forward pass find the same.
+AdamW's (norms and biases, which are always AdamW's, are left out). `x | y` are parts of the
+outputs, one after the other; "times in turn" means that they repeat, such as for each head. Tests
+that trace the use of weights in each model's forward pass find the same.
 
 | family | one matrix | several | AdamW |
 |---|---|---|---|

@@ -270,7 +270,8 @@ def test_a_mistake_is_one_clear_error_before_work_starts(root, smollm2_folder, t
     for done, message in zip(all_done, messages.values(), strict=True):
         assert done.returncode == 1
         assert done.stderr.splitlines()[-1].startswith(f"ValueError: {message}")
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "mistyped").exists()
+    assert not list(tmp_path.glob("runs/*/*"))
 
 
 def numbers(recipe):

@@ -400,3 +400,25 @@ def test_bins_at_the_edges():
     assert packing.bins([1, 1], max_tokens=1, ranks=2, cost=lambda n: 0 * n) == [[[0]], [[1]]]
     with pytest.raises(ValueError, match="sample 1 has 5 tokens"):
         packing.bins([4, 5], max_tokens=4, ranks=1)
+
+
+def test_minibatches_are_neighbors_and_alike_in_number():
+    samples = [
+        make_sample(seed=seed, kind=TrainingSample, advantages=np.zeros(7)) for seed in range(7)
+    ]
+
+    first, second, third = packing.minibatches(samples, 3)
+
+    assert [*first, *second, *third] == samples
+    assert [len(first), len(second), len(third)] == [2, 2, 3]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_rank_without_samples_has_as_many_minibatches(count):
+    assert packing.minibatches([], count) == [[]] * count
+    assert packing.pack([], max_tokens=8, ranks=3) == [[], [], []]
+
+
+def test_less_than_one_minibatch_is_refused():
+    with pytest.raises(ValueError, match="count is 0, expected at least 1"):
+        packing.minibatches([], 0)

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import torchrun
+from conftest import make_sample, torchrun
 from forked_ranks import forked_ranks
 
-from primerl import parallel, testing
+from primerl import loss, packing, parallel, testing
 from primerl.parallel.launch import _first_failure
 from primerl.parallel.stop_signals import StoppedError
+from primerl.types import TrainingSample
 
 FAMILIES = ["llama", "llama, tied", "qwen3", "qwen3_moe"]
 
@@ -208,6 +209,38 @@ def test_without_torchrun_there_is_one_rank_and_nothing_is_done(alone):
         assert parallel.scatter([[batch]], Batch) == [batch]
         assert parallel.all_sum(3).item() == 3
         assert parallel.all_sum(torch.ones(2, requires_grad=True)).requires_grad is False
+
+
+def test_one_rank_gets_its_batches_on_its_device(alone):
+    sample = make_sample(kind=TrainingSample, advantages=np.zeros(7))
+    packed = packing.pack([sample], max_tokens=8, ranks=1)
+
+    (batch,) = parallel.scatter(packed, packing.PackedBatch, device=torch.device("meta"))
+
+    assert batch.token_ids.device.type == "meta"
+    with pytest.raises(ValueError, match=r"int has no|int is no attrs class"):
+        parallel.scatter([[]], int, device=torch.device("meta"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_one_rank_computes_in_16_bits_with_gradients_in_32(alone, kind):
+    token_ids = torch.randint(2, 60, (40,), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(25), torch.arange(15)])
+
+    def run(dtype):
+        model = parallel.shard(testing.tiny_model(kind), dtype=dtype)
+        logprobs = loss.model_logprobs(model, token_ids, positions, token_ids.roll(-1))
+        logprobs.sum().backward()
+        return logprobs.detach(), [parameter.grad for parameter in model.parameters()]
+
+    exact, gradients = run(torch.float32)
+    rounded, rough = run(torch.bfloat16)
+
+    assert 1e-6 < (exact - rounded).abs().max() < 0.05
+    assert rounded.dtype == torch.float32
+    assert {gradient.dtype for gradient in rough} == {torch.float32}
+    norms = [torch.cat([g.ravel() for g in one]).norm().item() for one in (gradients, rough)]
+    assert norms[1] == pytest.approx(norms[0], rel=0.05)
 
 
 def test_an_error_passes_through_a_world_of_one(alone):

@@ -824,3 +824,25 @@ def test_an_environment_that_cannot_be_closed_hides_no_error(caplog):
         raise ZeroDivisionError
 
     assert "could not be closed" in caplog.text
+
+
+def test_without_an_engine_the_worker_does_nothing():
+    """As on ranks other than 0, so that a loop needs no test of its rank."""
+    idle = rollout.worker(
+        None,
+        rollout.single_turn(CharacterCodes(), reward=lambda task, reply: 0.0),
+        [{"prompt": "a"}],
+        params=SamplingParams(max_tokens=4),
+        group_size=2,
+        groups_per_step=1,
+        max_staleness=0,
+    )
+    with idle as rollouts:
+        assert rollouts.take(version=7) == []
+        assert rollouts.evaluate([{"prompt": "a"}], SamplingParams(max_tokens=4)) == []
+        evaluation = rollouts.start_evaluation([], SamplingParams(max_tokens=4))
+        assert evaluation.result() == []
+        rollouts.mark_version(0, verified=True)
+        assert rollouts.stats() == {}
+        assert rollouts.members() == []
+        assert rollouts.state() is None

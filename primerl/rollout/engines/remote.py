@@ -100,10 +100,9 @@ class EngineHost:
             portable: whether the child gets a copy.
         """
         index = next(self._indices)
+        crossing: Engine = engine if portable else RemoteEngine(index, engine)
         self._served[index] = _Served(engine, functools.partial(notify, "serves", index))
-        return EngineAddress(
-            index, type(engine).__name__, engine if portable else RemoteEngine(index, engine)
-        )
+        return EngineAddress(index, type(engine).__name__, crossing)
 
     @contextlib.contextmanager
     def lease(

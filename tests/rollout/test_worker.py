@@ -197,7 +197,7 @@ def test_filters_that_refuse_everything_are_an_error_with_their_count():
     def impossible(group):
         return False
 
-    with make_worker(FakeEngine(delay_s=0), keep=[impossible], timeout_s=0.3) as rollouts:
+    with make_worker(FakeEngine(delay_s=0), keep=[impossible], timeout_s=1.0) as rollouts:
         with pytest.raises(RuntimeError, match="no group was kept for .*'impossible': [0-9]+"):
             rollouts.take(version=0)
 

@@ -96,7 +96,8 @@ def test_what_exits_dies_or_hangs_fails_alone_and_the_next_rollout_is_played(kin
             await asyncio.sleep(3600)
         return Rollout(samples=[], reward=1.0)
 
-    isolated = rollout.isolated(environment, processes=1, timeout_s=5.0)
+    timeout_s = 5.0 if kind == "hang" else 60.0
+    isolated = rollout.isolated(environment, processes=1, timeout_s=timeout_s)
 
     async def run():
         try:

@@ -1,16 +1,16 @@
-"""How long ranks wait for each other, and how long it takes to say which sample goes where.
+"""Balance of packings over ranks, and the time to compute them.
 
     python -m pytest bench/test_packing.py -m "" --benchmark-only --benchmark-columns=median,iqr -s
 
-Beside other work, --benchmark-timer=time.process_time leaves theirs out.
+On a busy machine, use --benchmark-timer=time.process_time.
 
 10,000 samples of lognormal length, cut at 32,768, on 64 ranks. Each row prints the cost of the
 packing in lockstep (the sum over micro-steps of the most expensive rank) over the mean, the best
 and worst of twelve seeds, and how many more micro-steps it takes than the tokens need. Costs are
 tokens, or the FLOPs of training a dense model (Qwen3-8B) or GLM-5. Besides ours:
 
-- first fit and best fit decreasing: bins of like cost share a micro-step;
-- Karmarkar-Karp differencing, over ranks and then over the micro-steps of each; it knows no
+- first fit and best fit decreasing: bins of similar cost share a micro-step;
+- Karmarkar-Karp differencing, over ranks and then over the micro-steps of each; it ignores
   capacity, so micro-steps are added until everything fits.
 """
 

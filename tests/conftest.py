@@ -19,12 +19,17 @@ import numpy as np
 import pytest
 from beartype import BeartypeConf, beartype
 from character_codes import CharacterCodes
+from forked_ranks import forked_ranks
+from hypothesis import settings
 from jaxtyping import jaxtyped
 
 from primerl import types
 from primerl.types import NOT_SAMPLED, Completion, Group, Rollout, Sample
 
 HELPERS = Path(__file__).parent / "helpers"
+
+settings.register_profile("primerl", deadline=None)  # a busy machine is no failure
+settings.load_profile("primerl")
 
 # The import hook of jaxtyping (--jaxtyping-packages in pyproject.toml) checks the arguments of
 # functions and the fields of dataclasses, but not those of attrs classes, so wrap their __init__.
@@ -137,7 +142,7 @@ def optimized(root, tmp_path_factory):
     """What tests/ranks/optimizer_steps.py found on each of four ranks, in one launch."""
     folder = tmp_path_factory.mktemp("optimized")
     script = root / "tests/ranks/optimizer_steps.py"
-    done = torchrun(script, folder, ranks=4, cwd=folder, check=False)
+    done = forked_ranks(script, folder, ranks=4, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "Warning" not in done.stderr, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(4)]

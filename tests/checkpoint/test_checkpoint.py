@@ -12,9 +12,9 @@ from safetensors import safe_open
 from torch import nn
 
 from primerl import checkpoint, optim
+from primerl._digests import digest_of_file
 from primerl.checkpoint import folders, writing
 from primerl.checkpoint.generators import generator_states, set_generators
-from primerl.checkpoint.tensor_file import digest
 
 
 class Net(nn.Module):
@@ -289,7 +289,7 @@ def sealed(at, *, manifest=None, state=None):
         (at / "state.json").write_bytes(state)
         content["files"]["state.json"] = {
             "size": len(state),
-            "digest": digest(at / "state.json"),
+            "digest": digest_of_file(at / "state.json"),
         }
     content = content if manifest is None else manifest(content)
     sum_ = folders.manifest_digest(content)
@@ -644,8 +644,8 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
 
 
 def test_a_part_that_is_missing_is_named(tmp_path):
+    from primerl.checkpoint.pieces import Piece
     from primerl.checkpoint.resharding import whole_shapes
-    from primerl.checkpoint.tensor_file import Piece
 
     half = Piece(name="w", shape=(4, 2), offsets=(2, 0), values=torch.zeros(2, 2))
     with pytest.raises(ValueError, match="w: 4 of its 8 elements were saved"):

@@ -3,14 +3,14 @@
 import json
 
 import pytest
-from conftest import torchrun
+from forked_ranks import forked_ranks
 
 
 @pytest.fixture(scope="module")
 def folder(root, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    done = torchrun(
-        root / "tests/ranks/checkpoint_resume.py", folder, "kill", ranks=4, cwd=folder, check=False
+    done = forked_ranks(
+        root / "tests/ranks/checkpoint_resume.py", folder, "kill", ranks=4, cwd=folder
     )
     assert done.returncode != 0
     assert len(list(folder.glob("kill-*.json"))) == 4, done.stderr[-5000:]
@@ -24,13 +24,12 @@ def found(folder):
 
 @pytest.fixture(scope="module")
 def resumed(root, folder, found):
-    done = torchrun(
+    done = forked_ranks(
         root / "tests/ranks/checkpoint_resume.py",
         folder,
         "resume",
         ranks=2,
         cwd=folder,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads((folder / f"resume-{rank}.json").read_text()) for rank in range(2)]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import torchrun
+from forked_ranks import forked_ranks
 from loss_cases import BY_SEQUENCE, RECIPES, SEQUENCE_CORRECTIONS
 
 RANKS = 4
@@ -25,7 +25,7 @@ def found(root, tmp_path_factory):
     """What tests/ranks/loss_reductions.py found on each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     script = root / "tests/ranks/loss_reductions.py"
-    done = torchrun(script, folder, ranks=RANKS, cwd=folder, check=False)
+    done = forked_ranks(script, folder, ranks=RANKS, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "Warning" not in done.stderr, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(RANKS)]
@@ -41,8 +41,8 @@ def test_loss_and_gradient_are_those_of_one_process(found, scenario):
             assert size > 1e-3 or scenario == "fewer documents than ranks", recipe
 
 
-def test_what_belongs_to_sequences_needs_the_sum_over_ranks(found):
-    """And the rest is right without it."""
+def test_sequence_losses_need_the_sum_over_ranks(found):
+    """The others are correct without it."""
     for recipe in RECIPES:
         surrogate, correction, reduction = recipe
         needed = (
@@ -54,5 +54,5 @@ def test_what_belongs_to_sequences_needs_the_sum_over_ranks(found):
         assert slope > 1e-4 if needed else slope <= 1e-12, recipe
 
 
-def test_every_scenario_is_looked_at(found):
+def test_every_scenario_is_covered(found):
     assert found[0].keys() == {*SCENARIOS, CONTROL}

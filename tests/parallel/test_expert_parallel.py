@@ -1,4 +1,4 @@
-"""Experts divided among four gloo ranks, models that start without values; one launch."""
+"""Expert parallel on four gloo ranks, and models that start without values; one launch."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import fake_deep_ep
 import pytest
 import torch
-from conftest import torchrun
+from forked_ranks import forked_ranks
 from safetensors.torch import save_file
 
 from primerl import _forward_passes as forward_passes
@@ -24,7 +24,7 @@ RANKS = 4
 def found(root, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     script = root / "tests/ranks/expert_parallel.py"
-    done = torchrun(script, folder, ranks=RANKS, cwd=folder, check=False)
+    done = forked_ranks(script, folder, ranks=RANKS, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "Warning" not in done.stderr, done.stderr[-5000:]
     assert "suboptimal" not in done.stderr, done.stderr[-5000:]
@@ -53,7 +53,7 @@ def test_a_model_without_values_loads_what_was_saved(found):
             assert gap < 2e-6, key
 
 
-def test_it_computes_in_16_bits_and_keeps_32(found):
+def test_it_computes_in_16_bits_and_accumulates_in_32(found):
     gap, kinds = found[0]["halved"]
     assert 1e-5 < gap < 0.1
     assert kinds == ["torch.float32"]
@@ -96,7 +96,7 @@ def test_adapters_of_a_sharded_model_learn_as_alone(found):
     assert gap < 1e-5
 
 
-def test_measures_of_load():
+def test_load_metrics():
     counts = {"a": torch.tensor([4, 0, 2, 2]), "b": torch.tensor([1, 1]), "c": torch.zeros(2)}
 
     figures = parallel.load_statistics(counts)
@@ -169,7 +169,7 @@ def test_a_discarded_forward_pass_is_not_counted():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("inner", [6, 8])
 def test_rows_are_multiplied_by_their_experts_matrix(dtype, inner):
-    """Also what grouped_mm does not take: float64, and rows of 24 bytes."""
+    """Also inputs that grouped_mm rejects: float64, and rows of 24 bytes."""
     x, matrices = torch.randn(7, inner, dtype=dtype), torch.randn(3, inner, 8, dtype=dtype)
 
     y = grouped_matmul(x, matrices, torch.tensor([2, 2, 7], dtype=torch.int32))
@@ -193,7 +193,7 @@ def test_without_a_group_all_experts_are_here():
     torch.testing.assert_close(mixed, factors * hidden)
 
 
-def test_deep_ep_says_what_is_wrong_with_it(monkeypatch):
+def test_an_unusable_deep_ep_is_refused(monkeypatch):
     with pytest.raises(ImportError, match="not installed: build it from"):
         parallel.DeepEP(8, None)
     placeholder, older = ModuleType("deep_ep"), ModuleType("deep_ep")
@@ -211,7 +211,7 @@ def test_deep_ep_says_what_is_wrong_with_it(monkeypatch):
         parallel.DeepEP(8, None)
 
 
-def test_where_a_checkpoints_tensors_lie():
+def test_the_layout_of_a_checkpoints_tensors():
     """By hand: qwen3_moe's experts are saved one by one, gate and up apart."""
     model = testing.tiny_model("qwen3_moe")
     found = pieces(model)

@@ -1,4 +1,4 @@
-"""Parity finds what is wrong: faults are injected on four gloo ranks, many in one launch.
+"""Parity finds injected faults, on four gloo ranks, many in one launch.
 
 `pytest -m slow tests/parity/test_parity_faults.py` injects the whole list (minutes).
 """
@@ -6,7 +6,7 @@
 import json
 
 import pytest
-from conftest import torchrun
+from forked_ranks import forked_ranks
 from parity_faults import FAULTS, RANKS, Fault
 
 QUICK = [name for name, one in FAULTS.items() if one.quick]
@@ -14,7 +14,7 @@ QUICK = [name for name, one in FAULTS.items() if one.quick]
 
 def found_by_parity(names, root, folder):
     script = root / "tests/helpers/parity_faults.py"
-    done = torchrun(script, names, folder, ranks=RANKS, cwd=folder, check=False, timeout_s=900)
+    done = forked_ranks(script, names, folder, ranks=RANKS, cwd=folder, timeout_s=900)
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads((folder / "found.json").read_text())
 

@@ -32,7 +32,7 @@ class Backend:
 
 
 def random_packs(count, *, longest=12):
-    """Token ids and positions of packs: some documents continue the one before."""
+    """Token ids and positions of packs: some documents share tokens of the one before."""
     rng = np.random.default_rng(0)
     for _ in range(count):
         positions = np.arange(rng.integers(2, longest))  # a tensor of one row is traced apart
@@ -56,7 +56,7 @@ def compiled(model, whole, backend):
 
 
 def train(model, ids, positions):
-    """Logprobs and entropies, and the gradients that they have."""
+    """Logprobs, entropies and their gradients."""
     model.zero_grad()
     found = loss.model_logprobs_and_entropy(
         model, ids, positions, ids.roll(-1), rows=torch.arange(len(ids)) % 3 > 0
@@ -116,7 +116,7 @@ def test_a_model_with_windows_computes_what_it_does_eagerly():
 
 
 def test_lengths_of_runs_and_of_packs_that_agree_are_told_apart():
-    """No two lengths that a graph was compiled for are taken for one because they were equal."""
+    """Lengths that were equal when a graph was compiled are not assumed to be equal."""
     backend = Backend("eager")
     model = compiled(of_kind("llama"), "layers", backend)
 

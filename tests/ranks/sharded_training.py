@@ -29,7 +29,7 @@ STEPS = 3
 
 @attrs.frozen(eq=False)
 class Bundle:
-    """Whatever may travel."""
+    """Fields of every kind that may be sent."""
 
     ids: torch.Tensor
     mask: torch.Tensor

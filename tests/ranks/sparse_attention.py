@@ -41,7 +41,7 @@ def pack(number):
 
 
 def packs_of(rank, cp=1):
-    """A rank's rows of the packs that it trains on with its context peers."""
+    """A rank's rows of the packs that it shares with its context-parallel ranks."""
     first, part = rank // cp * cp, rank % cp
     return [[x.chunk(cp)[part] for x in pack(first + i)] for i in range(cp)]
 

@@ -14,8 +14,8 @@ from primerl._checkpoint_tensors import TensorLayout
 from primerl._tensor_files import map_tensors, write_tensors
 from primerl.weights.transports import publications
 from primerl.weights.transports.folder_reader import FolderReader
-from primerl.weights.transports.host_folder import HostFolder, acquire, shared_memory
 from primerl.weights.transports.publisher import Publisher
+from primerl.weights.transports.shared_folder import SharedFolder, acquire, shared_memory
 
 
 def tensors_of(version):
@@ -77,7 +77,7 @@ def test_a_host_folder_that_vanishes_as_it_is_opened(monkeypatch):
         return real(path)
 
     monkeypatch.setattr(Path, "lstat", lstat)
-    place = HostFolder("vanishing")
+    place = SharedFolder("vanishing")
     assert removed
     assert place.path.is_dir()
     place.close()
@@ -195,7 +195,7 @@ def test_receivers_of_a_host_share_one_copy_and_the_last_removes_it(deltas, read
 
 
 def _use_and_die(folder):
-    HostFolder("of-a-killed-process")
+    SharedFolder("of-a-killed-process")
     os.kill(os.getpid(), 9)
 
 
@@ -206,7 +206,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next():
     left = shared_memory() / f"primerl-{os.getuid()}-of-a-killed-process"
     assert child.exitcode == -9
     assert left.exists()
-    HostFolder("another").close()
+    SharedFolder("another").close()
     assert not left.exists()
 
 
@@ -419,7 +419,7 @@ def test_a_folder_that_others_can_change_is_refused():
     path.chmod(0o777)
     try:
         with pytest.raises(RuntimeError, match="can be changed by others"):
-            HostFolder("open")
+            SharedFolder("open")
     finally:
         shutil.rmtree(path)
     assert not Path(path).exists()

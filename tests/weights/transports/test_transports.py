@@ -4,14 +4,14 @@ import re
 
 import pytest
 import torch
-from conftest import torchrun
+from forked_ranks import forked_ranks
 from publishing import BroadcastReplicas, Replicas, StoreMeeting, same_bits, train
 
 from primerl import models, testing, weights
 from primerl._digests import digest_of, digest_of_all
 from primerl.weights.transports import broadcast_group, folder_transport
-from primerl.weights.transports.host_folder import shared_memory
 from primerl.weights.transports.receipts import check_receipts
+from primerl.weights.transports.shared_folder import shared_memory
 
 
 @pytest.fixture
@@ -143,6 +143,25 @@ def test_a_truncated_file(tmp_path):
         transport.publish(2)
     assert same_bits(held(servers)[0], before), "the replica goes on with version 1"
     train(model)
+    transport.publish(3)
+    assert same_bits(held(servers)[0], sent(model))
+    servers.close()
+
+
+def test_a_flipped_bit_in_a_full_version(tmp_path):
+    """No worker hashes the file: it hashes what it hands to its model."""
+
+    def flip(update, call):
+        if call == 1:
+            path = file_of(update, tmp_path)
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(bytes(data))
+
+    model, servers, transport = damaged(tmp_path, flip)
+    transport.publish(1)
+    with pytest.raises(RuntimeError, match=r"digest: .* on http://replica0 worker 0"):
+        transport.publish(2)
     transport.publish(3)
     assert same_bits(held(servers)[0], sent(model))
     servers.close()
@@ -340,7 +359,7 @@ def test_nccl_carries_a_tensor_between_two_communicators():
     unique_id = broadcast_group.new_unique_id()
 
     def member(rank):
-        place = broadcast_group.Place(rank, 2, unique_id)
+        place = broadcast_group.Membership(rank, 2, unique_id)
         device = torch.device("cuda", rank)
         tensor = torch.full((1000,), float(1 - rank), dtype=torch.bfloat16, device=device)
         communicator = broadcast_group.connect_nccl(place, device)
@@ -349,7 +368,7 @@ def test_nccl_carries_a_tensor_between_two_communicators():
             torch.cuda.synchronize()
         return tensor.float().cpu()
 
-    other = broadcast_group.Later(lambda: member(1), what="rank 1")
+    other = broadcast_group.BackgroundCall(lambda: member(1), what="rank 1")
     assert torch.equal(member(0), other.result(timeout_s=60.0))
 
 
@@ -361,7 +380,7 @@ def found(root, tmp_path_factory):
     """What tests/ranks/weight_publishing.py found on each of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     script = root / "tests/ranks/weight_publishing.py"
-    done = torchrun(script, folder, ranks=2, cwd=folder, check=False)
+    done = forked_ranks(script, folder, ranks=2, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
 

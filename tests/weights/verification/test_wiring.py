@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import torchrun
 from copy_engine import CopyEngine
+from forked_ranks import forked_ranks
 
 from primerl import testing, weights
 from primerl.weights.verification import wiring
@@ -203,7 +203,7 @@ def test_a_bfloat16_engine_that_misses_a_group_is_caught():
 
 def test_a_sharded_model_on_two_ranks(tmp_path):
     script = Path(__file__).parents[2] / "ranks/weight_verification.py"
-    done = torchrun(script, tmp_path / "found.json", ranks=2, cwd=tmp_path, check=False)
+    done = forked_ranks(script, tmp_path / "found.json", ranks=2, cwd=tmp_path)
 
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())

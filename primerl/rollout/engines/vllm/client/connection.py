@@ -19,7 +19,7 @@ from primerl.rollout.errors import summary
 from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.types import PolicyVersion
 
-FIRST_LOOK_S = 2.0  # how long a new connection waits for servers to say what they serve
+FIRST_LOOK_S = 2.0  # how long a new connection waits for the servers' versions
 
 log = logging.getLogger(__name__)
 

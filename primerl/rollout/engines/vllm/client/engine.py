@@ -93,7 +93,7 @@ class VLLMEngine:
         )
         if self._settings.routes_folder is not None:
             self._settings.routes_folder.mkdir(parents=True, exist_ok=True)
-        self._told = version
+        self._known_version = version
         self._context_length: int | None = None
         self._connection: Connection | None = None
         self._closed = False
@@ -101,7 +101,7 @@ class VLLMEngine:
 
     def __getstate__(self) -> dict[str, Any]:
         # The copy makes its own connection, and is not the one that published.
-        state = {**self.__dict__, "_told": self.version, "_connection": None}
+        state = {**self.__dict__, "_known_version": self.version, "_connection": None}
         del state["_lock"]
         return state
 
@@ -114,7 +114,7 @@ class VLLMEngine:
     @property
     def version(self) -> PolicyVersion:
         """The version of the slowest server in use; known within 0.2 s of a change."""
-        return max(self._told, self._connected().fleet.version)
+        return max(self._known_version, self._connected().fleet.version)
 
     @property
     def newest_version(self) -> PolicyVersion:
@@ -130,7 +130,7 @@ class VLLMEngine:
 
     def learn(self, version: PolicyVersion) -> None:
         """Another copy of this engine saw ``version`` served by every replica in use."""
-        self._told = max(self._told, version)
+        self._known_version = max(self._known_version, version)
         connection = self._connected()
         connection.loop.call_soon(connection.fleet.learn, version)
 
@@ -282,7 +282,7 @@ class VLLMEngine:
 
         Raises:
             ValueError: ``version`` is older than what is served.
-            RuntimeError: a server could not be told, or failed to load weights before.
+            RuntimeError: a server could not be labelled, or failed to load weights before.
         """
         connection = self._connected()
         self._refuse_older(version)
@@ -441,6 +441,6 @@ class VLLMEngine:
                 raise RuntimeError("the engine was closed")
             if self._connection is None:
                 self._connection = Connection.open(
-                    self._members, self._labels, self._settings, version=self._told
+                    self._members, self._labels, self._settings, version=self._known_version
                 )
             return self._connection

@@ -213,7 +213,7 @@ class Updates:
         try:
             async with asyncio.timeout(REPAIR_S):
                 await post(self._fleet, replica, RESUME)
-        except Exception as error:  # in the background, where nobody else would see it
+        except Exception as error:  # in the background: it has no other handler
             log.error("%s could not be resumed: %s", replica.url, summary(error))
 
     async def _label_failed(self, replica: Replica) -> None:

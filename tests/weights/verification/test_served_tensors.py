@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from primerl import models, testing, weights
 from primerl._digests import content_of, digest_of_contents
 from primerl.weights.transports.receipts import check_receipts
-from primerl.weights.verification.readback import (
+from primerl.weights.verification.served_tensors import (
     Part,
     as_builtins,
     compare,
@@ -20,7 +20,7 @@ from primerl.weights.verification.readback import (
     reading_of,
     rearranged_reading,
 )
-from primerl.weights.vllm.handed_over import HandedOver
+from primerl.weights.vllm.tracked_tensors import TrackedTensors
 
 SIZES = {"count": 3, "length": 40, "new_tokens": 6}
 
@@ -146,7 +146,7 @@ def test_a_change_far_below_the_noise_is_seen_in_any_tensor(dtype):
     assert "tensors are the trainer's bit for bit" in verdict.reason
     assert "by scores alone, a fault of" in verdict.reason
     (one,) = verdict.replicas
-    assert one.read_back == one.tensors == len(dict(models.checkpoint_tensors(model)))
+    assert one.compared_tensors == one.tensors == len(dict(models.checkpoint_tensors(model)))
 
 
 def test_one_stale_layer_at_1e_6_is_seen_in_bfloat16():
@@ -182,7 +182,7 @@ def test_an_engine_that_cannot_read_back_is_judged_by_its_scores(caplog):
 
 def test_tensors_that_a_loader_skips_are_named():
     kept = {name: torch.zeros(2, 2) for name in ("a", "b", "c", "d")}
-    handed = HandedOver((name, torch.ones(2, 2)) for name in (*kept, "skipped", "inv_freq"))
+    handed = TrackedTensors((name, torch.ones(2, 2)) for name in (*kept, "skipped", "inv_freq"))
     for name, tensor in handed:
         if name == "a":
             kept[name].copy_(tensor)

@@ -11,6 +11,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+# Tests start many processes, which should not each compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-vllm check bench docs mutants clean
 
 demo: $(VENV)/.demo

@@ -125,11 +125,11 @@ def test_packing(benchmark, pack, median, sigma, max_tokens, cost):
         lengths = lognormal_lengths(seed, median, sigma)
         result = pack(lengths, max_tokens, COSTS[cost])
         costs = COSTS[cost](lengths)
-        dearest = [
+        most_expensive = [
             max(costs[members].sum() for members in step) for step in zip(*result, strict=True)
         ]
-        ratios.append(sum(dearest) * RANKS / costs.sum())
-        extra.append(len(dearest) - -(-int(lengths.sum()) // (RANKS * max_tokens)))
+        ratios.append(sum(most_expensive) * RANKS / costs.sum())
+        extra.append(len(most_expensive) - -(-int(lengths.sum()) // (RANKS * max_tokens)))
     benchmark.extra_info |= {"ratio": max(ratios), "extra_micro_steps": max(extra)}
     benchmark.pedantic(
         pack, args=(lengths, max_tokens, COSTS[cost]), rounds=1 if slow else 7, warmup_rounds=0

@@ -35,8 +35,8 @@ def checkpoint_tensors(
 
     Tensors come layer by layer, so a rank holds one layer in addition to its shard. Gathering a
     sharded tensor is a collective: every rank iterates to the end. Experts that ``transformers``
-    fuses are taken apart again; a tensor shared under two names comes once; saved buffers are included.
-    Low-rank adapters are added to the weights that they adapt.
+    fuses are taken apart again; a tensor shared under two names comes once; saved buffers are
+    included. Low-rank adapters are added to the weights that they adapt.
 
     Args:
         model: the trainer's, sharded or not.

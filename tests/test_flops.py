@@ -215,7 +215,7 @@ def test_glm_5_has_its_published_cost(length, indexer, total):
     assert weights == pytest.approx(81.7e9, rel=1e-3)
     # 2048 keys for all but the first tokens, which have fewer
     assert 0.96 * 22.2 < parts.attention_scores / giga < 22.2
-    # the known figure leaves out the weights that sum the heads' scores, one in 128
+    # the published number leaves out the weights that sum the heads' scores, one in 128
     scores = parts.indexer / giga - 2 * 78 * 9_371_648 / 1e9
     assert scores == pytest.approx(indexer * 129 / 128, rel=5e-3)
     assert parts.total / giga == pytest.approx(total, rel=5e-3)

@@ -4,7 +4,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +102,9 @@ class Writer:
         began = time.perf_counter()
         target = self._folder / folders.folder_name(snapshot.step)
         partial = target.with_name(f"{target.name}.partial")
-        self._on_every_rank(lambda: self._clear(partial))
-        written = self._on_every_rank(lambda: self._write_files(partial, snapshot))
-        self._on_every_rank(lambda: self._publish(partial, target, snapshot.step, written))
+        on_every_rank(lambda: self._clear(partial), self._group)
+        written = on_every_rank(lambda: self._write_files(partial, snapshot), self._group)
+        on_every_rank(lambda: self._publish(partial, target, snapshot.step, written), self._group)
         logger.info("saved %s in %.1f s", target, time.perf_counter() - began)
 
     def _write_noting(self, snapshot: Snapshot) -> None:
@@ -115,9 +115,6 @@ class Writer:
             self._error = error
         else:
             self._error = None
-
-    def _on_every_rank(self, act: Callable[[], Any]) -> list[Any]:
-        return on_every_rank(act, self._group)
 
     def _clear(self, partial: Path) -> None:
         if self._rank == 0:

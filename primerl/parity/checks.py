@@ -195,7 +195,7 @@ def on_mesh(
     )
     found = list(differences(ours, reference))
     found += [("generators", float(number)) for number in generators]
-    worst = _largest(torch.tensor([figure for _, figure in found], dtype=torch.float64))
+    worst = _largest(torch.tensor([value for _, value in found], dtype=torch.float64))
     measurements = [(check, value) for (check, _), value in zip(found, worst.tolist(), strict=True)]
     return [*measurements, *round_trip(model, kind, folder and folder / "model")]
 

@@ -103,18 +103,18 @@ def _short(name: str) -> str:
 
 MUON = """## Muon
 
-What `optim.muon_parameters` takes each parameter of the tiny versions for: one matrix (one for each
-expert, where experts are stacked), several matrices that are made orthogonal one by one, or AdamW's
-(norms and biases, which are always AdamW's, are left out). `x | y` are parts of the outputs, one
-after the other; "times in turn" means that they repeat, such as for each head. The tests follow
-what each model's forward pass does with its weights, and find the same.
+The role that `optim.muon_parameters` finds for each parameter of the tiny versions: one matrix (one
+for each expert, where experts are stacked), several matrices that are orthogonalized one by one, or
+AdamW's (norms and biases, which are always AdamW's, are left out). `x | y` are parts of the
+outputs, one after the other; "times in turn" means that they repeat, such as for each head. Tests
+that trace the use of weights in each model's forward pass find the same.
 
 | family | one matrix | several | AdamW |
 |---|---|---|---|
 """
 PAGE = """# Families of models
 
-Made by `python -m primerl.parity --table docs/families.md` for every `model_type` of which
+Made by `python -m primerl.parity --table docs/families.md` for every `model_type` for which
 transformers has a causal language model, with {versions}.
 
 Each family's tiny version is trained for three steps of AdamW on packed documents, on two gloo
@@ -122,8 +122,8 @@ ranks, with recomputation of activations, and compared with one process that com
 alone in plain Hugging Face code: logprobs, entropies, losses, gradient norms, gradients before and
 after clipping, the experts that each token goes to, updates, and a checkpoint's round trip. `loss`
 and `gradient norm` are the largest relative differences. A family with windows of attention is
-admitted for documents that fit into them; longer ones are refused when they come. No figure is of a
-trained model.
+admitted for documents that fit into them; longer ones are refused when they occur. The models are
+initialized at random.
 
 {table}"""
 

@@ -14,18 +14,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from primerl._vllm_names import (
-    COLLECTIVE_RPC,
-    FINISH_UPDATE,
-    GENERATE,
-    METRICS,
-    MODELS,
-    PREPARE_WEIGHTS,
-    SERVED_DTYPE,
-    SERVED_VOCAB_SIZE,
-    SET_WEIGHT_VERSION,
-    WEIGHT_INFO,
-)
+from primerl import _vllm_names as names
 from primerl.rollout.engines.contract import Limits
 from primerl.testing.hostile import COMPLETION_FAULTS, Request
 from primerl.types import Completion, SamplingParams
@@ -62,7 +51,7 @@ class HostileServer:
         self,
         fault: str | None,
         *,
-        route: str = GENERATE,
+        route: str = names.GENERATE,
         every: int = 1,
         vocab_size: int = 64,
         context_length: int = 128,
@@ -127,22 +116,22 @@ class HostileServer:
         return web.json_response(answer)
 
     def _vllm(self, path: str, body: Json, fault: str | None) -> Any:
-        if path == GENERATE:
+        if path == names.GENERATE:
             return self._generate(body, COMPLETION_FAULTS.get(fault or ""))
-        if path == FINISH_UPDATE:
+        if path == names.FINISH_UPDATE:
             self.label = body["weight_version"]
-        elif path == SET_WEIGHT_VERSION:
+        elif path == names.SET_WEIGHT_VERSION:
             self.label = body["new_version"]
         results = {
-            PREPARE_WEIGHTS: {"prepared": True},
-            SERVED_DTYPE: "float32",
-            SERVED_VOCAB_SIZE: {"vocab_size": self._vocab_size},
+            names.PREPARE_WEIGHTS: {"prepared": True},
+            names.SERVED_DTYPE: "float32",
+            names.SERVED_VOCAB_SIZE: {"vocab_size": self._vocab_size},
         }
         answers: Json = {
-            WEIGHT_INFO: {"weight_version": self.label},
-            MODELS: {"data": [{"id": "hostile", "max_model_len": self._context_length}]},
-            METRICS: "vllm:num_requests_running 0.0\n",
-            COLLECTIVE_RPC: {"results": [results.get(body.get("method", ""), {})]},
+            names.WEIGHT_INFO: {"weight_version": self.label},
+            names.MODELS: {"data": [{"id": "hostile", "max_model_len": self._context_length}]},
+            names.METRICS: "vllm:num_requests_running 0.0\n",
+            names.COLLECTIVE_RPC: {"results": [results.get(body.get("method", ""), {})]},
         }
         return answers.get(path, {"status": "done"})
 

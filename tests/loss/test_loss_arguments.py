@@ -122,7 +122,7 @@ def test_arguments_by_keyword_are_checked_too(name):
 
     for argument in tensors:
         with pytest.raises(ValueError, match=f"{argument} is of type list"):
-            getattr(loss, name)(**(tensors | {argument: [1.0]}), **options)
+            FUNCTIONS[name](**(tensors | {argument: [1.0]}), **options)
 
 
 @pytest.mark.parametrize(

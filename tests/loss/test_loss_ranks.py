@@ -33,9 +33,9 @@ def found(root, tmp_path_factory):
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_loss_and_gradient_are_those_of_one_process(found, scenario):
-    for of_rank in found:
-        assert of_rank[scenario].keys() == {str(recipe) for recipe in RECIPES}
-        for recipe, (mean, slope, size) in of_rank[scenario].items():
+    for rank_found in found:
+        assert rank_found[scenario].keys() == {str(recipe) for recipe in RECIPES}
+        for recipe, (mean, slope, size) in rank_found[scenario].items():
             assert mean <= 1e-12, recipe
             assert slope <= 1e-12, recipe
             assert size > 1e-3 or scenario == "fewer documents than ranks", recipe

@@ -447,7 +447,7 @@ def test_a_step_starts_from_what_was_written_into_a_parameter(make, dtype, write
     found, expected = one.detach().float(), reference.detach()
     close = 1e-6 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(found, expected, rtol=close, atol=close, equal_nan=True)
-    if isinstance(optimizers[0], optim.CPUAdamW):  # to the bit, also what is below bfloat16
+    if isinstance(optimizers[0], optim.CPUAdamW):  # bitwise, also below the precision of bfloat16
         weight = optimizers[0].state[one]["weight"]
         torch.testing.assert_close(weight, expected, rtol=0, atol=0, equal_nan=True)
 

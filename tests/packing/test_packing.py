@@ -301,7 +301,8 @@ def dense_model_cost(n):
 def unavoidable(lengths, costs, max_tokens, ranks):
     """A lower bound of the cost: the mean; or the most expensive sample, the rest divided evenly.
 
-    In the micro-step of the dearest sample, ranks do the dearest work that they have room for.
+    In the micro-step of the most expensive sample, ranks do the most expensive work that they have
+    room for.
     """
     longest_first = np.argsort(-lengths)
     tokens = np.append(0, np.cumsum(lengths[longest_first]))

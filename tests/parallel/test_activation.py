@@ -91,13 +91,13 @@ def test_selective_recomputation_repeats_no_product_no_attention_and_no_choice_o
         for how in (None, {}, {"selective": True})
         for model in [testing.tiny_model("qwen3_moe")]
     )
-    dear = [
+    expensive = [
         "aten::mm",
         "aten::_grouped_mm",
         "aten::topk",
         "primerl::attend",
     ]
-    assert all(plain[name] == selective[name] < full[name] for name in dear)
+    assert all(plain[name] == selective[name] < full[name] for name in expensive)
     assert plain["aten::silu"] < selective["aten::silu"]
 
 

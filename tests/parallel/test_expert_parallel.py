@@ -36,8 +36,8 @@ def found(root, tmp_path_factory):
 @pytest.mark.parametrize("dispatch", ["AllToAll", "DeepEP"])
 def test_divided_experts_compute_what_the_family_does(found, family, kind, dispatch):
     """Outputs, and the gradients of tokens, of mixing weights and of every expert's matrices."""
-    for of_rank in found:
-        gap, counted = of_rank[f"{family}, {kind}, {dispatch}"]
+    for rank_found in found:
+        gap, counted = rank_found[f"{family}, {kind}, {dispatch}"]
         assert gap < 4 * 2e-4  # the sum of four ranks' largest; values are of the order of 100
         assert counted
 
@@ -45,9 +45,9 @@ def test_divided_experts_compute_what_the_family_does(found, family, kind, dispa
 def test_a_model_without_values_loads_what_was_saved(found):
     keys = [key for key in found[0] if key.startswith("load ")]
     assert len(keys) == 2 * 2 + 3 * 5
-    for of_rank in found:
+    for rank_found in found:
         for key in keys:
-            equal, streamed, gap = of_rank[key]
+            equal, streamed, gap = rank_found[key]
             assert equal, key
             assert streamed, key
             assert gap < 2e-6, key
@@ -73,10 +73,10 @@ def test_what_does_not_fit_is_refused_on_every_rank(found):
         "empty": "has no model.safetensors and no model.safetensors.index.json",
         "shape": "has shape [64, 32], but the model's configuration asks for [128, 32]",
     }
-    for of_rank in found:
-        assert of_rank["refusals"].keys() == expected.keys()
+    for rank_found in found:
+        assert rank_found["refusals"].keys() == expected.keys()
         for name, message in expected.items():
-            assert message in (of_rank["refusals"][name] or ""), of_rank["refusals"][name]
+            assert message in (rank_found["refusals"][name] or ""), rank_found["refusals"][name]
 
 
 def test_a_routing_bias_moves_towards_an_even_load(found):
@@ -99,11 +99,11 @@ def test_adapters_of_a_sharded_model_learn_as_alone(found):
 def test_load_metrics():
     counts = {"a": torch.tensor([4, 0, 2, 2]), "b": torch.tensor([1, 1]), "c": torch.zeros(2)}
 
-    figures = parallel.load_statistics(counts)
+    metrics = parallel.load_statistics(counts)
 
-    assert figures["expert_load_max"] == 2
-    assert figures["expert_load_cv"] == pytest.approx(((1 + 1) / 4) ** 0.5 / 2)
-    assert figures["experts_idle"] == pytest.approx(1 / 6)
+    assert metrics["expert_load_max"] == 2
+    assert metrics["expert_load_cv"] == pytest.approx(((1 + 1) / 4) ** 0.5 / 2)
+    assert metrics["experts_idle"] == pytest.approx(1 / 6)
     assert parallel.load_statistics({}) == {}
 
 

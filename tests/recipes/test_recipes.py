@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -26,6 +27,12 @@ def run(*command, cwd, env=None, check=True):
         timeout=400,
         check=check,
     )
+
+
+def run_together(*commands, cwd):
+    """Two at a time: most of each is the import of torch."""
+    with ThreadPoolExecutor(2) as pool:
+        return [*pool.map(lambda command: run(*command, cwd=cwd, check=False), commands)]
 
 
 def load(root, name):
@@ -50,12 +57,13 @@ def test_the_recipes_are_these(root):
     assert sorted(path.stem for path in (root / "recipes").glob("*.py")) == RECIPES
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_help_explains_the_arguments(root, name, tmp_path):
-    done = run(root / "recipes" / f"{name}.py", "--help", cwd=tmp_path)
+def test_help_explains_the_arguments(root, tmp_path):
+    commands = [(root / "recipes" / f"{name}.py", "--help") for name in RECIPES]
 
-    assert "--steps INT" in done.stdout
-    assert "--seed INT" in done.stdout
+    for done in run_together(*commands, cwd=tmp_path):
+        assert done.returncode == 0, done.stderr
+        assert "--steps INT" in done.stdout
+        assert "--seed INT" in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -248,24 +256,20 @@ def test_minibatches_16_bits_recomputation_and_no_evaluation(root, tiny_chat_mod
     assert 1e-9 < first["mismatch_kl"] < 1e-2  # the engine computes in 32 bits
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "/nowhere/model"], "there is no model folder /nowhere/model"),
-        (["--max-tokens", "100000"], "max_tokens=100000 leaves no room for a prompt"),
-        (["--eval-tasks", "1000"], "--eval-tasks is 1000; expected less than 784"),
-        (["--resume", "mistyped"], "there is no folder mistyped to resume from"),
-    ],
-)
-def test_a_mistake_is_one_clear_error_before_work_starts(
-    root, smollm2_folder, tmp_path, arguments, message
-):
-    model = [] if "--model" in arguments else ["--model", smollm2_folder]
+def test_a_mistake_is_one_clear_error_before_work_starts(root, smollm2_folder, tmp_path):
+    recipe, model = root / "recipes" / "async_grpo.py", ["--model", smollm2_folder]
+    messages = {
+        ("--model", "/nowhere/model"): "there is no model folder /nowhere/model",
+        (*model, "--max-tokens", "100000"): "max_tokens=100000 leaves no room for a prompt",
+        (*model, "--eval-tasks", "1000"): "--eval-tasks is 1000; expected less than 784",
+        (*model, "--resume", "mistyped"): "there is no folder mistyped to resume from",
+    }
 
-    done = run(root / "recipes" / "async_grpo.py", *model, *arguments, cwd=tmp_path, check=False)
+    all_done = run_together(*((recipe, *arguments) for arguments in messages), cwd=tmp_path)
 
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(f"ValueError: {message}")
+    for done, message in zip(all_done, messages.values(), strict=True):
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith(f"ValueError: {message}")
     assert not (tmp_path / "mistyped").exists()
     assert not list(tmp_path.glob("runs/*/*"))
 

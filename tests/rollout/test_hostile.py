@@ -146,7 +146,7 @@ def test_check_engine_finds_the_fault(fault):
 def test_check_engine_finds_intermittent_faults():
     engine = testing.HostileEngine("slightly_positive_logprob", scripted(), every=11)
 
-    with pytest.raises(AssertionError, match="every_answer failed: [0-9]+ answers break it"):
+    with pytest.raises(AssertionError, match="every_answer failed: [0-9]+ completions break it"):
         testing.check_engine(engine, max_tokens=4, concurrency=4)
 
 
@@ -281,7 +281,7 @@ def test_a_server_with_invalid_responses(fault):
         assert set(stats["errors"]) <= expected
         if fault not in ("long_label", "label_beyond_int32", "unpublished_version"):
             assert stats["errors"], "it is counted"
-        assert server.sent_bytes < 64 << 20
+        assert server.sent_bytes < server.broken * (16 << 20), "no more than sockets buffer"
         assert megabytes() - before < MOST_MEGABYTES
         engine.load_weights({}, version=7)
         assert engine.version == 7

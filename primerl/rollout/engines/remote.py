@@ -171,14 +171,14 @@ class RemoteEngines:
         if isinstance(engine, RemoteEngine):
             engine.version = version
             engine.newest_version = newest
-        elif hasattr(engine, "learn"):
+        elif engine is not None and hasattr(engine, "learn"):
             engine.learn(version)
 
     def forget(self, where: EngineAddress | Engine | None) -> None:
         """The parent stops serving an engine; a copy of it is closed."""
         if isinstance(where, EngineAddress):
             engine = self._known.pop(where.index, None)
-            if hasattr(engine, "close"):
+            if engine is not None and hasattr(engine, "close"):
                 engine.close()
 
 

@@ -112,8 +112,8 @@ def _hold(path: Path) -> BinaryIO:
 class HostCopy:
     """The newest version of a folder's tensors, one for all receivers on a host.
 
-    It is in shared memory and is changed in place under a lock. Meanwhile it is marked dirty; a copy
-    that is found dirty is made again.
+    It is in shared memory and is changed in place under a lock. Meanwhile it is marked dirty; a
+    copy that is found dirty is made again.
     """
 
     def __init__(self, folder: Path, *, timeout_s: float) -> None:

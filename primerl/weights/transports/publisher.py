@@ -103,7 +103,7 @@ class Publisher:
         return manifest
 
     def retain(self, manifest: Manifest, *, keep: int | None = None) -> None:
-        """Remove what is useless after the publication ``manifest``; see ``publications.retain``."""
+        """Remove what is useless after a publication; see ``publications.retain``."""
         retain(self.folder, manifest, keep=keep, spare=self._spare)
 
     def rewrite_whole(self, layout: Mapping[str, TensorLayout]) -> Manifest:

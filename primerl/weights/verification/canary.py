@@ -64,10 +64,10 @@ class Canary:
         if not verdict.passed:
             raise RuntimeError(verdict.reason)
 
-    Each check reads back the tensors that every replica computes with, has it score the sequences
+    Each check reads the tensors that every replica computes with, has it score the sequences
     and continue them; the trainer scores the same tokens by a forward pass. A replica passes when
 
-    - each tensor that could be read back is the trainer's, bit for bit (``verification.served_tensors``);
+    - each tensor that the engine reports is the trainer's, bit for bit (see ``served_tensors``);
     - the scores differ by no more than the tolerance: 3 times the noise, which is the median of the
       last 16 checks that passed;
     - the mean difference has not shifted since the last of these by 8 of its standard errors;
@@ -96,8 +96,9 @@ class Canary:
         new_tokens: with which the engine continues each.
         temperature: of the rollouts, at which the first sequence is continued; the others are
             continued at 2, where logprobs that ignore temperature are far off.
-        compare_tensors: whether to compare tensors, with engines that have ``read_weights``. False for a
-            model whose tensors the engine rearranges in an unknown way (the error names them).
+        compare_tensors: whether to compare tensors, with engines that have ``read_weights``. False
+            for a model whose tensors the engine rearranges in an unknown way (the error names
+            them).
         dtype: that the *engine* computes in. The first check must find a root mean square
             difference of at most 1e-4 nats in float32 and 0.3 in bfloat16 and float16: more is
             not noise.

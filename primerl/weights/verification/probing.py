@@ -28,7 +28,7 @@ class Prober(Protocol):
 
 @runtime_checkable
 class WeightReader(Protocol):
-    """An engine that reports the tensors it computes with; see ``weights.verification.served_tensors``."""
+    """An engine that reports the tensors it computes with; see ``served_tensors``."""
 
     def read_weights(
         self, names: Sequence[str], *, turn: int = ..., timeout_s: float = ...

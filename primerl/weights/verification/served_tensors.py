@@ -1,8 +1,9 @@
 """The tensors that an engine computes with, compared with the trainer's.
 
 An engine answers with *readings*: digests of the tensors that it computes with, each with the part
-of the published tensor that it should equal. The trainer computes the same digest of its own tensor.
-So the comparison is bit for bit, at any learning rate and precision, however the engine stores it.
+of the published tensor that it should equal. The trainer computes the same digest of its own
+tensor. So the comparison is bit for bit, at any learning rate and precision, however the engine
+stores it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -165,10 +165,8 @@ class ReplicaChecks:
         shift, visible = self._shift(name, one)
         moved, error = self._moved(name, one, rounding)
         tensors = Comparison(published=0, compared=0, wrong=()) if compared is None else compared
-        bytes_match = (
-            self._rough and 0 < tensors.published == tensors.compared and not tensors.wrong
-        )
-        tolerance = self.tolerance * (RELAXED if bytes_match else 1.0)
+        relaxed = self._rough and 0 < tensors.published == tensors.compared and not tensors.wrong
+        tolerance = self.tolerance * (RELAXED if relaxed else 1.0)
         reasons = []
         if tensors.wrong:
             reasons.append(f"tensors differ from the trainer's: {_some(tensors.wrong)}")
@@ -186,7 +184,7 @@ class ReplicaChecks:
             reasons.append(f"a token differs by {largest:.2g} nats")
         if not abs(shift) <= visible:
             reasons.append(f"scores shifted by {shift:.2g} nats since the last check")
-        if moved is not None and not moved > MOVED and not bytes_match:
+        if moved is not None and not moved > MOVED and not relaxed:
             reasons.append(f"{moved:.0%} of the change since an earlier check arrived: old weights")
         passed = not reasons
         if passed:
@@ -247,7 +245,7 @@ def _reach(
     bytes_of = (
         f"{tensors.compared} of {tensors.published} tensors are the trainer's bit for bit"
         if tensors.compared
-        else "no tensor was read back"
+        else "no tensor was compared"
     )
     shift = "" if math.isinf(visible_shift) else f" or a shift of {visible_shift:.2g}"
     return (

@@ -168,7 +168,8 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
     def _discard_half_loaded(self) -> None:
         """Discard an update that was interrupted between start and finish.
 
-        Its buffered tensors would count as loaded in the next update and replace that one's. Layers that it completed keep its weights, until the next update.
+        Its buffered tensors would count as loaded in the next update and replace that one's.
+        Layers that it completed keep its weights until the next update.
         """
         if not self._half_loaded:
             return
@@ -310,8 +311,8 @@ class WeightReceiver:
     ) -> dict[str, Any]:
         """Fetch and check an update while the engine continues; repair an interrupted one.
 
-        It runs in a thread: after ``{"prepared": False}``, call again with the same ``ticket``. A new
-        ticket starts again.
+        It runs in a thread: after ``{"prepared": False}``, call again with the same ``ticket``. A
+        new ticket starts again.
 
         Raises:
             ValueError: the publication is missing, damaged or does not follow from its parent.
@@ -334,7 +335,7 @@ class WeightReceiver:
         return str(runner.model_config.dtype).removeprefix("torch.")
 
     def served_vocab_size(self) -> dict[str, int]:
-        """The number of token ids of the model, in a mapping, because vLLM sends a bare number as text."""
+        """The model's number of token ids, in a mapping: vLLM sends a bare number as text."""
         runner: Any = self.model_runner
         return {"vocab_size": int(runner.model_config.get_vocab_size())}
 

@@ -3,11 +3,11 @@
 Written against vLLM 0.32, like ``receiver``. Where vLLM keeps a tensor as it was loaded, all
 of its bytes are read. Where it keeps a packed copy instead (linear layers and heads on the CPU),
 the layer itself is asked: applied to the unit vector ``e_j`` it gives column j of its weight
-exactly, since all other terms are zero. Each check reads some of the columns, different ones each time.
-Experts that are packed are compared by their elements in any order.
+exactly, since all other terms are zero. Each check reads some of the columns, different ones each
+time. Experts that are packed are compared by their elements in any order.
 
-What it cannot relate to a published tensor is left out, and the trainer reports that: quantized layers,
-fused tensors that are published as one, experts divided over ranks.
+What it cannot relate to a published tensor is left out, and the trainer reports that: quantized
+layers, fused tensors that are published as one, experts divided over ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -192,7 +192,7 @@ def test_a_request_has_a_deadline(server, make):
 def test_a_response_that_is_not_vllms(server, make):
     engine = make(server)
     server.faults["/inference/v1/generate"] = [GARBAGE]
-    with pytest.raises(rollout.BadCompletion, match="answered what no vLLM server does"):
+    with pytest.raises(rollout.BadCompletion, match="sent a response that is not vLLM's"):
         run(engine.generate([3], P(max_tokens=1)))
 
 
@@ -969,7 +969,7 @@ def test_spans_become_versions():
 )
 def test_spans_that_do_not_cover_the_tokens(spans):
     made = None if spans is None else [responses.Span(*span) for span in spans]
-    with pytest.raises(rollout.BadCompletion, match="span"):
+    with pytest.raises(rollout.BadCompletion, match="weight_versions"):
         responses.span_versions(choice(weight_versions=made), Labels("a").number)
 
 

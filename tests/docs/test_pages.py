@@ -1,11 +1,14 @@
 """The navigation, links and commands of the README and the documentation."""
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+
+import primerl
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted(ROOT.glob("docs/*.md")))]
@@ -55,3 +58,12 @@ def test_commands_name_what_there_is(page):
         assert importlib.util.find_spec(module), f"{page} names {module}"
     for target in re.findall(r"(?:`|^)make ([\w-]+)", text, re.MULTILINE):
         assert target in targets, f"{page} names make {target}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/families.md"])
+def test_names_are_exported(page):
+    packages = "|".join(primerl.__all__)
+    names = rf"(?<![\w./-])({packages})\.(?!md\b)([A-Za-z]\w*)"
+    for package, name in re.findall(names, (ROOT / page).read_text()):
+        exports = importlib.import_module(f"primerl.{package}").__all__
+        assert name in exports, f"{page} names {package}.{name}"

@@ -33,7 +33,7 @@ from hypothesis import settings
 from mutations import Mutant, mutants
 from trials import RESULTS, ROOT, Forks, Result, survey, trial
 
-SOURCES = ["loss/**/*.py", "advantage/**/*.py", "packing/**/*.py", "attention/packed.py"]
+SOURCES = ["loss/**/*.py", "advantage/**/*.py", "packing/**/*.py"]
 # What they run in processes of their own sees no mutant.
 TESTS = ["tests/advantage", "tests/loss", "tests/packing", "tests/test_filters.py"]
 DEAD = ("killed", "timeout")

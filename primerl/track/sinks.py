@@ -8,6 +8,7 @@ import attrs
 from primerl._optional import require
 
 Sink = Callable[[int, Mapping[str, Any]], None]
+"""Where metrics go: ``(step, metrics) -> None``."""
 
 
 def wandb_sink(project: str | None, args: Any = None, **init: Any) -> Sink:

@@ -1,11 +1,14 @@
 """The navigation, links and commands of the README and the documentation."""
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+
+import primerl
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted(ROOT.glob("docs/*.md")))]
@@ -17,17 +20,20 @@ def test_the_index_has_the_sections_and_pages_of_the_navigation():
     sections = {name: pages for section in navigation for name, pages in section.items()}
     index = re.split(r"^## (.*)\n", (ROOT / "docs/index.md").read_text(), flags=re.MULTILINE)
     linked = {
-        name: re.findall(r"^- \[.*?\]\((.*?)\)", text, re.MULTILINE)
+        name: re.findall(r"^- \[(.*?)\]\((.*?)\)", text, re.MULTILINE)
         for name, text in zip(index[1::2], index[2::2], strict=True)
     }
 
     assert list(sections) == ["Start", "How-to", "Explanation", "Reference"]
     assert sections["Start"].pop(0) == "index.md"
-    assert list(linked.items()) == list(sections.items())
-    assert (
-        sorted(["docs/index.md", *(f"docs/{p}" for s in sections.values() for p in s)])
-        == (PAGES[1:])
-    )
+    titled = {name: [(title(page), page) for page in sections[name]] for name in sections}
+    assert list(linked.items()) == list(titled.items())
+    pages = [f"docs/{page}" for section in sections.values() for page in section]
+    assert sorted(["docs/index.md", *pages]) == PAGES[1:]
+
+
+def title(page):
+    return (ROOT / "docs" / page).read_text().splitlines()[0].removeprefix("# ")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -52,3 +58,12 @@ def test_commands_name_what_there_is(page):
         assert importlib.util.find_spec(module), f"{page} names {module}"
     for target in re.findall(r"(?:`|^)make ([\w-]+)", text, re.MULTILINE):
         assert target in targets, f"{page} names make {target}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/families.md"])
+def test_names_are_exported(page):
+    packages = "|".join(primerl.__all__)
+    names = rf"(?<![\w./-])({packages})\.(?!md\b)([A-Za-z]\w*)"
+    for package, name in re.findall(names, (ROOT / page).read_text()):
+        exports = importlib.import_module(f"primerl.{package}").__all__
+        assert name in exports, f"{page} names {package}.{name}"

@@ -12,6 +12,7 @@ from primerl.types import Rollout, SamplingParams
 
 Task = Mapping[str, Any]
 Environment = Callable[[Task, Engine, SamplingParams], Awaitable[Rollout]]
+"""One episode: ``async (task, engine, params) -> Rollout``."""
 Reward = Callable[[Task, str], float | Awaitable[float]]
 
 

@@ -1,6 +1,5 @@
 """Publishing to engines on the trainer's host, through memory."""
 
-import collections
 import time
 import uuid
 import weakref
@@ -85,9 +84,12 @@ class SharedMemory:
         here, served = on_first_rank(lambda: [bool(self._receivers), self._has_servers])
         receipt = self._servers.publish(version) if served else Receipt(version=version)
         if here:
-            seconds = collections.Counter(receipt.seconds)
-            seconds.update(self._copy(version))
-            receipt = attrs.evolve(receipt, seconds=dict(seconds))
+            copying, before = self._copy(version), receipt.seconds
+            seconds = {
+                phase: before.get(phase, 0.0) + copying.get(phase, 0.0)
+                for phase in before | copying
+            }
+            receipt = attrs.evolve(receipt, seconds=seconds)
         return on_all_ranks(receipt)
 
     def _copy(self, version: int) -> dict[str, float]:

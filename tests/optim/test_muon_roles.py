@@ -94,7 +94,10 @@ class Stack(nn.Module):
     ("layers", "message"),
     [
         ({"wi": linear(32, 96), "wo": linear(48, 32)}, r"mlp.wi.weight.*takes 48 inputs back"),
-        ({"mixer": Stack(32, 32)}, r"mlp.mixer.weight, of shape \(32, 32\).*Stack is no layer"),
+        (
+            {"mixer": Stack(32, 32)},
+            r"mlp.mixer.weight, of shape \(32, 32\).*Stack is an unknown kind of layer",
+        ),
         ({"experts": Stack(8, 32, 48), "gate": linear(32, 8)}, "Stack has an unknown layout"),
         ({"experts": Stack(8, 32, 48)}, "router of model.layers.0.mlp .* no layer has one output"),
         (

@@ -201,7 +201,7 @@ def test_a_learning_rate_of_0_only_gathers_momentum():
         ([random(3, 3)], {"steps": 0}, "steps is 0"),
         ([random(3, 3)], {"adjust_lr": "best"}, "adjust_lr is 'best'"),
         ([{"params": [random(3, 3)], "algorithm": "sgd"}], {}, "algorithm 'sgd'"),
-        ([{"params": [random(3, 3)], "split": (2,)}], {}, r"split \(2,\) is not .* 3 outputs"),
+        ([{"params": [random(3, 3)], "split": (2,)}], {}, r"\(2,\) does not fit .* 3 outputs"),
         ([{"params": [random(3, 3)], "split": (3, 0)}], {}, r"expected sizes above 0"),
         ([{"params": [random(4, 3)], "split": (2, 2), "transposed": True}], {}, "3 outputs"),
     ],

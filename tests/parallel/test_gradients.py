@@ -109,7 +109,7 @@ def test_gradients_whose_norm_is_unclear_are_refused(optimized):
     for found in optimized:
         half, terms = found["refused gradients"]
         assert "a mesh of 2 ranks, but there are 4" in half
-        assert "was not added over its ranks" in terms
+        assert "is not reduced over its ranks" in terms
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float64,), (torch.float64, torch.bfloat16)])

@@ -1,11 +1,11 @@
-"""What recomputation saves and costs: bytes kept for the backward pass, and the time of a step.
+"""Recomputation: bytes kept for the backward pass, and the time of a step.
 
     python -m pytest bench/test_activations.py -m "" --benchmark-only -s
 
-Bytes are counted, so that they are the same anywhere: each storage that the graph of the forward
-pass holds, or that selective recomputation does, once; parameters are not counted, nor is what was
-moved to host memory. Each way is timed in turn with keeping everything, and quoted as the ratio of
-the medians.
+Bytes are counted, so they are the same on any machine: each storage held by the graph of the
+forward pass or by selective recomputation, once, without parameters and what was moved to host
+memory. Each variant is timed in turn with one that keeps everything; the ratio of medians is
+reported.
 """
 
 import gc

@@ -1,15 +1,15 @@
-"""What a staleness bound K buys: steps of a trainer that sleeps, beside rollouts that take time.
+"""The effect of the staleness bound K: a trainer that sleeps, with rollouts that take time.
 
     python -m pytest bench/test_async_overlap.py -m "" --benchmark-only -s
 
 Replies are lognormal in length, with a 99th percentile of 10 times the median, and take time in
 proportion. Groups of 8 rollouts, 8 groups a step, so 8 (K + 1) groups in flight at most. The
 trainer takes 3 medians. Each row: a step's mean time over the larger of the trainer's time and the
-time in which so many groups in flight generate a step's worth (step/ideal), and over the trainer's
+time in which the groups in flight generate a step's rollouts (step/ideal), and over the trainer's
 time alone; the share of groups dropped for staleness; and the mean length, in tokens, of the groups
 dropped, trained and generated.
 
-The whole path is real (worker process, admission, buffer, cancellation), apart from the model.
+Everything but the model is real (worker process, admission, buffer, cancellation).
 """
 
 import math

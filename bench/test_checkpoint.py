@@ -2,8 +2,8 @@
 
     python -m pytest bench/test_checkpoint.py -m "" --benchmark-only
 
-``returns`` is how long training stands still for an asynchronous save, once the host's memory is
-there; the rows below it write and sync the files. ``dcp`` is ``torch.distributed.checkpoint`` with
+``returns`` is how long an asynchronous save blocks training, once host memory is allocated; the
+rows below it write and sync the files. ``dcp`` is ``torch.distributed.checkpoint`` with
 its own files, which have no digests, and ``torch.save`` one pickle, not synced.
 """
 

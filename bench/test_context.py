@@ -1,4 +1,4 @@
-"""How evenly ranks that share documents attend, and how long it takes to say who attends for what.
+"""Balance of context-parallel attention, and the time to divide the work.
 
     python -m pytest bench/test_context.py -m "" --benchmark-only --benchmark-columns=median,iqr -s
 
@@ -6,12 +6,12 @@
 Work is counted exactly, as pairs of query and key; each row prints the most of a rank over the
 mean, for
 
-- contiguous: each rank attends for its own rows;
-- zigzag: rows are cut into 2 cp equal chunks, and rank j attends for chunks j and 2 cp - 1 - j;
-- ours: ``context="gathered"``, with the share of all queries that travel to another rank and back.
+- contiguous: each rank computes attention for its own rows;
+- zigzag: rows are cut into 2 cp equal chunks, and rank j has chunks j and 2 cp - 1 - j;
+- ours: ``context="gathered"``, with the share of queries that are sent to another rank and back.
 
-With ``context="ulysses"`` every rank attends for all rows, with its share of the heads: 1.000.
-What is timed is done once per forward pass, on the host: finding documents and dividing the work.
+With ``context="ulysses"`` every rank computes its share of the heads over all rows: 1.000.
+The timed part runs once per forward pass, on the host: finding documents and dividing the work.
 """
 
 import numpy as np

@@ -1,12 +1,12 @@
-"""What sending tokens to their experts costs, beside the multiplications that it is for.
+"""The cost of token dispatch to experts, compared with the matrix products.
 
     python -m pytest bench/test_experts.py -m "" --benchmark-only --benchmark-columns=median,iqr -s
 
 One layer of experts, forward and backward, float32 on CPUs, one thread a rank. ``plain`` multiplies
-rows that lie sorted by expert already (``grouped_mm``); ``dispatch`` sorts them, multiplies, brings
-the results back and mixes them; ``4 ranks`` does so with a quarter of the experts and of the tokens
-on each of four gloo ranks, which share two cores here. The last prints medians of its own: of a
-step, and of the same step without the multiplications.
+rows that are already sorted by expert (``grouped_mm``); ``dispatch`` sorts, multiplies and
+combines; ``4 ranks`` does so with a quarter of the experts and of the tokens on each of four gloo
+ranks, which share two cores here. The last prints two medians: of a step, and of a step without the
+products.
 """
 
 import json
@@ -69,9 +69,9 @@ def test_on_four_ranks(benchmark):
         )
         return json.loads(done.stdout.splitlines()[-1])
 
-    figures = benchmark.pedantic(launch, rounds=1, iterations=1)
-    benchmark.extra_info.update(figures)
-    print(f"\n{RANKS} ranks: {figures}")
+    medians = benchmark.pedantic(launch, rounds=1, iterations=1)
+    benchmark.extra_info.update(medians)
+    print(f"\n{RANKS} ranks: {medians}")
 
 
 def ranks():

@@ -1,12 +1,12 @@
-"""How often the indexer of sparse attention chooses other keys when only the kernels change.
+"""How often the indexer of sparse attention chooses other keys when only kernels change.
 
     python -m pytest bench/test_indexer.py -m "" -s
 
 A randomly initialized glm_moe_dsa (4 layers without experts, 32 indexer heads, top 64 of up to 512
-keys) scores 4 documents of 512 tokens in pairs of ways that are equal in exact arithmetic. A row is
-the share of queries whose set of keys differs, of those that see more than 64, in all layers and in
-the first; the share of their chosen keys that differ; the mean and largest difference of a token's
-logprob; the same, when the second way is given the first's choices (replayed).
+keys) scores 4 documents of 512 tokens in pairs of variants that are equal in exact arithmetic. A
+row is the share of queries whose set of keys differs, of those that see more than 64, in all layers
+and in the first; the share of their chosen keys that differ; the mean and largest difference of a
+token's logprob; the same, when the second variant is given the first's choices (replayed).
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Logprobs of a large vocabulary, forward and backward: time and memory, beside the logits.
+"""Logprobs of a large vocabulary, forward and backward: time and memory, compared with logits.
 
-Each variant runs in turn with its baseline, in one process, and is quoted as the ratio of the two
-medians; what it adds to the peak of memory is measured in a process of its own. On a GPU if there
-is one, and otherwise on one thread, in CPU time, which other processes disturb least.
+Each variant runs in turn with its baseline, in one process, and the ratio of the medians is
+reported; the increase of peak memory is measured in a separate process. On a GPU if there is one,
+otherwise on one thread, in CPU time, which other processes disturb least.
 BENCH_TOKENS=4096 is the size of a real micro-batch, and takes half an hour on a CPU:
 
     BENCH_TOKENS=4096 python -m pytest bench/test_linear_logprobs.py -m "" --benchmark-only -s

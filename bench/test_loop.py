@@ -1,4 +1,4 @@
-"""The parts of a step, each beside a baseline: compare medians within one run, as ratios."""
+"""The parts of a step, each with a baseline: compare ratios of medians within one run."""
 
 import asyncio
 import random

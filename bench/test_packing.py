@@ -1,16 +1,16 @@
-"""How long ranks wait for each other, and how long it takes to say which sample goes where.
+"""Balance of packings over ranks, and the time to compute them.
 
     python -m pytest bench/test_packing.py -m "" --benchmark-only --benchmark-columns=median,iqr -s
 
-Beside other work, --benchmark-timer=time.process_time leaves theirs out.
+On a busy machine, use --benchmark-timer=time.process_time.
 
 10,000 samples of lognormal length, cut at 32,768, on 64 ranks. Each row prints the cost of the
 packing in lockstep (the sum over micro-steps of the most expensive rank) over the mean, the best
 and worst of twelve seeds, and how many more micro-steps it takes than the tokens need. Costs are
 tokens, or the FLOPs of training a dense model (Qwen3-8B) or GLM-5. Besides ours:
 
-- first fit and best fit decreasing: bins of like cost share a micro-step;
-- Karmarkar-Karp differencing, over ranks and then over the micro-steps of each; it knows no
+- first fit and best fit decreasing: bins of similar cost share a micro-step;
+- Karmarkar-Karp differencing, over ranks and then over the micro-steps of each; it ignores
   capacity, so micro-steps are added until everything fits.
 """
 
@@ -125,11 +125,11 @@ def test_packing(benchmark, pack, median, sigma, max_tokens, cost):
         lengths = lognormal_lengths(seed, median, sigma)
         result = pack(lengths, max_tokens, COSTS[cost])
         costs = COSTS[cost](lengths)
-        dearest = [
+        most_expensive = [
             max(costs[members].sum() for members in step) for step in zip(*result, strict=True)
         ]
-        ratios.append(sum(dearest) * RANKS / costs.sum())
-        extra.append(len(dearest) - -(-int(lengths.sum()) // (RANKS * max_tokens)))
+        ratios.append(sum(most_expensive) * RANKS / costs.sum())
+        extra.append(len(most_expensive) - -(-int(lengths.sum()) // (RANKS * max_tokens)))
     benchmark.extra_info |= {"ratio": max(ratios), "extra_micro_steps": max(extra)}
     benchmark.pedantic(
         pack, args=(lengths, max_tokens, COSTS[cost]), rounds=1 if slow else 7, warmup_rounds=0

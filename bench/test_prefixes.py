@@ -1,9 +1,9 @@
-"""Forward and backward of groups of rollouts, with their prompts computed once or in each.
+"""Forward and backward of groups of rollouts, with prompts computed once or per rollout.
 
     PRIMERL_SMOLLM2=folder python -m pytest bench/test_prefixes.py -m "" --benchmark-only -s
 
 8 prompts of 46 tokens, 8 completions of 64 tokens each, SmolLM2-135M in bfloat16 on all cores. Both
-ways take turns, and the ratio is that of neighbours.
+variants take turns; ratios are of successive runs.
 """
 
 import os

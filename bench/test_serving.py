@@ -1,12 +1,12 @@
-"""Tokens a second through the whole path, beside bare ``LLM.generate`` of the same prompts.
+"""Tokens per second through the whole path, compared with ``LLM.generate`` on the same prompts.
 
     PRIMERL_SMOLLM2=folder python -m pytest bench/test_serving.py -m "" --benchmark-only -s \
         -o addopts=--import-mode=importlib
 
-Needs vLLM. The path: ``Worker.evaluate``, the worker's process, an environment of one turn,
-``VLLMEngine``, HTTP, vLLM's server, and rollouts back to this side. Both sides sample 64 tokens for
-each of 64 prompts, with the logprob of each token and no text. Each has a process of its own with
-an engine on all cores; they take turns, and the one that waits sleeps. Ratios are of neighbours.
+Needs vLLM. The path: ``Worker.evaluate``, the worker's process, a single-turn environment,
+``VLLMEngine``, HTTP, vLLM's server, and rollouts back to this process. Both sides sample 64 tokens
+for each of 64 prompts, with the logprob of each token and no text. Each has its own process with an
+engine on all cores; they take turns, and the one that waits sleeps. Ratios are of successive runs.
 
 SERVING_ROUNDS, SERVING_PROMPTS, SERVING_TOKENS, SERVING_DTYPE: other sizes.
 """

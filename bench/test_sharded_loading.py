@@ -1,10 +1,10 @@
-"""Memory of each rank while a model is loaded: sharded from the start, or whole and then sharded.
+"""Memory of each rank while a model is loaded, sharded from the start or whole and then sharded.
 
     python -m pytest bench/test_sharded_loading.py -m "" --benchmark-only -s
 
 A random mixture of experts of about 1 GB in float32, on four gloo ranks, so a rank's share is a
-quarter. The peak is of memory beyond what the process had before: anonymous memory, sampled every
-2 ms, because pages of the checkpoint's files belong to the system's cache.
+quarter. The peak is of anonymous memory beyond that at the start, sampled every 2 ms: pages of the
+checkpoint's files belong to the page cache.
 """
 
 import json

@@ -1,18 +1,18 @@
-"""One RL step of SmolLM2 on a CPU: our loop with vLLM, beside the GRPO trainer of ``trl``.
+"""One RL step of SmolLM2 on a CPU: our loop with vLLM, compared with the GRPO trainer of ``trl``.
 
     PRIMERL_SMOLLM2=folder python -m pytest bench/test_step.py -m "" --benchmark-only -s \
         -o addopts=--import-mode=importlib
 
 Needs vLLM, trl and 12 GB of memory. The work is the same on both sides: the same 8 prompts in 8
-rollouts each, all of exactly 64 tokens, one optimizer step on all of them. Each side has a process
-of its own; they take turns, and the one that waits sleeps. A turn is two steps, and the second
-counts: the first finds its memory cold, or compiles. Seconds of CPU are summed over a side's
-processes, server included, and disturbed least by other work; wall seconds are what a user sees.
+rollouts each, all of exactly 64 tokens, one optimizer step on all of them. Each side has its own
+process; they take turns, and the one that waits sleeps. A turn is two steps, of which the second
+is measured: the first warms up. CPU seconds are summed over a side's processes, server included,
+and are disturbed least by other work; wall seconds are what a user sees.
 
-Both compute in bfloat16, on all cores. ``trl`` has a model in bfloat16, the fastest of its options
+Both compute in bfloat16, on all cores. ``trl`` has a bfloat16 model, its fastest option
 here (in another run, under load, float32 took 2.4 times the CPU seconds), and updates bfloat16
 parameters. Ours updates float32 master weights. Ours runs with the variables of ``ENVIRONMENT``,
-trl as it is started by its users, without; they help it too: STEP_TRL_TUNED=1 gives them to both.
+trl with its defaults, without them; STEP_TRL_TUNED=1 gives them to both.
 
 STEP_ROUNDS, STEP_PROMPTS: other sizes than 3 rounds of 8 prompts. STEP_DTYPE=float32: both sides
 in it. STEP_TRL_BATCH: the rollouts in a micro-batch of trl. STEP_WARM=0: turns of one step.

@@ -1,4 +1,4 @@
-"""One packed RL step: its model FLOP utilisation (MFU), by a formula that is stated.
+"""One packed RL step: its model FLOP utilisation (MFU), with the formula stated.
 
     python -m pytest bench/test_train_step.py -m "" --benchmark-only -s \
         -o addopts=--import-mode=importlib
@@ -9,7 +9,7 @@ in bfloat16, with random weights.
 
     MFU = FLOPs / (seconds * peak)
     ours:      primerl.flops.training(config, lengths): three forward passes, causal pairs within
-               each document, the real head size; what is recomputed does not count
+               each document, the real head size; recomputation is not counted
     prime-rl:  tokens (6 active + 12 layers heads (hidden // heads) t), where each token attends to
                all t of the micro-batch, and heads are taken to be hidden // heads wide
                (its trainer/perf.py, as read for this comparison)

@@ -1,10 +1,10 @@
-"""verifiers environments under an engine that answers at once: what the rollout side can carry.
+"""verifiers environments with an instant engine: the throughput of the rollout side.
 
     pytest bench/test_verifiers_throughput.py -o addopts=--import-mode=importlib --benchmark-only
 
-``addopts`` leaves out the checks of types at run time, which would take most of the time in this
-process. *Through the worker* is the whole path: environments in the worker's process, the engine in
-the trainer's, groups delivered to ``take``; its loop lag and memory are printed.
+``addopts`` turns off runtime type checks, which would take most of the time in this process.
+*Through the worker* is the whole path: environments in the worker's process, the engine in the
+trainer's, groups delivered to ``take``; its loop lag and memory are printed.
 """
 
 import asyncio

@@ -3,14 +3,14 @@
     PRIMERL_SMOLLM2=folder python -m pytest bench/test_weights.py -m "" --benchmark-only -s \
         -o addopts=--import-mode=importlib
 
-Needs vLLM. The timing is of a whole ``publish``, checks included, with the engine idle; each row
-prints the bytes that were written and the median seconds by phase: ``gather`` (the cast to
+Needs vLLM. Times are of a whole ``publish``, checks included, with the engine idle; each row prints
+the bytes written and the median seconds by phase: ``gather`` (the cast to
 bfloat16), ``encode`` (digests and differences of a delta), ``write`` (with the digests of a full
 version), ``prepare`` (fetched, checked and patched while the engine generates), and ``pause``
 (loading and packing in the worker, the engine paused).
 
-The server stands for one host. Its baseline is the row ``disk full``: what a checkpoint in a shared
-folder costs. Rounds go back and forth between the weights before and after the step.
+The baseline is the row ``disk full``: the cost of a checkpoint in a shared folder. Rounds alternate
+between the weights before and after the step.
 """
 
 import contextlib

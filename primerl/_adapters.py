@@ -9,16 +9,16 @@ from primerl.attention.admission import adapter_configs, refuse_virtual_tokens
 
 _BASE = ".base_layer."
 _ADAPTER = re.compile(r"\.lora_(?:A|B)\.[^.]+\.")
-_OF_ADAPTER = re.compile(r"\.lora_[^.]+\.")
+_ADAPTER_PARAMETER = re.compile(r"\.lora_[^.]+\.")
 
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether any layer of the model has an adapter."""
-    return any(_OF_ADAPTER.search(name) for name, _ in model.named_parameters())
+    return any(_ADAPTER_PARAMETER.search(name) for name, _ in model.named_parameters())
 
 
 def refuse_other_adapters(model: nn.Module) -> None:
-    """Refuse adapters that are not added to weights, because what is sent would be without them.
+    """Refuse adapters that are not added to weights, because published weights would lack them.
 
     Raises:
         ValueError: an adapter puts tokens before a sequence, or is of another type than LORA.
@@ -33,9 +33,9 @@ def refuse_other_adapters(model: nn.Module) -> None:
             )
 
 
-def is_of_adapted_layer(name: str) -> bool:
+def in_adapted_layer(name: str) -> bool:
     """Whether a parameter belongs to an adapter, or to the layer that it is added to."""
-    return _BASE in name or _OF_ADAPTER.search(name) is not None
+    return _BASE in name or _ADAPTER_PARAMETER.search(name) is not None
 
 
 def unadapted(name: str) -> str:
@@ -51,11 +51,11 @@ def merged(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     of arXiv:2106.09685, under the name that W has without the adapter. Whole layers must be given.
 
     Raises:
-        ValueError: an adapter does something else than that to a linear layer.
+        ValueError: an adapter is not a plain LoRA of a linear layer.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if _OF_ADAPTER.search(name):
+        if _ADAPTER_PARAMETER.search(name):
             continue
         if _BASE not in name:
             found[name] = tensor
@@ -68,12 +68,14 @@ def merged(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _adapted(model: nn.Module, layer: str, own_name: str, tensors: dict[str, Tensor]) -> Tensor:
     module: Any = model.get_submodule(layer)
     weight = tensors[f"{layer}{_BASE}{own_name}"]
-    own = [name for name in tensors if name.startswith(f"{layer}.") and _OF_ADAPTER.search(name)]
+    own = [
+        name for name in tensors if name.startswith(f"{layer}.") and _ADAPTER_PARAMETER.search(name)
+    ]
     odd = [name for name in own if not _ADAPTER.search(name) or not name.endswith(".weight")]
     plain = isinstance(getattr(module, "base_layer", None), nn.Linear)
     if odd or not plain or getattr(module, "merged", False):
         raise ValueError(
-            f"the adapter of {layer} is no plain LoRA of a linear layer that is not merged "
+            f"the adapter of {layer} is not a plain, unmerged LoRA of a linear layer "
             f"({', '.join(odd) or type(module).__name__}); adapt linear layers by "
             "peft.LoraConfig(target_modules=[...]) without DoRA, biases or experts"
         )

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from primerl._adapters import (
-    is_of_adapted_layer,
+    in_adapted_layer,
     merged,
     refuse_other_adapters,
     unadapted,
 )
-from primerl._gathering import whole
 from primerl._optional import require
+from primerl._ranks import whole
 
 _LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
 
@@ -33,18 +33,18 @@ def checkpoint_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Each tensor that ``save_pretrained`` would write, whole, under the name it would have.
 
-    Tensors come layer by layer, so a rank holds one layer beyond its shard. Gathering a sharded
-    tensor is a collective: every rank iterates to the end. Experts that ``transformers`` fuses
-    are taken apart again; a tensor shared under two names comes once; saved buffers come too.
-    Low-rank adapters are added to the weights that they adapt.
+    Tensors come layer by layer, so a rank holds one layer in addition to its shard. Gathering a
+    sharded tensor is a collective: every rank iterates to the end. Experts that ``transformers``
+    fuses are taken apart again; a tensor shared under two names comes once; saved buffers are
+    included. Low-rank adapters are added to the weights that they adapt.
 
     Args:
         model: the trainer's, sharded or not.
         dtype: that floating-point parameters are cast to; None keeps theirs. Buffers keep
-            theirs always, because a routing bias in 16 bits would send tokens elsewhere.
+            theirs, because a routing bias in 16 bits would send tokens to other experts.
 
     Raises:
-        ValueError: an adapter is no low-rank one, or can't be added to its weight.
+        ValueError: an adapter is not low-rank, or can't be added to its weight.
     """
     refuse_other_adapters(model)
     dtypes = _wire_dtypes(model, dtype)
@@ -64,7 +64,7 @@ def checkpoint_layout(
 
     Raises:
         ValueError: the names of a layer depend on other layers, so that it cannot be streamed, or
-            an adapter is none that ``checkpoint_tensors`` adds.
+            an adapter is one that ``checkpoint_tensors`` refuses.
     """
     refuse_other_adapters(model)
     dtypes = _wire_dtypes(model, dtype)
@@ -110,7 +110,7 @@ def _wire_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch
 
 
 def _whole(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if is_of_adapted_layer(name):
+    if in_adapted_layer(name):
         return whole(tensor.detach())  # to be merged as the trainer computes
     return whole(tensor.detach().to(dtype))  # before the gather: fewer bytes travel
 

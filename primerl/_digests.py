@@ -1,4 +1,4 @@
-"""Digests of tensors: xxh3_128, to find accidents, not attacks."""
+"""Digests of tensors: xxh3_128, which detects accidents, not attacks."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -36,7 +36,7 @@ def digest_of(tensor: Tensor) -> TensorDigest:
 
 
 def digest_of_all(tensors: Mapping[str, TensorDigest]) -> str:
-    """One digest of a set of named tensors, in whatever order they come."""
+    """One digest of a set of named tensors, independent of their order."""
     lines = (f"{n}\0{t.dtype}\0{list(t.shape)}\0{t.digest}\n" for n, t in sorted(tensors.items()))
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 
@@ -52,7 +52,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def content_of(tensor: Tensor) -> tuple[int, int]:
-    """The sum and the sum of squares of a tensor's words: the same in whatever order they lie.
+    """The sum and the sum of squares of a tensor's words, independent of their order.
 
     A word is the bits of an element as a signed integer. Zeros, with which engines pad, add
     nothing.
@@ -73,7 +73,7 @@ def digest_of_contents(contents: Iterable[tuple[int, int]]) -> str:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All elements in a row, side by side; not copied where they are."""
+    """All elements as a contiguous vector, without a copy where possible."""
     flat = tensor.contiguous().reshape(-1)
-    # One element is contiguous whatever its stride, which a view as bytes minds.
+    # One element is contiguous whatever its stride, but a view as bytes requires a stride of 1.
     return flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat

@@ -1,6 +1,18 @@
-"""Files whose names were read from other files, and which must not lead out of their folder."""
+"""Files and folders that appear whole or not at all, and that do not lead out of their folder."""
 
+import fcntl
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
+
+logger = logging.getLogger(__name__)
+
+_MODEL_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def member(folder: Path, name: object, *, may_be_link: bool = False) -> Path:
@@ -23,3 +35,108 @@ def member(folder: Path, name: object, *, may_be_link: bool = False) -> Path:
     if path.is_symlink() and not may_be_link:
         raise ValueError(f"{name} is a symbolic link, expected a file")
     return path
+
+
+@contextmanager
+def whole_or_nothing(path: Path, *, spare: Path | None = None) -> Iterator[BinaryIO]:
+    """A file to write, which appears under its name once all of it is on the disk.
+
+    With ``spare``, a file that exists and that nobody reads is reused, with its content.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.unlink(missing_ok=True)  # of a dead process that had this number
+        reused = spare is not None and _take_spare(spare, partial)
+        # Otherwise a new file: in a shared folder a link may lie there, to a file that is not ours.
+        with partial.open("r+b" if reused else "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)  # the name, too, survives a power failure
+
+
+def _take_spare(spare: Path, place: Path) -> bool:
+    """Move a file, if it exists and nobody holds a lock on it."""
+    try:
+        with spare.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            spare.rename(place)
+            return True
+    except OSError:  # missing, locked, or a filesystem without locks
+        return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def saved_folder(folder: str | os.PathLike[str], *, marker: str) -> Iterator[Path]:
+    """A folder to write into, which gets its name at the end.
+
+    An earlier folder of that name is replaced if it was written by this function too. One to which
+    other files were added is renamed to ``NAME.earlier``.
+
+    Args:
+        folder: the name.
+        marker: a file that every such folder has.
+
+    Raises:
+        ValueError: at the beginning: something else exists under that name.
+    """
+    target = Path(folder).resolve()
+    partial = target.with_name(target.name + ".partial")
+    for path in (target, partial):
+        _require_own(path, marker)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+    if target.exists():
+        _remove_saved(target, {path.name for path in partial.iterdir()})
+    partial.rename(target)
+
+
+def _require_own(path: Path, marker: str) -> None:
+    if not os.path.lexists(path):
+        return
+    if not path.is_dir() or (any(path.iterdir()) and not (path / marker).is_file()):
+        raise ValueError(
+            f"{path} exists, and was not saved by this function (it has no {marker}); choose "
+            "another folder, or remove it"
+        )
+
+
+def _remove_saved(target: Path, names: set[str]) -> None:
+    others = [
+        path.name
+        for path in target.iterdir()
+        if not path.is_file() or not (path.name in names or _MODEL_SHARD.fullmatch(path.name))
+    ]
+    if not others:
+        shutil.rmtree(target)
+        return
+    earlier = unused_name(target.with_name(f"{target.name}.earlier"))
+    target.rename(earlier)
+    logger.warning("%s holds other files (%s); it was renamed to %s", target, others, earlier)
+
+
+def unused_name(path: Path) -> Path:
+    """The path itself if nothing exists there, else the first of ``PATH-2``, ``PATH-3``, ..."""
+    number, free = 1, path
+    while os.path.lexists(free):
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free

@@ -1,13 +1,9 @@
 """Files of named tensors in the safetensors format, written as a stream and mapped in place."""
 
-import fcntl
 import json
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import attrs
 import numpy as np
@@ -16,6 +12,7 @@ from torch import Tensor
 
 from primerl._checkpoint_tensors import TensorLayout
 from primerl._digests import raw_bytes
+from primerl._files import whole_or_nothing
 
 _CODES = {
     torch.float64: "F64",
@@ -28,54 +25,50 @@ _CODES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint32: "U32",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _MAX_HEADER = 1 << 30
+_METADATA = "__metadata__"
 
 
 @attrs.frozen
-class _Span:
+class Span:
+    """Where a tensor lies after the header of a file, in bytes."""
+
     layout: TensorLayout
     start: int
     end: int
 
 
-@contextmanager
-def whole_or_nothing(path: Path, *, spare: Path | None = None) -> Iterator[BinaryIO]:
-    """A file that appears under its name when all of it is on the disk.
+def encode_header(
+    layout: Mapping[str, TensorLayout], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, Span]]:
+    """The first bytes of a file, and where each tensor lies after them, in order.
 
-    With ``spare``, a file that is there and that nobody reads becomes it, with what it holds.
+    Wide elements come first, so that all are aligned without a gap.
+
+    Raises:
+        ValueError: the format has no name for a dtype.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.unlink(missing_ok=True)  # of a dead process that had this number
-        found = spare is not None and _taken(spare, partial)
-        # Made anew: in a shared folder a link may lie there, to a file that is not ours.
-        with partial.open("r+b" if found else "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the name, too, survives a power failure
-    finally:
-        os.close(folder)
-
-
-def _taken(spare: Path, place: Path) -> bool:
-    """Move a file, if it is there and nobody holds a lock on it."""
-    try:
-        with spare.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            spare.rename(place)
-            return True
-    except OSError:  # not there, held, or no locks here
-        return False
+    entries: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    start, spans = 0, {}
+    for name, entry in sorted(layout.items(), key=lambda item: -item[1].dtype.itemsize):
+        if entry.dtype not in _CODES:
+            raise ValueError(f"{name} is {entry.dtype}, which cannot be saved")
+        end = start + math.prod(entry.shape) * entry.dtype.itemsize
+        spans[name] = Span(entry, start, end)
+        entries[name] = {
+            "dtype": _CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, spans
 
 
 def write_tensors(
@@ -86,36 +79,25 @@ def write_tensors(
     spare: Path | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a stream of tensors, whose names and shapes are known before, in whatever order.
+    """Write a stream of tensors in any order, whose names and shapes are known before.
 
-    Over the file ``spare``, if there is one: memory that a file has is not cleared again.
+    A file ``spare`` is written over, if it exists: memory that a file has is not cleared again.
     ``metadata`` goes into the header.
 
     Raises:
         ValueError: a tensor is missing, comes twice, or isn't what ``layout`` says.
     """
-    spans = _spans(layout)
-    entries: dict[str, object] = {
-        name: {
-            "dtype": _CODES[span.layout.dtype],
-            "shape": list(span.layout.shape),
-            "data_offsets": [span.start, span.end],
-        }
-        for name, span in spans.items()
-    }
-    notes = {"__metadata__": dict(metadata)} if metadata else {}
-    header = json.dumps(notes | entries).encode()
-    header += b" " * (-len(header) % 8)
+    header, spans = encode_header(layout, metadata)
     left = dict(spans)
     with whole_or_nothing(path, spare=spare) as file:
-        file.truncate(8 + len(header) + max((span.end for span in spans.values()), default=0))
-        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(len(header) + max((span.end for span in spans.values()), default=0))
+        file.write(header)
         for name, tensor in tensors:
             span = left.pop(name, None)
             found = TensorLayout(tensor.dtype, tuple(tensor.shape))
             if span is None or span.layout != found:
                 raise ValueError(f"{path.name}: {_why_not(name, found, layout)}")
-            file.seek(8 + len(header) + span.start)
+            file.seek(len(header) + span.start)
             file.write(raw_bytes(tensor).data)
         if left:
             raise ValueError(f"{path.name}: not sent: {', '.join(sorted(left)[:5])}")
@@ -129,23 +111,13 @@ def _why_not(name: str, found: TensorLayout, layout: Mapping[str, TensorLayout])
     )
 
 
-def _spans(layout: Mapping[str, TensorLayout]) -> dict[str, _Span]:
-    """Where each tensor lies: wide elements first, so that all are aligned without a gap."""
-    at, spans = 0, {}
-    for name, entry in sorted(layout.items(), key=lambda item: -item[1].dtype.itemsize):
-        size = math.prod(entry.shape) * entry.dtype.itemsize
-        spans[name] = _Span(entry, at, at + size)
-        at += size
-    return spans
-
-
-def map_tensors(path: Path, *, writable: bool = False) -> dict[str, Tensor]:
-    """The tensors of a file, by name, where they lie in the page cache.
+def read_tensors(path: Path, *, writable: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file, by name, where they lie in the page cache; and its metadata.
 
     With ``writable``, what is written into them is written into the file.
 
     Raises:
-        ValueError: the file is no such file, or is cut off; the message names it.
+        ValueError: the file is no such file, or is truncated; the message names it.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -154,22 +126,31 @@ def map_tensors(path: Path, *, writable: bool = False) -> dict[str, Tensor]:
             raise ValueError(f"{path} is truncated or is no safetensors file")
         try:
             header = json.loads(file.read(length))
-            entries = {name: _span(e) for name, e in header.items() if name != "__metadata__"}
+            metadata = dict(header.pop(_METADATA, {}))
+            spans = {name: _span(entry) for name, entry in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} has a broken header: {error}") from error
-    if any(not 0 <= s.start <= s.end <= size - 8 - length for s in entries.values()):
+    if any(not 0 <= span.start <= span.end <= size - 8 - length for span in spans.values()):
         raise ValueError(f"{path} is truncated: it has {size} bytes")
     # Copy on write: torch wants a writable buffer, and the file stays as it is.
     data = np.memmap(path, mode="r+" if writable else "c", dtype=np.uint8)[8 + length :]
-    return {name: as_tensor(data[s.start : s.end], s.layout) for name, s in entries.items()}
+    tensors = {
+        name: as_tensor(data[span.start : span.end], span.layout) for name, span in spans.items()
+    }
+    return tensors, metadata
 
 
-def _span(entry: Mapping[str, object]) -> _Span:
+def map_tensors(path: Path, *, writable: bool = False) -> dict[str, Tensor]:
+    """The tensors of ``read_tensors`` alone."""
+    return read_tensors(path, writable=writable)[0]
+
+
+def _span(entry: Mapping[str, object]) -> Span:
     layout = TensorLayout(_DTYPES[str(entry["dtype"])], tuple(entry["shape"]))  # type: ignore[arg-type]
     start, end = entry["data_offsets"]  # type: ignore[misc]
     if end - start != math.prod(layout.shape) * layout.dtype.itemsize:  # type: ignore[has-type]
         raise ValueError(f"{layout} does not fit into {entry['data_offsets']}")
-    return _Span(layout, start, end)  # type: ignore[has-type]
+    return Span(layout, start, end)  # type: ignore[has-type]
 
 
 def as_tensor(data: np.ndarray, layout: TensorLayout) -> Tensor:

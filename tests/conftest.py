@@ -20,12 +20,16 @@ import pytest
 from beartype import BeartypeConf, beartype
 from character_codes import CharacterCodes
 from forked_ranks import forked_ranks
+from hypothesis import settings
 from jaxtyping import jaxtyped
 
 from primerl import types
 from primerl.types import NOT_SAMPLED, Completion, Group, Rollout, Sample
 
 HELPERS = Path(__file__).parent / "helpers"
+
+settings.register_profile("primerl", deadline=None)  # a busy machine is no failure
+settings.load_profile("primerl")
 
 # The import hook of jaxtyping (--jaxtyping-packages in pyproject.toml) checks the arguments of
 # functions and the fields of dataclasses, but not those of attrs classes, so wrap their __init__.

@@ -255,7 +255,7 @@ class TestFluent:
         assert keeps(group_of(sample_of("aaaa", logprob=-20.0))) is True
         assert keeps(Group(task_id="t", rollouts=[Rollout(samples=[], reward=0.0)])) is True
 
-    def test_criteria_can_be_switched_off(self):
+    def test_criteria_can_be_disabled(self):
         keeps = filters.fluent(certainty=1, max_repeated=1, max_entropy=float("inf"))
         for logprob in (0.0, -30.0):
             assert keeps(group_of(sample_of("x" * 4000, logprob=logprob))) is True

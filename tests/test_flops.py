@@ -204,7 +204,7 @@ def test_glm_5_and_5_2_have_their_published_size():
 @pytest.mark.parametrize(
     ("length", "indexer", "total"), [(32768, 10.5, 114), (65536, 20.9, 125), (131_072, 41.9, 146)]
 )
-def test_glm_5_costs_what_it_is_known_to_cost(length, indexer, total):
+def test_glm_5_has_its_published_cost(length, indexer, total):
     """In GFLOPs for each token, forward."""
     config = transformers.GlmMoeDsaConfig()
 
@@ -215,7 +215,7 @@ def test_glm_5_costs_what_it_is_known_to_cost(length, indexer, total):
     assert weights == pytest.approx(81.7e9, rel=1e-3)
     # 2048 keys for all but the first tokens, which have fewer
     assert 0.96 * 22.2 < parts.attention_scores / giga < 22.2
-    # the known figure leaves out the weights that sum the heads' scores, one in 128
+    # the published number leaves out the weights that sum the heads' scores, one in 128
     scores = parts.indexer / giga - 2 * 78 * 9_371_648 / 1e9
     assert scores == pytest.approx(indexer * 129 / 128, rel=5e-3)
     assert parts.total / giga == pytest.approx(total, rel=5e-3)
@@ -279,7 +279,7 @@ def test_a_config_with_a_language_model_in_it_is_that_one():
     assert flops.forward(SimpleNamespace(**vars(text), model_type="kimi_k2"), 7) > 0
 
 
-def test_what_is_not_known_is_refused():
+def test_unknown_families_are_refused():
     with pytest.raises(ValueError, match="config.model_type is 'mamba', whose FLOPs are not known"):
         flops.forward(transformers.MambaConfig(), 5)
     config = vars(tiny("qwen3").config)
@@ -299,7 +299,7 @@ def test_what_is_not_known_is_refused():
 
 
 @pytest.mark.parametrize("lengths", [-1, [3, -2], 2.5, [1.0, float("nan")], float("inf"), "12"])
-def test_lengths_that_are_none_are_refused(lengths):
+def test_invalid_lengths_are_refused(lengths):
     with pytest.raises(ValueError, match="lengths is .*; expected whole numbers, at least 0"):
         flops.forward(tiny("llama").config, lengths)
 

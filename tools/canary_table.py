@@ -1,11 +1,11 @@
 """What the canary catches: faults of known size, on real vLLM, as a Markdown table.
 
-    python tools/canary_table.py --dtype bfloat16 --honest 10 > table.md
+    python tools/canary_table.py --dtype bfloat16 --correct 10 > table.md
 
 SmolLM2-135M is trained for a step at lr 1e-6. For each fault, a copy of it is made faulty and
 published in its place, with receipts that are all right; then the canary compares the server with
-the trainer. Two columns say who caught it: the bytes that were read back, and the scores, as they
-alone would have in an engine that can't be read back. Between them, honest publications of further
+the trainer. Two columns say who caught it: the bytes of the tensors in use, and the scores, as they
+alone would have in an engine that can't be read. Between them, correct publications of further
 steps count false alarms.
 """
 
@@ -199,7 +199,7 @@ class Table:
         self.canary = weights.Canary(self.model, engine, dtype=dtype)
         self.version = -1
 
-    def honest(self) -> weights.Verdict:
+    def publish_correctly(self) -> weights.Verdict:
         """Publish what the trainer has."""
         self.version += 1
         self.right.publish(self.version)
@@ -216,31 +216,31 @@ class Table:
         self.wrong.publish(self.version)
         return self.canary.check(self.version)
 
-    def rows(self, names: list[str], *, honest: int) -> Iterator[str]:
+    def rows(self, names: list[str], *, correct: int) -> Iterator[str]:
         """The lines of the table."""
         alarms = 0
-        yield "| fault | tensors found | scores, nats (tolerance) | read back | scores alone |"
+        yield "| fault | tensors found | scores, nats (tolerance) | by bytes | scores alone |"
         yield "|---|---|---|---|---|"
-        assert self.honest().passed
+        assert self.publish_correctly().passed
         old = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         trained(self.model, self.optimizer, 0)
-        alarms += not self.honest().passed
+        alarms += not self.publish_correctly().passed
         for name in names:
             yield row(name, self.with_fault(FAULTS[name], old))
-        alarms += not self.honest().passed
+        alarms += not self.publish_correctly().passed
         for mode, factor in (("raw_logprobs", 1.0), ("processed_logprobs", 0.7)):
             body = {"method": "set_logprobs_mode", "args": [mode]}
             self.engine.call("/collective_rpc", body)
             self.canary._engine = WrongTemperature(self.engine, factor)
             label = "`logprobs_mode` raw" if factor == 1 else "another temperature (x 0.7)"
-            yield row(label, self.honest())
+            yield row(label, self.publish_correctly())
         self.canary._engine = self.engine
-        for step in range(honest):
+        for step in range(correct):
             trained(self.model, self.optimizer, 1 + step)
-            verdict = self.honest()
+            verdict = self.publish_correctly()
             alarms += not verdict.passed
             print(verdict.reason, file=sys.stderr)
-        yield f"\n{alarms} false alarms in {2 + honest} honest publications."
+        yield f"\n{alarms} false alarms in {2 + correct} correct publications."
 
 
 def row(name: str, verdict: weights.Verdict) -> str:
@@ -259,7 +259,7 @@ def main() -> None:
     """Start a server, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--honest", type=int, default=4, help="publications after the faults")
+    parser.add_argument("--correct", type=int, default=4, help="publications after the faults")
     parser.add_argument("--only", default=".", help="a regular expression of the faults' names")
     arguments = parser.parse_args()
     names = [name for name in FAULTS if re.search(arguments.only, name)]
@@ -279,7 +279,7 @@ def main() -> None:
         with server, rollout.VLLMEngine(server) as engine:
             started = time.monotonic()
             table = Table(engine, path, getattr(torch, arguments.dtype))
-            for line in table.rows(names, honest=arguments.honest):
+            for line in table.rows(names, correct=arguments.correct):
                 print(line, flush=True)
             print(f"\n{time.monotonic() - started:.0f} s", file=sys.stderr)
 

@@ -139,8 +139,9 @@ def attend_to_chosen(
     for span in spans:
         rows = slice(span.begin, span.end)
         picked = chosen[rows] if span.seen > chosen.shape[1] > 0 else None
-        inputs = (x.transpose(0, 1) for x in (q[rows], span_rows(k, span), span_rows(v, span)))
-        outputs.append(_attend(*inputs, picked, scaling=scaling, dropout=dropout))
+        inputs = (q[rows], span_rows(k, span), span_rows(v, span))
+        queries, keys, values = (x.transpose(0, 1) for x in inputs)
+        outputs.append(_attend(queries, keys, values, picked, scaling=scaling, dropout=dropout))
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
 

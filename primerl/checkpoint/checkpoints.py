@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from primerl._ranks import exchange, on_every_rank
 from primerl.checkpoint import folders
-from primerl.checkpoint.agreement import exchange, together
 from primerl.checkpoint.generators import generator_states
 from primerl.checkpoint.loading import load
+from primerl.checkpoint.pieces import Piece
 from primerl.checkpoint.reading import Saved
 from primerl.checkpoint.resharding import my_pieces
-from primerl.checkpoint.tensor_file import Piece
 from primerl.checkpoint.training_state import model_tensors, optimizer_state
 from primerl.checkpoint.writing import Snapshot, Staging, Writer
 
@@ -150,7 +150,7 @@ class Checkpoints:
         if source is None:
             self._claim(resumed=None)
             return 0
-        step: int = together(lambda: self._load(Path(source)), self._group)[0]
+        step: int = on_every_rank(lambda: self._load(Path(source)), self._group)[0]
         here = Path(source).parent.resolve() == self._folder.resolve()
         self._claim(resumed=step if here else None)
         return step
@@ -161,7 +161,7 @@ class Checkpoints:
                 folders.claim(self._folder, resumed=resumed)
 
         if resumed is not None or not self._claimed:
-            together(claim, self._group)
+            on_every_rank(claim, self._group)
         self._claimed = True
 
     def due(self, step: int) -> bool:

@@ -1,7 +1,6 @@
-"""A folder of checkpoints: names, what makes a checkpoint, which may go."""
+"""A folder of checkpoints: names, committing a checkpoint, removing old ones."""
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -10,19 +9,20 @@ from typing import Any
 
 import xxhash
 
-from primerl.checkpoint.tensor_file import write_bytes
+from primerl._files import sync_folder, unused_name
+from primerl.checkpoint.pieces import write_bytes
 
 FORMAT = 1
 SUBFOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _STEP = re.compile(r"step-([0-9]{8,18})")
-_REMAINS = re.compile(rf"{_STEP.pattern}\.(partial|removed)")  # of what was interrupted
+_REMAINS = re.compile(rf"{_STEP.pattern}\.(partial|removed)")  # of an interrupted save
 _VALUE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def steps(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, by step; not all need be whole."""
+    """The checkpoints in a folder, by step; some may be damaged."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
     return sorted(found, key=step_of)
 
@@ -35,17 +35,17 @@ def step_of(path: Path) -> int:
 
 
 def folder_name(step: int) -> str:
-    """What the checkpoint of a step is called."""
+    """The name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def rank_file(rank: int) -> str:
-    """What a rank's tensors are called."""
+    """The name of the file with a rank's tensors."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def manifest_digest(manifest: Any) -> str:
-    """Of a manifest, which its own file states."""
+    """The digest of a manifest, which is written beside it."""
     return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
 
 
@@ -78,7 +78,7 @@ def encode(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, bytes]
 def publish(
     partial: Path, target: Path, *, step: int, world_size: int, files: Mapping[str, Any]
 ) -> None:
-    """Make a checkpoint of what lies in ``partial``: the manifest, and then the name."""
+    """Commit the files in ``partial`` as a checkpoint: write the manifest, then rename."""
     manifest = {"format": FORMAT, "step": step, "world_size": world_size, "files": dict(files)}
     text = json.dumps({"manifest": manifest, "digest": manifest_digest(manifest)}, indent=1)
     write_bytes(partial / MANIFEST, text.encode())
@@ -117,20 +117,12 @@ def claim(folder: Path, *, resumed: int | None) -> None:
             shutil.rmtree(path)
     for path in found:
         if resumed is not None and step_of(path) > resumed:
-            path.rename(_unused(path.with_name(f"{path.name}.skipped")))
+            path.rename(unused_name(path.with_name(f"{path.name}.skipped")))
 
 
 def _own(paths: Iterable[Path]) -> list[Path]:
     """Those that may be removed: folders, but no links to folders."""
     return [path for path in paths if path.is_dir() and not path.is_symlink()]
-
-
-def _unused(path: Path) -> Path:
-    number, free = 1, path
-    while os.path.lexists(free):
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
 
 
 def remove(path: Path) -> None:
@@ -139,12 +131,3 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,7 +23,7 @@ def generator_states() -> dict[str, Tensor | str]:
 
 
 def set_generators(states: dict[str, Tensor | str]) -> None:
-    """Go on from where ``generator_states`` was."""
+    """Restore what ``generator_states`` returned."""
     version, internal, gauss = json.loads(str(states["python"]))
     random.setstate((version, tuple(internal), gauss))
     kind, key, position, has_gauss, normal = json.loads(str(states["numpy"]))
@@ -34,7 +34,7 @@ def set_generators(states: dict[str, Tensor | str]) -> None:
 
 
 def reseed_generators(states: dict[str, Tensor | str], rank: int) -> None:
-    """Start each rank's generators anew, from the state of another run's rank 0."""
+    """Seed each rank's generators from the state of the saved run's rank 0."""
     seed = xxhash.xxh3_64(bytes(_copy(states["torch"]).numpy()), seed=rank).intdigest() >> 1
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002

@@ -8,9 +8,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from primerl.checkpoint.generators import reseed_generators, set_generators
+from primerl.checkpoint.pieces import Piece, read_pieces
 from primerl.checkpoint.reading import rank_files, read_manifest, read_state
 from primerl.checkpoint.resharding import fill, whole_shapes
-from primerl.checkpoint.tensor_file import Piece, read_pieces
 from primerl.checkpoint.training_state import model_tensors, prepare_optimizers
 
 
@@ -34,9 +34,9 @@ def load(
     pieces: list[Piece] = []
     notes = []
     for path in rank_files(folder, manifest):
-        of_rank, its_notes = read_pieces(path)
-        pieces += of_rank
-        notes.append(its_notes)
+        rank_pieces, rank_notes = read_pieces(path)
+        pieces += rank_pieces
+        notes.append(rank_notes)
     names = whole_shapes(pieces)
     tensors = model_tensors(model)
     unknown = sorted(n for n in names if n.startswith("model/") and n not in tensors)
@@ -45,8 +45,8 @@ def load(
             f"the checkpoint does not fit: the model has no {unknown[0].removeprefix('model/')}, "
             f"which was saved, with {len(unknown) - 1} more that it lacks"
         )
-    of_optimizers = [name for name in names if name.startswith("optimizer/")]
-    tensors |= prepare_optimizers(model, optimizers, state.optimizer, of_optimizers)
+    optimizer_names = [name for name in names if name.startswith("optimizer/")]
+    tensors |= prepare_optimizers(model, optimizers, state.optimizer, optimizer_names)
     fill(tensors, pieces)
     if (schedule is None) != (state.schedule is None):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Reading checkpoints: the last one that is whole, and what is in it."""
+"""Reading checkpoints: the last undamaged one, and what is in it."""
 
 import json
 import logging
@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import msgspec
 
+from primerl._digests import digest_of_file
 from primerl._files import member
 from primerl.checkpoint.folders import (
     FORMAT,
@@ -21,7 +22,7 @@ from primerl.checkpoint.folders import (
     step_of,
     steps,
 )
-from primerl.checkpoint.tensor_file import FileRecord, digest
+from primerl.checkpoint.pieces import FileRecord
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class State(msgspec.Struct, frozen=True):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Saved:
-    """A checkpoint that was found whole, or the start of a new run: see ``last_good``."""
+    """An undamaged checkpoint, or the start of a new run: see ``last_good``."""
 
     folder: Path | None = None
     """Where it is; None for a new run."""
@@ -65,7 +66,7 @@ class Saved:
 
 
 def last_good(folder: str | os.PathLike[str] | None, *, verify: bool = True) -> Saved:
-    """The last checkpoint of a run that is whole.
+    """The last undamaged checkpoint of a run.
 
         saved = checkpoint.last_good("runs/mine")
         rollouts = rollout.worker(..., state=saved.get("worker"))
@@ -76,8 +77,8 @@ def last_good(folder: str | os.PathLike[str] | None, *, verify: bool = True) -> 
     Args:
         folder: of the run; its ``checkpoints`` are looked at. None for a new run: the result has no
             folder, and step 0.
-        verify: whether every file is read and compared with its digest, not its size alone: a few
-            seconds for each 10 GB, by one process.
+        verify: whether every file is read and compared with its digest, instead of its size alone:
+            a few seconds for each 10 GB, in one process.
 
     Raises:
         ValueError: there is no such folder, it has no checkpoint, or none that is whole; the
@@ -127,7 +128,7 @@ def _read(path: Path, *, verify: bool) -> Saved:
             raise ValueError(f"{name} is missing")
         if file.stat().st_size != record.size:
             raise ValueError(f"{name} has {file.stat().st_size} bytes of {record.size}")
-        if verify and digest(file) != record.digest:
+        if verify and digest_of_file(file) != record.digest:
             raise ValueError(f"{name} is damaged: its digest is not that of the manifest")
     state = read_state(path, manifest)
     values = dict(state.values)
@@ -183,9 +184,9 @@ def read_state(path: Path, manifest: Manifest) -> State:
         state = msgspec.convert(json.loads(file.read_bytes()), type=State)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{STATE} cannot be read: {error!r}") from None
-    strangers = {STATE, *state.bytes.values()} - manifest.files.keys()
-    if strangers:
-        raise ValueError(f"{STATE} names {min(strangers)!r}, which is not in {MANIFEST}")
+    unknown = {STATE, *state.bytes.values()} - manifest.files.keys()
+    if unknown:
+        raise ValueError(f"{STATE} names {min(unknown)!r}, which is not in {MANIFEST}")
     return state
 
 

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
-from primerl.checkpoint.tensor_file import Piece
+from primerl.checkpoint.pieces import Piece
 
 
 def my_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """What this rank should write, without a copy: its shards, and on rank 0 what all have.
+    """What this rank should write, without a copy: its shards; on rank 0 also what is replicated.
 
     Raises:
         ValueError: a tensor is a partial sum.

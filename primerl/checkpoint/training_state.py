@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers as ``model/NAME``; one that has two names comes once."""
+    """Parameters and saved buffers as ``model/NAME``; one with two names is listed once."""
     distinct = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     # state_dict leaves out the buffers that are not to be saved
     return {f"model/{name}": t for name, t in model.state_dict().items() if name in distinct}

@@ -1,10 +1,10 @@
-"""Writing a checkpoint: all ranks at once, at once or in a thread of each."""
+"""Writing a checkpoint on all ranks, immediately or in a thread of each."""
 
 import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from primerl._ranks import on_every_rank
 from primerl.checkpoint import folders
-from primerl.checkpoint.agreement import together
-from primerl.checkpoint.tensor_file import Piece, write_bytes, write_pieces
+from primerl.checkpoint.pieces import Piece, write_bytes, write_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +33,13 @@ class Snapshot:
 
 
 class Staging:
-    """Copies of tensors in the host's memory, which is used again each time."""
+    """Copies of tensors in the host's memory, which is reused each time."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def copied(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces with values that nobody changes until the next call."""
+        """Copies of the pieces, unchanged until the next call."""
         memory = {}
         for piece in pieces:
             key, values = (piece.name, piece.offsets), piece.values
@@ -82,7 +82,7 @@ class Writer:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for what ``start`` began, and raise what it met."""
+        """Wait for the save that ``start`` began, and raise its error."""
         if self._thread is not None:
             self._thread.join(self._timeout_s)
             if self._thread.is_alive():
@@ -93,31 +93,28 @@ class Writer:
             raise RuntimeError(f"an earlier checkpoint could not be saved: {error}") from error
 
     def abandon(self, patience_s: float) -> None:
-        """Wait a little for what ``start`` began, in a process that ends by an error."""
+        """Wait a little for the save that ``start`` began, in a process that ends with an error."""
         if self._thread is not None:
             self._thread.join(patience_s)
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write this rank's files; with all of them on the disk, rank 0 makes a checkpoint."""
+        """Write this rank's files; with all ranks' on the disk, rank 0 commits the checkpoint."""
         began = time.perf_counter()
         target = self._folder / folders.folder_name(snapshot.step)
         partial = target.with_name(f"{target.name}.partial")
-        self._together(lambda: self._clear(partial))
-        written = self._together(lambda: self._write_files(partial, snapshot))
-        self._together(lambda: self._publish(partial, target, snapshot.step, written))
+        on_every_rank(lambda: self._clear(partial), self._group)
+        written = on_every_rank(lambda: self._write_files(partial, snapshot), self._group)
+        on_every_rank(lambda: self._publish(partial, target, snapshot.step, written), self._group)
         logger.info("saved %s in %.1f s", target, time.perf_counter() - began)
 
     def _write_noting(self, snapshot: Snapshot) -> None:
-        self._error = RuntimeError("its thread ended by an error, whose traceback was printed")
+        self._error = RuntimeError("its thread ended with an error, whose traceback was printed")
         try:
             self.write(snapshot)
         except (RuntimeError, ValueError) as error:
             self._error = error
         else:
             self._error = None
-
-    def _together(self, act: Callable[[], Any]) -> list[Any]:
-        return together(act, self._group)
 
     def _clear(self, partial: Path) -> None:
         if self._rank == 0:

@@ -1,4 +1,4 @@
-"""Losses as algebra on tensors: pure, elementwise, unreduced.
+"""Losses: pure elementwise functions of tensors, reduced separately.
 
     logprobs = loss.model_logprobs(model, batch.token_ids, batch.position_ids, batch.labels,
                                    temperature=batch.temperature)
@@ -8,8 +8,8 @@
 An algorithm is a choice of advantage, ratio, correction, surrogate and reduction, each a function;
 the documentation has a table of them. Tensors are positional, hyperparameters keyword-only. A token
 loss returns ``(loss[t], aux)``, where ``aux`` maps a name to a detached ``[t]`` tensor. Masking and
-averaging are the caller's, by a reduction. Everything is computed in at least float32; log-ratios
-are held within +-20, with no gradient through them beyond, and ``aux["log_ratio_limited"]`` counts.
+averaging are left to a reduction. Everything is computed in at least float32; log-ratios
+are clamped to +-20, with no gradient beyond; ``aux["log_ratio_limited"]`` marks such tokens.
 """
 
 from primerl.loss.correction import (

@@ -1,4 +1,4 @@
-"""Hugging Face models: loaded whole or in shards, and saved with or without adapters."""
+"""Hugging Face models: loaded in full or in shards, and saved with or without adapters."""
 
 from primerl._checkpoint_tensors import checkpoint_tensors
 from primerl.models.adapters import save_adapters

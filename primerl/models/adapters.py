@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import nn
 
-from primerl._gathering import is_first_rank, whole_tensors
+from primerl._files import saved_folder
 from primerl._optional import require
-from primerl.models.saved_folder import saved_folder
+from primerl._ranks import is_first_rank, whole_tensors
 
 
 def save_adapters(
     model: nn.Module, folder: str | PathLike[str] | None, *, adapter: str = "default"
 ) -> None:
-    """Write a model's adapter as a folder of ``peft``, which vLLM loads too, all or nothing.
+    """Write a model's adapter as a ``peft`` folder, which vLLM loads too, atomically.
 
     All ranks call this, because a sharded model is gathered; rank 0 writes.
 

@@ -1,4 +1,4 @@
-"""Where each tensor of a Hugging Face checkpoint lies within a model's parameters."""
+"""Where each tensor of a Hugging Face checkpoint belongs within a model's parameters."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ from primerl._checkpoint_tensors import converted, distinct_tensors, layers_of
 
 Region = tuple[slice, ...]
 
-# What transformers' conversion does to a parameter is found out on one with dimensions this small.
+# The effect of transformers' conversion is measured on parameters with dimensions this small.
 SMALL = 4
 
 
@@ -97,7 +97,7 @@ def local_region(tensor: Tensor) -> Region:
 
 
 def _small(name: str, shape: torch.Size) -> torch.Size:
-    """As many experts, but all else small."""
+    """The shape with as many experts, and all other dimensions small."""
     stacked = len(shape) == 3 or "experts" in name
     kept = shape[:1] if stacked else shape[:0]
     return torch.Size([*kept, *(min(size, SMALL) for size in shape[len(kept) :])])

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from primerl._checkpoint_tensors import TensorLayout, checkpoint_layout, checkpoint_tensors
-from primerl._gathering import is_first_rank
+from primerl._files import saved_folder
 from primerl._optional import require
+from primerl._ranks import is_first_rank
 from primerl._tensor_files import write_tensors
-from primerl.models.saved_folder import saved_folder
 
 SHARD_BYTES = 5 * 10**9
 
@@ -50,12 +50,12 @@ def load_pretrained(
 def save_pretrained(
     model: nn.Module, folder: str | os.PathLike[str] | None, *, tokenizer: Any
 ) -> None:
-    """Write the model and its tokenizer as a Hugging Face folder (safetensors), all or nothing.
+    """Write the model and its tokenizer as a Hugging Face folder (safetensors), atomically.
 
-    The folder appears under its name when it is whole, in place of an earlier one; an earlier one
-    to which other files were added is renamed to ``NAME.earlier``. All ranks call this, because a
+    The folder appears under its name when it is complete and replaces an earlier one; if other
+    files were added to that, it is renamed to ``NAME.earlier``. All ranks call this, because a
     sharded model is gathered, layer by layer; rank 0 writes files of up to 5 GB, and holds one
-    layer beyond its shard.
+    layer in addition to its shard.
 
     Args:
         model: a ``transformers`` model, sharded or not.
@@ -63,7 +63,7 @@ def save_pretrained(
         tokenizer: saved beside it.
 
     Raises:
-        ValueError: rank 0 has no folder, the folder holds what is no saved model, or the model's
+        ValueError: rank 0 has no folder, the folder exists and is not a saved model, or the model's
             tensors cannot be named layer by layer.
     """
     layout = checkpoint_layout(model)

@@ -1,4 +1,4 @@
-"""Loading a checkpoint straight into the shards of a model, of which no rank ever holds all."""
+"""Loading a checkpoint directly into the shards of a model, so that no rank holds all of it."""
 
 import inspect
 import json
@@ -59,7 +59,7 @@ def load_shards(
     Args:
         model: from ``empty_model``, sharded or not; or any other, whose values are replaced.
         folder: with safetensors files, as ``save_pretrained`` writes them.
-        device: where a model on the ``meta`` device comes to lie.
+        device: where a model on the ``meta`` device is allocated.
 
     Raises:
         ValueError: the folder has no safetensors, they lack a tensor or have one of another shape,
@@ -71,15 +71,17 @@ def load_shards(
         _materialize(model, torch.device(device))
     with _Checkpoint(Path(folder)) as checkpoint:
         plan, tensors = pieces(model), distinct_tensors(model)
-        missing = sorted({p.source for of in plan.values() for p in of} - checkpoint.files.keys())
+        missing = sorted(
+            {p.source for parts in plan.values() for p in parts} - checkpoint.files.keys()
+        )
         if missing:
             raise ValueError(
                 f"{folder} lacks {len(missing)} tensors of the model, such as {missing[:3]}; was "
                 "it written for another architecture?"
             )
         reported = time.monotonic()
-        for done, (name, of_name) in enumerate(plan.items()):
-            for piece in of_name:
+        for done, (name, parts) in enumerate(plan.items()):
+            for piece in parts:
                 _fill(name, tensors[name], piece, checkpoint)
             if time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
@@ -128,9 +130,9 @@ class _Checkpoint:
         self._opened: dict[Path, Any] = {}
         self._stack = ExitStack()
         if (folder / INDEX).is_file():
-            of_file = json.loads((folder / INDEX).read_text())["weight_map"]
+            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
             self.files = {
-                name: member(folder, file, may_be_link=True) for name, file in of_file.items()
+                name: member(folder, file, may_be_link=True) for name, file in weight_map.items()
             }
         elif (folder / SINGLE).is_file():
             self.files = dict.fromkeys(self._file(folder / SINGLE).keys(), folder / SINGLE)
@@ -155,7 +157,7 @@ class _Checkpoint:
 
 
 def _materialize(model: nn.Module, device: torch.device) -> None:
-    """Give a model on the ``meta`` device memory; buffers that no checkpoint has, their values."""
+    """Allocate a model on the ``meta`` device, and compute the buffers that no checkpoint has."""
     model.to_empty(device=device)
     tie: Any = getattr(model, "tie_weights", None)
     if tie is not None:
@@ -165,17 +167,17 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
         if config is None or "config" not in inspect.signature(type(module)).parameters:
             raise ValueError(
                 f"{name}.{buffers[0]} is in no checkpoint, and {type(module).__name__} can't be "
-                "made anew from a config; load the model with models.load_pretrained"
+                "made again from a config; load the model with models.load_pretrained"
             )
-        anew = type(module)(config=config)
+        again = type(module)(config=config)
         for buffer in buffers:
-            getattr(module, buffer).copy_(getattr(anew, buffer))
+            getattr(module, buffer).copy_(getattr(again, buffer))
 
 
 def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
     saved = set(model.state_dict())
     for name, module in model.named_modules():
-        own = [of for of, _ in module.named_buffers(recurse=False)]
-        unsaved = [of for of in own if f"{name}.{of}".removeprefix(".") not in saved]
+        own = [buffer for buffer, _ in module.named_buffers(recurse=False)]
+        unsaved = [buffer for buffer in own if f"{name}.{buffer}".removeprefix(".") not in saved]
         if unsaved:
             yield name, module, unsaved

@@ -1,1 +1,1 @@
-"""Does a family of models train right, packed, sharded and recomputed? Plain code is compared."""
+"""Parity: is a family of models trained as plain Hugging Face code in one process trains it?"""

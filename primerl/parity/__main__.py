@@ -1,4 +1,4 @@
-"""``python -m primerl.parity FAMILY``: does a family of models train right under a mesh?"""
+"""``python -m primerl.parity FAMILY``: compares training on a mesh with plain code."""
 
 import sys
 

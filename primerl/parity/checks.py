@@ -1,4 +1,4 @@
-"""What ``parity`` compares: training by this library over a mesh, and ``parity_reference``."""
+"""Parity checks: training by this library on a mesh, compared with ``parity.reference``."""
 
 import math
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from primerl import models, parallel
 from primerl._optional import require
 from primerl.packing import PackedBatch
 from primerl.parity.reference import Document, Training
-from primerl.parity.training import batches_of, optimizer_for, resumed, train, whole
+from primerl.parity.training import make_batches, optimizer_for, resumed, train, whole
 from primerl.testing.characters import character_tokenizer
 from primerl.testing.families import tiny_family
 
-# Later steps amplify rounding: a unit whose input is 0 but for that may be on here and off there.
+# Later steps amplify rounding: a unit with input 0 up to rounding may be on here and off there.
 TOLERANCES = {
     "logprobs": 2e-6,
     "entropies": 2e-6,
@@ -54,11 +54,11 @@ class MeshPlan:
     optimizer: str = "adamw"
     """Or ``"muon"``."""
     resume: bool = False
-    """Whether the last step is made by another model, loaded from a checkpoint."""
+    """Whether another model, loaded from a checkpoint, makes the last step."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What ``parallel.mesh`` takes."""
+        """The arguments of ``parallel.mesh``."""
         return {"replicate": self.replicate, "ep": self.ep, "cp": self.cp}
 
     @property
@@ -76,36 +76,36 @@ class MeshPlan:
 
 @attrs.frozen(kw_only=True)
 class Finding:
-    """One line of the table."""
+    """The result of one check: one line of the table."""
 
     family: str
     mesh: str
     check: str
-    figure: float | None = None
-    """What was measured; None: refused, or it raised."""
+    measured: float | None = None
+    """The largest difference; None: refused, or it raised."""
     note: str = ""
 
     @property
     def allowed(self) -> float | None:
-        """The largest figure that passes."""
+        """The largest difference that passes."""
         return TOLERANCES.get(self.check)
 
     @property
     def result(self) -> str:
         """``pass``, ``FAIL``, ``refused`` or ``not applicable``."""
-        if self.figure is None:
+        if self.measured is None:
             return self.check if self.check in ("refused", "not applicable") else "FAIL"
         assert self.allowed is not None
-        return "pass" if self.figure <= self.allowed else "FAIL"  # a NaN fails
+        return "pass" if self.measured <= self.allowed else "FAIL"  # a NaN fails
 
 
 def differences(ours: Training, reference: Training) -> Iterator[tuple[str, float]]:
-    """Each check's figure: relative to the largest value or to the norm, but for choices."""
+    """The difference in each check: relative to the largest value or the norm, except choices."""
     for check in ("logprobs", "entropies"):
         mine, theirs = getattr(ours, check), getattr(reference, check)
         trained = ~theirs.isnan()
         largest = theirs[trained].abs().max().clamp(min=1.0)
-        as_planned = torch.equal(trained, ~mine.isnan())  # neither fewer nor more tokens
+        as_planned = torch.equal(trained, ~mine.isnan())  # the same tokens are trained
         apart = (mine - theirs)[trained].abs().max() / largest
         yield check, _sup(apart.item()) if as_planned else math.inf
     for check, one, other in (
@@ -122,7 +122,7 @@ def differences(ours: Training, reference: Training) -> Iterator[tuple[str, floa
 
 
 def round_trip(model: Any, kind: Any, folder: Path | None) -> Iterator[tuple[str, float]]:
-    """How many tensors a sharded model's checkpoint changes: saved and loaded, and streamed."""
+    """Number of tensors that differ after saving and loading a sharded model, and in a stream."""
     models.save_pretrained(model, folder, tokenizer=character_tokenizer("abc"))
     streamed = {name: tensor.clone() for name, tensor in models.checkpoint_tensors(model)}
     state = {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}
@@ -146,25 +146,25 @@ def on_mesh(
     plan: MeshPlan,
     folder: Path | None,
 ) -> list[tuple[str, float]]:
-    """A family's figures on a mesh, the worst of all ranks.
+    """The differences of a family trained on a mesh, the largest of all ranks.
 
     Args:
-        family: as for ``tiny_family``, which takes the settings too.
-        settings: of its configuration.
-        sequences: what is trained on.
-        reference: of one process, by the same optimizer.
+        family: as for ``tiny_family``.
+        settings: of the configuration, as for ``tiny_family``.
+        sequences: the training data.
+        reference: training in one process, by the same optimizer.
         plan: the mesh, and how training runs on it.
-        folder: an empty one, of rank 0; None on the others.
+        folder: an empty folder on rank 0; None on the others.
 
     Raises:
-        ValueError: the family, or this mesh, is refused.
+        ValueError: the family or the mesh is refused.
     """
     mesh, rank = _mesh(tuple(plan.sizes.items())), torch.distributed.get_rank()
     generators = []
 
     def made(seed: int) -> tuple[Any, nn.Module]:
         model = tiny_family(family, seed=seed, **settings)
-        kind = type(model)  # sharding makes another class of it
+        kind = type(model)  # sharding changes its class
         if plan.recompute:
             parallel.recompute(model)
         return kind, parallel.shard(model, mesh, context=plan.context)
@@ -175,10 +175,10 @@ def on_mesh(
         generators.append(resumed((model, optimizer), fresh, folder and folder / "run"))
         return fresh
 
-    kind, model = made(seed=rank)  # only rank 0's parameters count
+    kind, model = made(seed=rank)  # rank 0's parameters replace the others
     share = None
     if rank == 0:
-        share = batches_of(sequences, ranks=mesh.batches, share_prefixes=plan.share_prefixes)
+        share = make_batches(sequences, ranks=mesh.batches, share_prefixes=plan.share_prefixes)
     mine = parallel.scatter(share, PackedBatch, mesh)
     ours = train(
         model,
@@ -189,19 +189,19 @@ def on_mesh(
     )
     ours = attrs.evolve(
         ours,
-        logprobs=_of_all_ranks(ours.logprobs),
-        entropies=_of_all_ranks(ours.entropies),
+        logprobs=_from_all_ranks(ours.logprobs),
+        entropies=_from_all_ranks(ours.entropies),
         choices={name: _largest(chosen) for name, chosen in ours.choices.items()},
     )
     found = list(differences(ours, reference))
     found += [("generators", float(number)) for number in generators]
-    worst = _largest(torch.tensor([figure for _, figure in found], dtype=torch.float64))
-    figures = [(check, value) for (check, _), value in zip(found, worst.tolist(), strict=True)]
-    return [*figures, *round_trip(model, kind, folder and folder / "model")]
+    worst = _largest(torch.tensor([value for _, value in found], dtype=torch.float64))
+    measurements = [(check, value) for (check, _), value in zip(found, worst.tolist(), strict=True)]
+    return [*measurements, *round_trip(model, kind, folder and folder / "model")]
 
 
-def _of_all_ranks(mine: Tensor) -> Tensor:
-    """What was seen of each token, by the one rank that trained it; infinite where several did."""
+def _from_all_ranks(mine: Tensor) -> Tensor:
+    """Each token's value from the rank that trained it; infinite where several did."""
     seen, total = (~mine.isnan()).long(), mine.nan_to_num(0.0, posinf=math.inf)
     for tensor in (seen, total):
         torch.distributed.all_reduce(tensor)
@@ -213,7 +213,7 @@ def _largest(mine: Tensor) -> Tensor:
     return mine
 
 
-@cache  # its connections stay open
+@cache  # new groups for each would keep connections open
 def _mesh(sizes: tuple[tuple[str, int], ...]) -> parallel.Mesh:
     return parallel.mesh(**dict(sizes))
 
@@ -227,7 +227,7 @@ def _norm(tensors: dict[str, Tensor]) -> float:
 
 
 def _furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference of two tensors of one name; a gradient that is not there is 0."""
+    """The largest difference of tensors of the same name; a missing gradient is 0."""
     apart = []
     for name in ours.keys() | theirs.keys():
         here, there = ours.get(name), theirs.get(name)
@@ -242,7 +242,7 @@ def _relative(ours: list[float], theirs: list[float], *, least: float = 1.0) -> 
 
 
 def _differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Trained tokens that went to other experts, over all layers and steps."""
+    """Number of trained tokens sent to other experts, over all layers and steps."""
     if ours.keys() != theirs.keys():
         return math.inf
     return float(sum(int((ours[name] != theirs[name]).any(-1).sum()) for name in ours))

@@ -1,9 +1,8 @@
-"""Is a family of models trained on several ranks as one process of plain code would train it?
+"""Is a family of models trained on several ranks as plain code in one process trains it?
 
-``python -m primerl.parity qwen3_moe --ep 2 --cp 2`` builds the family's tiny version,
-trains it on packed documents on several ranks of this computer (gloo, CPU), and compares with plain
-Hugging Face code that computes each document alone, in one process. A family that passes is
-admitted.
+``python -m primerl.parity qwen3_moe --ep 2 --cp 2`` trains the family's tiny version on packed
+documents on several ranks of this computer (gloo, CPU), and compares with plain Hugging Face code
+that computes each document alone, in one process. A family that passes is admitted.
 """
 
 import json
@@ -38,15 +37,15 @@ class Task:
     """A ``model_type``, or a model folder."""
     meshes: Sequence[MeshPlan]
     settings: dict[str, Any] = attrs.field(factory=dict)
-    """Of the tiny configuration, in place of its own."""
+    """Settings that replace those of the tiny configuration."""
     name: str = attrs.field(
         default=attrs.Factory(lambda self: Path(self.family).name, takes_self=True)
     )
-    """In the table; each task has another."""
+    """Its unique name in the table."""
 
 
 def parts(*, replicate: int = 1, ep: int = 1, cp: int = 1) -> list[MeshPlan]:
-    """A mesh's parts, each alone, and the mesh itself, with what recipes may switch on over it."""
+    """The dimensions of a mesh, each alone, and the whole mesh, with various training options."""
     whole: dict[str, Any] = {"replicate": replicate, "ep": ep, "cp": cp}
     plans = [
         MeshPlan(share_prefixes=True, resume=True),
@@ -65,7 +64,7 @@ def parts(*, replicate: int = 1, ep: int = 1, cp: int = 1) -> list[MeshPlan]:
 
 
 def all_kinds(world: int) -> list[MeshPlan]:
-    """All kinds of meshes of a world, with and without recomputation, and what goes with them."""
+    """All kinds of meshes of a world size, with options of training spread over them."""
     sizes: list[dict[str, Any]] = [
         {},
         {"replicate": 2},
@@ -87,16 +86,16 @@ def all_kinds(world: int) -> list[MeshPlan]:
 
 
 SURVEY = [MeshPlan(recompute=True), MeshPlan(ep=2, recompute=True), MeshPlan(cp=2, recompute=True)]
-"""The meshes, of two ranks, of the table of all families."""
+"""The meshes of the table of all families, of two ranks."""
 
 
 def applicable(
     family: str, plans: Sequence[MeshPlan]
 ) -> tuple[list[MeshPlan], list[tuple[MeshPlan, str]]]:
-    """The plans without what a family does not have, and which lost something, with the reason."""
+    """The plans without options that don't apply to a family, and the plans changed so, and why."""
     try:
         model = tiny_family(family)
-    except ValueError:  # its refusal comes with the others
+    except ValueError:  # the ranks report the refusal
         return list(plans), []
     missing = {}
     if not expert_modules(model):
@@ -122,7 +121,7 @@ def applicable(
 
 
 def all_families() -> list[str]:
-    """Every ``model_type`` of which transformers has a causal language model."""
+    """Every ``model_type`` for which transformers has a causal language model."""
     auto = require("transformers.models.auto.modeling_auto", extra="transformers")
     return sorted(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
@@ -134,14 +133,13 @@ def compare(
     timeout_s: float = 60.0,
     findings: Path | None = None,
 ) -> list[Finding]:
-    """Compare families on meshes, in one launch of ``world`` ranks (and one more where it dies).
+    """Compare families on meshes, in one launch of ``world`` ranks (and another after a crash).
 
     Args:
-        tasks: the families, in their order; a mesh without use for one (experts are divided, and
-            it has none) is better left out.
-        world: ranks, on the CPU of this computer.
+        tasks: the families, in order, each with the meshes that apply to it.
+        world: number of ranks, on the CPU of this computer.
         timeout_s: how long ranks wait for each other, in seconds.
-        findings: a file (JSON Lines) that keeps them; what it has is not done again.
+        findings: a file (JSON Lines) of findings; cases that it has are not repeated.
     """
     with tempfile.TemporaryDirectory() as name:
         plan, results = Path(name, "plan.json"), findings or Path(name, "findings.jsonl")
@@ -152,7 +150,7 @@ def compare(
             left = [i for i, task in enumerate(tasks) if done[i] <= len(task.meshes)]
             plan.write_text(_plan([(tasks[i], done[i]) for i in left], timeout_s))
             allowed = 30 + timeout_s * sum(1 + len(tasks[i].meshes) for i in left)
-            said = _launch(world, plan, results, timeout_s=allowed)
+            error = _launch(world, plan, results, timeout_s=allowed)
             found = _read(results)
             for index in left:
                 done[index] = _cases_done(found, tasks[index])
@@ -160,7 +158,7 @@ def compare(
             if stopped is not None:
                 task, case = tasks[stopped], done[stopped]
                 where = "1 process" if case == 0 else task.meshes[case - 1].name
-                died = Finding(family=task.name, mesh=where, check="raised", note=said)
+                died = Finding(family=task.name, mesh=where, check="raised", note=error)
                 with results.open("a") as file:
                     file.write(json.dumps(attrs.asdict(died)) + "\n")
                 done[stopped] = _cases_done(_read(results), task)
@@ -182,7 +180,7 @@ def _plan(tasks: Sequence[tuple[Task, int]], timeout_s: float) -> str:
 
 
 def _launch(world: int, plan: Path, results: Path, *, timeout_s: float) -> str:
-    """Run the ranks; what the first that failed said, if one did."""
+    """Run the ranks; returns the error of the first that failed, if one did."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={world}", "-m", "primerl.parity.ranks"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -198,7 +196,7 @@ def _launch(world: int, plan: Path, results: Path, *, timeout_s: float) -> str:
     except subprocess.TimeoutExpired:
         return f"the ranks did not end within {timeout_s:.0f} s"
     if ended.returncode == 0:
-        return "the ranks left it out"
+        return "the ranks skipped it"
     lines = ended.stderr.splitlines()
     failed = [line for line in lines if "Error: rank" in line and "failed: " in line]
     errors = [line for line in lines if "Error: " in line]
@@ -210,10 +208,10 @@ def _read(results: Path) -> list[Finding]:
 
 
 def _cases_done(findings: Sequence[Finding], task: Task) -> int:
-    """How many cases of a task are done: the reference, and then meshes in their order."""
+    """Number of cases of a task that are done: the reference, then meshes in order."""
     mine = [finding for finding in findings if finding.family == task.name]
     names = {finding.mesh for finding in mine}
-    if any(f.mesh == "1 process" and f.figure is None for f in mine):
+    if any(f.mesh == "1 process" and f.measured is None for f in mine):
         return 1 + len(task.meshes)
     return ("1 process" in names) + sum(mesh.name in names for mesh in task.meshes)
 
@@ -231,23 +229,23 @@ def main(
     timeout_s: float = 60.0,
     findings: Path | None = None,
 ) -> int:
-    """Is a family trained on several ranks as one process of plain code would train it?
+    """Is a family trained on several ranks as plain code in one process trains it?
 
-    Prints what came out. The exit status is 0 if all is equal (admitted), 1 if it is not, and 3 if
-    the family or the mesh is refused; the last line says why. What a family does not have, such as
-    experts, is left out of the comparison, and named as not applicable.
+    Prints a table. The exit status is 0 if all checks pass (admitted), 1 if one fails, and 3 if the
+    family or the mesh is refused; the last line says why. Options that do not apply to a family,
+    such as expert parallelism without experts, are listed as not applicable.
 
     Args:
         families: each a model_type, such as qwen3_moe, or a model folder, whose config.json is
             shrunk.
-        world: ranks, on the CPU of this computer.
+        world: number of ranks, on the CPU of this computer.
         replicate: copies of the model (HSDP).
         ep: ranks among which experts are divided.
         cp: ranks among which the rows of each micro-batch are divided.
-        matrix: all kinds of meshes; of seven families, if none are named.
-        table: write a Markdown table of these families, or of all that transformers has.
-        timeout_s: how long ranks wait for each other.
-        findings: a file that keeps what came out; what it has is not done again.
+        matrix: compare on all kinds of meshes; by default seven families.
+        table: write a Markdown table of these families; by default of all in transformers.
+        timeout_s: how long ranks wait for each other, in seconds.
+        findings: a file (JSON Lines) of findings; cases that it has are not repeated.
     """
     console = require("rich.console", extra="recipes").Console(width=120)
     started = time.monotonic()
@@ -280,7 +278,7 @@ def _concluded(findings: Sequence[Finding]) -> int:
     refused = [f for f in findings if f.result == "refused"]
     if bad:
         one = bad[0]
-        print(f"failed: {one.family}, {one.mesh}: {one.check} {one.note or one.figure}")  # noqa: T201
+        print(f"failed: {one.family}, {one.mesh}: {one.check} {one.note or one.measured}")  # noqa: T201
         return FAILED
     if refused:
         one = refused[0]

@@ -1,7 +1,7 @@
-"""Run by torchrun for ``parity``: each family, on each mesh, on all ranks; rank 0 writes findings.
+"""Run by torchrun for ``parity``: each family on each mesh, on all ranks; rank 0 writes findings.
 
-Both arguments are paths: the plan that it reads (JSON), and the findings that it adds to (JSON
-Lines). A line says which cases are done, so that the next launch continues after one that dies.
+Both arguments are paths: of the plan (JSON), and of the findings to append to (JSON Lines), by
+which the next launch continues after a crash.
 """
 
 import json
@@ -22,16 +22,16 @@ from primerl.attention.admission import refuse_unpackable
 from primerl.parity import training as parity_training
 from primerl.parity.checks import Finding, MeshPlan, differences, on_mesh
 from primerl.parity.reference import Document, Training, sampled, train
-from primerl.parity.training import batches_of, documents_of, score
+from primerl.parity.training import make_batches, model_documents, score
 from primerl.testing.families import BUILD_ERRORS, refuse_full_size, tiny_family
 
 T = TypeVar("T")
-SAID = 400
-"""Bytes of what went wrong on a rank that the others learn."""
+MAX_ERROR = 400
+"""Bytes of a rank's error message that the others receive."""
 
 
 def main(plan_file: str, findings_file: str) -> None:
-    """Compare every family of the plan on all of its meshes, but for those that are done."""
+    """Compare every family of the plan on its meshes, except those that are done."""
     torch.set_num_threads(1)
     plan = json.loads(Path(plan_file).read_text())
     world = parallel.process_group(timeout_s=plan["timeout_s"])
@@ -45,7 +45,7 @@ def main(plan_file: str, findings_file: str) -> None:
 
 
 def _family(task: dict[str, Any], control: dist.ProcessGroup, folder: Path | None) -> Any:
-    """The findings of one family: of one process, then of each mesh."""
+    """The findings for one family: in one process, then on each mesh."""
     name, family, settings = task["name"], task["family"], task["settings"]
     plans = [MeshPlan(**fields) for fields in task["meshes"]]
     optimizers = {plan.optimizer for plan in plans} | {"adamw"}
@@ -54,7 +54,10 @@ def _family(task: dict[str, Any], control: dist.ProcessGroup, folder: Path | Non
         yield [_trouble(name, "1 process", trouble)]
         return
     if not task["done"]:
-        yield [Finding(family=name, mesh="1 process", check=c, figure=f) for c, f in alone.figures]
+        yield [
+            Finding(family=name, mesh="1 process", check=c, measured=f)
+            for c, f in alone.measurements
+        ]
     for number, plan in enumerate(plans):
         if number < task["done"]:
             continue
@@ -64,18 +67,18 @@ def _family(task: dict[str, Any], control: dist.ProcessGroup, folder: Path | Non
         if found is None:
             yield [_trouble(name, plan.name, trouble)]
         else:
-            yield [Finding(family=name, mesh=plan.name, check=c, figure=f) for c, f in found]
+            yield [Finding(family=name, mesh=plan.name, check=c, measured=f) for c, f in found]
 
 
 @attrs.frozen(eq=False)
 class _Alone:
-    """What one process found."""
+    """The references of one process, and its findings."""
 
     sequences: list[Document]
     references: dict[str, Training]
     """By optimizer."""
-    figures: list[tuple[str, float]]
-    """How this library differs from the reference, packed but not sharded."""
+    measurements: list[tuple[str, float]]
+    """Differences of packed training by this library, not sharded, from the reference."""
 
 
 def _one_process(name: str, settings: dict[str, Any], optimizers: set[str]) -> _Alone:
@@ -88,9 +91,9 @@ def _one_process(name: str, settings: dict[str, Any], optimizers: set[str]) -> _
     try:
         model = tiny_family(name, **settings)
     except ValueError:
-        refuse_full_size(name)  # for a better reason, if there is one
+        refuse_full_size(name)  # which may have a better reason
         raise
-    drawn = documents_of(model)
+    drawn = model_documents(model)
     try:
         refuse_unpackable(model)
     except ValueError as refusal:
@@ -104,14 +107,14 @@ def _one_process(name: str, settings: dict[str, Any], optimizers: set[str]) -> _
         }
     except BUILD_ERRORS as error:
         raise ValueError(f"transformers itself fails to run it: {error}") from error
-    (batches,) = batches_of(sequences)
+    (batches,) = make_batches(sequences)
     model = tiny_family(name, **settings)
     ours = parity_training.train(model, batches, references["adamw"], all_sum=torch.as_tensor)
     return _Alone(sequences, references, list(differences(ours, references["adamw"])))
 
 
 def _require_refusal(model: Any, drawn: list[Document], refusal: ValueError) -> None:
-    (batches,) = batches_of(drawn)
+    (batches,) = make_batches(drawn)
     for batch in batches:
         if len(batch.cu_seqlens) > 2:  # one document alone leaks nothing
             try:
@@ -122,33 +125,33 @@ def _require_refusal(model: Any, drawn: list[Document], refusal: ValueError) -> 
 
 
 def _agreed(compute: Callable[[], T], control: dist.ProcessGroup) -> tuple[T | None, str]:
-    """The result of ``compute``, if no rank raised; otherwise what was said, by the first to.
+    """The result of ``compute`` and "", or None and the error of the first rank that raised.
 
     Raises:
-        RuntimeError: some ranks raised and some did not, so that they can't go on together.
+        RuntimeError: only some of the ranks raised, so that they can't continue together.
     """
-    result, said = None, ""
+    result, message = None, ""
     try:
         result = compute()
     except (*BUILD_ERRORS, dist.DistError) as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        said = (kind or "refused: ") + " ".join(str(error).split())
-    text = said.encode()[:SAID].ljust(SAID, b"\0")
-    every = [torch.zeros(SAID, dtype=torch.uint8) for _ in range(dist.get_world_size())]
+        message = (kind or "refused: ") + " ".join(str(error).split())
+    text = message.encode()[:MAX_ERROR].ljust(MAX_ERROR, b"\0")
+    every = [torch.zeros(MAX_ERROR, dtype=torch.uint8) for _ in range(dist.get_world_size())]
     dist.all_gather(every, torch.frombuffer(bytearray(text), dtype=torch.uint8), group=control)
     words = [bytes(one.numpy()).rstrip(b"\0").decode(errors="replace") for one in every]
     if not any(words):
         return result, ""
-    own = [w for w in words if w and "gloo" not in w]  # not those that only lost a connection
+    own = [w for w in words if w and "gloo" not in w]  # not those that only lost their connection
     if all(words) and len(own) == len(words):
         return None, own[0]
     rank = words.index(own[0]) if own else words.index(max(words))
     raise RuntimeError(f"rank {rank} failed: {words[rank]}")
 
 
-def _trouble(family: str, mesh: str, said: str) -> Finding:
-    check = "refused" if said.startswith("refused: ") else "raised"
-    return Finding(family=family, mesh=mesh, check=check, note=said.removeprefix("refused: "))
+def _trouble(family: str, mesh: str, error: str) -> Finding:
+    check = "refused" if error.startswith("refused: ") else "raised"
+    return Finding(family=family, mesh=mesh, check=check, note=error.removeprefix("refused: "))
 
 
 if __name__ == "__main__":

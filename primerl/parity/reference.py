@@ -1,7 +1,7 @@
-"""What ``parity`` compares with: training in plain torch and transformers, in one process.
+"""The parity reference: training in plain torch and transformers, in one process.
 
-Each document is computed alone by the model as transformers has it, and every formula is written
-out. Nothing of this package is imported here, so that no mistake can be on both sides.
+Each document is computed alone by an unmodified model, and every formula is written out. Nothing of
+this package is imported here, so that no mistake can be on both sides.
 """
 
 import re
@@ -14,22 +14,22 @@ import torch
 from torch import Tensor, nn
 
 ENTROPY_BONUS = (0.05, 0.0, 0.05)
-"""Of each step; there are as many steps."""
+"""For each step; there are as many steps."""
 CLIP = 0.2
 LR = 3e-3
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.999)
 EPS = 1e-3
-"""Of AdamW: large, so that a gradient that is 0 but for rounding makes no step of any size."""
+"""Of AdamW: large, so that a gradient of 0 up to rounding makes no large step."""
 MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 ALONE = (7, 5, 16, 31, 1, 9)
-"""Tokens of documents that have nothing in common."""
+"""Lengths of documents that share nothing."""
 PROMPT, ANSWERS = 17, (5, 3, 8)
-"""Tokens that some documents begin with in common, and of what follows in each."""
+"""Length of a prompt that some documents share, and of what follows in each."""
 TURNS = (20, 8, 3)
-"""The last documents: each is the one before, of which nothing is trained, and so many more."""
+"""The last documents: each is the one before, untrained, followed by so many more tokens."""
 TEMPERATURES = (1.0, 0.7, 1.3)
 
 MUON_FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2")
@@ -55,27 +55,28 @@ class Document:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Training:
-    """What a few steps of training did. Tokens are numbered through, over all documents."""
+    """The results of a few training steps. Tokens are numbered over all documents."""
 
     losses: list[float]
-    """Of each step, as are the norms."""
+    """Of each step."""
     norms: list[float]
+    """Gradient norms of each step, before clipping."""
     logprobs: Tensor
     """Of the first step, ``[tokens]``; NaN where a token is not trained, or not on this rank.
 
     Infinite where it is trained more than once."""
     entropies: Tensor
-    """Of the distributions that trained tokens were drawn from, as the logprobs are given."""
+    """Of the distributions that trained tokens were drawn from; NaN and infinite as logprobs."""
     gradients: dict[str, Tensor]
-    """Of the first step, before they are clipped, whole."""
+    """Of the first step, before clipping, unsharded."""
     clipped: dict[str, Tensor]
-    """The same after."""
+    """The same after clipping."""
     choices: dict[str, Tensor]
     """The experts that predicted each token, by layer: ``[steps, tokens, k]``, sorted; or -1."""
     updates: dict[str, Tensor]
-    """By how much parameters changed in all steps, whole."""
+    """Changes of parameters over all steps, unsharded."""
     max_norm: float
-    """To which gradients were clipped."""
+    """The norm to which gradients were clipped."""
 
 
 def documents(vocabulary: int, *, special: Sequence[int] = ()) -> list[Document]:
@@ -100,7 +101,7 @@ def documents(vocabulary: int, *, special: Sequence[int] = ()) -> list[Document]
 
 
 def _document(token_ids: list[int], begin: int, number: int) -> Document:
-    """Trained from a token on, but for every seventh, as if a tool had written it."""
+    """Trained from a token on, except every seventh, as if a tool had written it."""
     places = range(len(token_ids))
     return Document(
         token_ids=token_ids,
@@ -112,7 +113,7 @@ def _document(token_ids: list[int], begin: int, number: int) -> Document:
 
 
 def sampled(model: Any, drawn: Sequence[Document]) -> list[Document]:
-    """The documents with behavior logprobs: the model's, off by enough that some are clipped."""
+    """The documents with behavior logprobs: the model's, changed so that some are clipped."""
     done = []
     with torch.no_grad():
         for document in drawn:
@@ -124,7 +125,7 @@ def sampled(model: Any, drawn: Sequence[Document]) -> list[Document]:
 
 
 def score(model: Any, document: Document) -> tuple[Tensor, Tensor]:
-    """The logprob of each token but the first, and the entropy of what it was drawn from.
+    """The logprob of each token but the first, and the entropy of its distribution.
 
     softmax(logits / temperature), in float64.
     """
@@ -149,8 +150,8 @@ def train(model: Any, sequences: Sequence[Document], *, optimizer: str = "adamw"
     """A few steps on the mean over all trained tokens; gradients are clipped to half their norm.
 
     Args:
-        model: of transformers, as it is.
-        sequences: what ``sampled`` returns.
+        model: an unmodified one of transformers.
+        sequences: returned by ``sampled``.
         optimizer: ``"adamw"``, or ``"muon"`` for one of ``MUON_FAMILIES``.
     """
     named: dict[str, nn.Parameter] = dict(model.named_parameters())
@@ -213,14 +214,14 @@ def _muon_step(name: str, parameter: nn.Parameter, momentum: Tensor, config: Any
     ahead = MOMENTUM * momentum + (1 - MOMENTUM) * parameter.grad
     parameter.mul_(1 - LR * WEIGHT_DECAY)
     stacks = [(parameter, ahead)] if parameter.ndim == 2 else zip(parameter, ahead, strict=True)
-    for whole, of_whole in stacks:
-        for rows in _rows_of_matrices(name, len(whole), config):
-            update = of_whole[rows]
+    for matrix, gradient in stacks:
+        for rows in _matrix_rows(name, len(matrix), config):
+            update = gradient[rows]
             size = 0.2 * max(update.shape) ** 0.5
-            whole.index_add_(0, rows, orthogonal(update), alpha=-LR * size)
+            matrix.index_add_(0, rows, orthogonal(update), alpha=-LR * size)
 
 
-def _rows_of_matrices(name: str, count: int, config: Any) -> list[Tensor]:
+def _matrix_rows(name: str, count: int, config: Any) -> list[Tensor]:
     """The rows of each matrix that a parameter holds."""
     rows = torch.arange(count)
     if name.endswith("experts.gate_up_proj"):
@@ -228,8 +229,8 @@ def _rows_of_matrices(name: str, count: int, config: Any) -> list[Tensor]:
     if name.endswith("kv_a_proj_with_mqa.weight"):
         return [rows[: config.kv_lora_rank], rows[config.kv_lora_rank :]]
     if name.endswith("kv_b_proj.weight"):
-        of_key = rows % (config.qk_nope_head_dim + config.v_head_dim) < config.qk_nope_head_dim
-        return [rows[of_key], rows[~of_key]]
+        is_key = rows % (config.qk_nope_head_dim + config.v_head_dim) < config.qk_nope_head_dim
+        return [rows[is_key], rows[~is_key]]
     return [rows]
 
 
@@ -247,7 +248,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class Records:
-    """What was seen of each token."""
+    """Logprobs, entropies and expert choices of each token."""
 
     def __init__(self, tokens: int) -> None:
         self.logprobs = torch.full((tokens,), torch.nan, dtype=torch.float64)
@@ -264,14 +265,14 @@ class Records:
         choices: dict[str, list[Tensor]],
         rows: Tensor,
     ) -> None:
-        """Add a forward pass: of the rows that predict ``tokens``, of all that it had."""
+        """Add a forward pass, of whose rows those in the mask ``rows`` predict ``tokens``."""
         if step == 0:
             self.logprobs[tokens] = logprobs.detach().double()
             self.entropies[tokens] = entropies.detach().double()
             self._seen.index_add_(0, tokens, torch.ones_like(tokens))
             self.logprobs[self._seen > 1] = torch.inf
         for name, parts in choices.items():
-            # The last: a model that turns out to need its logits runs a second time.
+            # The last: a model that needs its logits runs a second time.
             ids = torch.cat(parts)[-len(rows) :][rows].sort(-1).values
             shape = (len(ENTROPY_BONUS), len(self.logprobs), ids.shape[1])
             self.choices.setdefault(name, torch.full(shape, -1))[step, tokens] = ids.long()

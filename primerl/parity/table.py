@@ -1,4 +1,4 @@
-"""The tables of ``parity``: on the terminal, and of all families in Markdown."""
+"""Tables of parity findings, for the terminal and in Markdown."""
 
 import platform
 import re
@@ -14,7 +14,7 @@ ALONE = "1 process"
 
 
 def terminal_table(findings: Sequence[Finding]) -> Any:
-    """A ``rich`` table: what was measured, what is allowed, and the result."""
+    """A ``rich`` table of measured and allowed differences and the results."""
     table_of = require("rich.table", extra="recipes")
     escape = require("rich.markup", extra="recipes").escape
     table = table_of.Table(box=require("rich.box", extra="recipes").SIMPLE_HEAD)
@@ -32,7 +32,7 @@ def terminal_table(findings: Sequence[Finding]) -> Any:
             "" if same[0] else escape(one.family),
             "" if same[1] else one.mesh,
             one.check,
-            "" if one.figure is None else f"{one.figure:.1e}",
+            "" if one.measured is None else f"{one.measured:.1e}",
             "" if one.allowed is None else f"{one.allowed:.0e}",
             f"[{colors[one.result]}]{one.result}[/]{escape(one.note and f': {one.note}')}",
         )
@@ -40,7 +40,7 @@ def terminal_table(findings: Sequence[Finding]) -> Any:
 
 
 def markdown_table(findings: Sequence[Finding]) -> str:
-    """Families that are admitted, with the worst figures of all meshes; then those refused."""
+    """Admitted families, with the largest differences of all meshes; then refused ones."""
     by_family: dict[str, list[Finding]] = {}
     for finding in findings:
         by_family.setdefault(finding.family, []).append(finding)
@@ -48,7 +48,7 @@ def markdown_table(findings: Sequence[Finding]) -> str:
     rows, remarks, refused = [], [], []
     for family, mine in by_family.items():
         alone = [finding for finding in mine if finding.mesh == ALONE]
-        if any(finding.figure is None for finding in alone):
+        if any(finding.measured is None for finding in alone):
             refused.append(f"| `{family}` | {_cell(alone[0].note)} |")
             continue
         cells = [_result(alone)]
@@ -66,7 +66,7 @@ def markdown_table(findings: Sequence[Finding]) -> str:
 
 def page(findings: Sequence[Finding]) -> str:
     """A page of the documentation."""
-    refused = {one.family for one in findings if one.mesh == ALONE and one.figure is None}
+    refused = {one.family for one in findings if one.mesh == ALONE and one.measured is None}
     failed = {one.family for one in findings if one.result == "FAIL"}
     families = dict.fromkeys(finding.family for finding in findings)
     kept = [name for name in families if name not in refused | failed]
@@ -75,7 +75,7 @@ def page(findings: Sequence[Finding]) -> str:
 
 
 def muon_table(families: Iterable[str]) -> str:
-    """What ``optim.muon_parameters`` takes the parameters of families for, in Markdown."""
+    """The roles that ``optim.muon_parameters`` finds in families, in Markdown."""
     rows = []
     for family in families:
         cells: dict[str, dict[str, None]] = {name: {} for name in ("one", "several", "adamw")}
@@ -103,18 +103,18 @@ def _short(name: str) -> str:
 
 MUON = """## Muon
 
-What `optim.muon_parameters` takes each parameter of the tiny versions for: one matrix (one for each
-expert, where experts are stacked), several matrices that are made orthogonal one by one, or AdamW's
-(norms and biases, which are always AdamW's, are left out). `x | y` are parts of the outputs, one
-after the other; "times in turn" means that they repeat, such as for each head. The tests follow
-what each model's forward pass does with its weights, and find the same.
+The role that `optim.muon_parameters` finds for each parameter of the tiny versions: one matrix (one
+for each expert, where experts are stacked), several matrices that are orthogonalized one by one, or
+AdamW's (norms and biases, which are always AdamW's, are left out). `x | y` are parts of the
+outputs, one after the other; "times in turn" means that they repeat, such as for each head. Tests
+that trace the use of weights in each model's forward pass find the same.
 
 | family | one matrix | several | AdamW |
 |---|---|---|---|
 """
 PAGE = """# Families of models
 
-Made by `python -m primerl.parity --table docs/families.md` for every `model_type` of which
+Made by `python -m primerl.parity --table docs/families.md` for every `model_type` for which
 transformers has a causal language model, with {versions}.
 
 Each family's tiny version is trained for three steps of AdamW on packed documents, on two gloo
@@ -122,14 +122,14 @@ ranks, with recomputation of activations, and compared with one process that com
 alone in plain Hugging Face code: logprobs, entropies, losses, gradient norms, gradients before and
 after clipping, the experts that each token goes to, updates, and a checkpoint's round trip. `loss`
 and `gradient norm` are the largest relative differences. A family with windows of attention is
-admitted for documents that fit into them; longer ones are refused when they come. No figure is of a
-trained model.
+admitted for documents that fit into them; longer ones are refused when they occur. The models are
+initialized at random.
 
 {table}"""
 
 
 def versions() -> str:
-    """Of what the findings were made with."""
+    """The versions that the findings were made with."""
     torch, transformers = require("torch", extra="transformers"), None
     transformers = require("transformers", extra="transformers")
     return (
@@ -152,4 +152,6 @@ def _cell(text: str) -> str:
 
 
 def _worst(findings: Sequence[Finding], check: str) -> float:
-    return max((f.figure for f in findings if f.check == check and f.figure is not None), default=0)
+    return max(
+        (f.measured for f in findings if f.check == check and f.measured is not None), default=0
+    )

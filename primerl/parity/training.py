@@ -1,4 +1,4 @@
-"""The training of ``parity_reference`` by this library: packed, sharded, and resumed."""
+"""The training of ``parity.reference`` by this library: packed, sharded, and resumed."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -32,14 +32,14 @@ from primerl.types import NOT_SAMPLED, TrainingSample
 MAX_TOKENS = 48
 """Of a micro-batch."""
 RESUMED = 2
-"""After so many steps, training is saved and goes on from there, where that is asked for."""
+"""The number of steps after which training is saved and resumed, if asked for."""
 
 Restart = Callable[[nn.Module, Optimizer], tuple[nn.Module, Optimizer]]
-"""Takes what trained so far, and returns what goes on."""
+"""Takes the model and optimizer so far, and returns those that continue."""
 
 
-def documents_of(model: Any) -> list[Document]:
-    """Documents for a model: tokens that mean something else to it are left out."""
+def model_documents(model: Any) -> list[Document]:
+    """Documents for a model, without its special tokens."""
     config = model.config.get_text_config(decoder=True)
     special: set[int] = set()
     for name, value in config.to_dict().items():
@@ -48,10 +48,10 @@ def documents_of(model: Any) -> list[Document]:
     return documents(config.vocab_size, special=sorted(special))
 
 
-def batches_of(
+def make_batches(
     sequences: Sequence[Document], *, ranks: int = 1, share_prefixes: bool = False
 ) -> list[list[PackedBatch]]:
-    """The micro-batches of each rank; ``versions`` numbers tokens through, over all documents."""
+    """The micro-batches of each rank; ``versions`` number tokens over all documents."""
     samples, begin = [], 0
     for one in sequences:
         mask, end = np.array(one.trained), begin + len(one.token_ids)
@@ -70,7 +70,7 @@ def batches_of(
 
 
 def score(model: nn.Module, batch: PackedBatch, *, entropy: bool = True) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies of this rank's rows; no entropies if they are not wanted."""
+    """Logprobs and entropies of this rank's rows; zeros for entropies unless ``entropy``."""
     arguments = (model, batch.token_ids, batch.position_ids, batch.labels)
     how: dict[str, Any] = {"temperature": batch.temperature, "rows": batch.loss_mask}
     if entropy:
@@ -90,7 +90,7 @@ def optimizer_for(model: nn.Module, name: str) -> Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), **shared)
     groups = optim.muon_parameters(model)
-    # In float32: bfloat16 would round the two sides' gradients to different numbers.
+    # In float32: bfloat16 would round the gradients of the two sides differently.
     return optim.Muon(groups, momentum=MOMENTUM, dtype=torch.float32, **shared)
 
 
@@ -103,14 +103,14 @@ def train(
     restart: Restart | None = None,
     all_sum: Callable[[Any], Tensor] = parallel.all_sum,
 ) -> Training:
-    """The steps that ``reference`` made.
+    """The same steps as ``reference``.
 
     Args:
         model: sharded or not.
         batches: this rank's.
-        reference: to whose ``max_norm`` gradients are clipped.
+        reference: gradients are clipped to its ``max_norm``.
         optimizer: as for ``optimizer_for``.
-        restart: saves what trained so far, and loads it into what goes on, after some steps.
+        restart: saves the model and optimizer, and loads them into others, after some steps.
         all_sum: of losses and tokens, over the ranks that train together.
     """
     before = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
@@ -163,11 +163,11 @@ def train(
 def resumed(
     trained: tuple[nn.Module, Optimizer], fresh: tuple[nn.Module, Optimizer], folder: Any
 ) -> int:
-    """Save one training run and load it into another; how many generators do not go on as they did.
+    """Save one training run and load it into another; returns how many generators differ then.
 
     Args:
         trained: the model and its optimizer.
-        fresh: others like them.
+        fresh: a new model and optimizer of the same kind.
         folder: of the run; None on ranks other than 0.
     """
     rank = dist.get_rank()
@@ -197,5 +197,5 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor, gathered where it is sharded; then every rank calls this."""
+    """A tensor, gathered where it is sharded: a collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

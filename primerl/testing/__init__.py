@@ -1,9 +1,7 @@
-"""Small real things for tests and demonstrations: models, a tokenizer, words, engines.
+"""Tiny models, a tokenizer, words and engines for tests and demonstrations.
 
-And things that break the rules on purpose, to see that what you build notices: ``HostileEngine``,
-``HostileEnvironment``, ``HostileServer``.
-
-Above all other packages; nothing imports it.
+``HostileEngine``, ``HostileEnvironment`` and ``HostileServer`` break the rules on purpose, to test
+that faults are detected. No other package imports this one.
 """
 
 from primerl.testing.characters import character_tokenizer

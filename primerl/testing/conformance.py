@@ -1,4 +1,4 @@
-"""``check_engine``: whether an engine does what every engine must."""
+"""``check_engine``: whether an engine meets the contract of engines."""
 
 import asyncio
 import threading
@@ -20,25 +20,25 @@ def check_engine(
     update: Callable[[int], Any] | None = None,
     timeout_s: float = 60.0,
 ) -> dict[str, str]:
-    """Put a running engine to the contract of ``rollout.Engine``; returns each check's outcome.
+    """Check a running engine against the contract of ``rollout.Engine``; returns the outcomes.
 
         with MyEngine(model) as engine:
             testing.check_engine(engine, update=weights.SharedMemory(model, engine).publish)
 
     The checks (``engine_checks.CHECKS``) run one after another, on an event loop in another thread.
-    Where the protocol is not met or a check does not end in time, the rest is not run.
+    If the engine lacks the protocol, or a check times out, the remaining checks are not run.
 
     Args:
         engine: already started.
-        prompt_ids: a prompt of the engine's vocabulary.
+        prompt_ids: a prompt in the engine's vocabulary.
         max_tokens: of most requests.
-        concurrency: requests sent at once.
-        update: ``version -> None`` serves some weights as that version and returns when they are
-            served, from any thread; without it, weight updates are not checked.
-        timeout_s: how long each check may take.
+        concurrency: the number of concurrent requests.
+        update: ``version -> None`` publishes any weights as that version, from any thread, and
+            returns when they are served; without it, weight updates are not checked.
+        timeout_s: of each check.
 
     Returns:
-        ``"passed"``, or ``"skipped: "`` and why, by the name of the check.
+        ``"passed"`` or ``"skipped: <reason>"``, by the name of the check.
 
     Raises:
         AssertionError: checks failed; the message names each, with what was expected.
@@ -67,7 +67,7 @@ def check_engine(
 
 
 class _Loop:
-    """An event loop in a thread, so that an engine that blocks it can be given up."""
+    """An event loop in a thread, so that a check that blocks it can be abandoned."""
 
     def __enter__(self) -> "_Loop":
         self._loop = asyncio.new_event_loop()
@@ -92,7 +92,7 @@ class _Loop:
                 return f"failed: TimeoutError: {error}"
             future.cancel()
             return f"failed: no end within {timeout_s:g} s"
-        except Exception as error:  # whatever a stranger's engine raises is a finding
+        except Exception as error:  # any error of the engine is an outcome
             return f"failed: {type(error).__name__}: {error}"
         return "passed"
 

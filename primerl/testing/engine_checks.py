@@ -1,4 +1,4 @@
-"""The contract of an engine: one function for each rule, which raises where it is broken."""
+"""The contract of engines: one function per rule, which raises if it is broken."""
 
 import asyncio
 import inspect
@@ -12,9 +12,9 @@ from primerl.rollout.engines.contract import BadCompletion, Limits, check_comple
 from primerl.rollout.engines.protocol import Engine
 from primerl.types import LOGPROB_ROUNDING, Completion, SamplingParams
 
-BEGIN_S = 0.05  # in which requests are let get going
-CANCEL_S = 10.0  # in which a cancelled request must have ended
-FILLED_CONTEXT = 4096  # a longer context is not filled for a check
+BEGIN_S = 0.05  # time for requests to start
+CANCEL_S = 10.0  # within which a cancelled request must end
+LONGEST_FILLED = 4096  # longer contexts are not filled
 
 
 class Skipped(Exception):
@@ -23,7 +23,7 @@ class Skipped(Exception):
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """An engine and what to ask of it."""
+    """An engine and the requests to check it with."""
 
     engine: Any
     prompt_ids: list[int]
@@ -31,7 +31,7 @@ class Case:
     concurrency: int
     update: Callable[[int], Any] | None
     broken: list[str] = attrs.Factory(list)
-    """What the answers of all checks so far have broken of the contract."""
+    """Violations of the contract in the completions of all checks so far."""
 
     def generate(
         self,
@@ -42,7 +42,7 @@ class Case:
         stop_token_ids: Sequence[int] = (),
         **keywords: Any,
     ) -> Any:
-        """A request of the case's prompt and ``max_tokens``, unless others are given."""
+        """A request with the case's prompt and ``max_tokens`` by default."""
         params = SamplingParams(
             max_tokens=self.max_tokens if max_tokens is None else max_tokens,
             temperature=temperature,
@@ -62,7 +62,7 @@ class Case:
         return answer
 
     async def publish(self, version: int) -> None:
-        """Serve some weights as ``version``; skips the check where there is no way to."""
+        """Publish weights as ``version``; skips the check if there is no ``update``."""
         if self.update is None:
             raise Skipped("no update= was given")
         await asyncio.to_thread(self.update, version)
@@ -74,9 +74,9 @@ def _expect(condition: Any, message: str) -> None:
 
 
 async def protocol(case: Case) -> None:
-    """``version`` and ``context_length`` are counts, and there is ``generate``.
+    """The engine has ``generate``, and counts ``version`` and ``context_length``.
 
-    So is ``vocab_size``, where an engine has it and knows it.
+    So is ``vocab_size``, if the engine has it and it is known.
     """
     _expect(isinstance(case.engine, Engine), "expected version, context_length and generate")
     for name, least in (("version", 0), ("context_length", 2)):
@@ -93,9 +93,9 @@ async def protocol(case: Case) -> None:
 
 
 async def completion(case: Case) -> None:
-    """A request is answered by a ``types.Completion`` of at least one token.
+    """A request returns a ``types.Completion`` of at least one token.
 
-    That class itself checks that there is a logprob and a version for each token.
+    The class itself checks that each token has a logprob and a version.
     """
     request = case.generate()
     _expect(
@@ -128,51 +128,51 @@ async def logprobs(case: Case) -> None:
 
 
 async def versions(case: Case) -> None:
-    """While nothing is updated, each token is of the version that the engine serves."""
+    """Without updates, each token has the version that the engine serves."""
     served = case.engine.version
     seen = (await case.generate()).versions.tolist()
-    _expect(set(seen) == {served}, f"tokens are of versions {seen}, and {served} was served")
+    _expect(set(seen) == {served}, f"tokens have versions {seen}, and {served} was served")
 
 
 async def max_tokens(case: Case) -> None:
-    """Without stop tokens a completion has ``max_tokens`` tokens and ends by ``"length"``.
+    """Without stop tokens a completion has ``max_tokens`` tokens and finish_reason ``"length"``.
 
-    Whatever else a model may end with, such as its end-of-text token, has to be asked for.
+    Any other end, such as at an end-of-text token, must be requested.
     """
     for most in (1, case.max_tokens):
         answer = await case.generate(max_tokens=most)
         _expect(
             len(answer.token_ids) == most and answer.finish_reason == "length",
-            f"asked for max_tokens={most} and no stop tokens, got {len(answer.token_ids)} tokens "
-            f"ended by {answer.finish_reason!r}; expected {most}, ended by 'length'",
+            f"with max_tokens={most} and no stop tokens, got {len(answer.token_ids)} tokens with "
+            f"finish_reason {answer.finish_reason!r}; expected {most} with 'length'",
         )
 
 
 async def greedy(case: Case) -> None:
-    """``temperature=0`` twice gives the same tokens twice."""
+    """``temperature=0`` gives the same tokens every time."""
     first, second = [(await case.generate(temperature=0)).token_ids.tolist() for _ in range(2)]
     _expect(first == second, f"temperature=0 gave {first}, and then {second}")
 
 
 async def stop_tokens(case: Case) -> None:
-    """The first stop token ends a completion, is its last token, and the reason is ``"stop"``."""
+    """A completion ends with its first stop token and has finish_reason ``"stop"``."""
     tokens = (await case.generate(temperature=0)).token_ids.tolist()
     stop = tokens[len(tokens) // 2]
     expected = tokens[: tokens.index(stop) + 1]
     answer = await case.generate(temperature=0, stop_token_ids=[stop])
     _expect(
         answer.token_ids.tolist() == expected and answer.finish_reason == "stop",
-        f"with stop token {stop}, which is sampled at place {len(expected) - 1}, got "
-        f"{answer.token_ids.tolist()} ended by {answer.finish_reason!r}; expected {expected}, "
-        "ended by 'stop'",
+        f"with stop token {stop}, which is sampled at index {len(expected) - 1}, got "
+        f"{answer.token_ids.tolist()} with finish_reason {answer.finish_reason!r}; expected "
+        f"{expected} with 'stop'",
     )
 
 
 async def own_answers(case: Case) -> None:
-    """Of many requests at once, each gets its own answer: here, that of its own prompt.
+    """Each of many concurrent requests gets the completion of its own prompt.
 
-    Each greedy answer is compared with what its prompt got alone. One that differs is excused, as
-    batches round otherwise, unless it is what another of the prompts got alone.
+    Each greedy completion is compared with that of its prompt alone. It may differ, because batches
+    round differently, but not by being that of another prompt.
     """
     base = case.prompt_ids
     prompts = [base[n:] + base[:n] for n in range(len(base))]
@@ -185,21 +185,21 @@ async def own_answers(case: Case) -> None:
         mixed = any(np.array_equal(tokens, other) for other in alone)
         _expect(
             np.array_equal(tokens, own) or not mixed,
-            f"a request among others was answered with {tokens.tolist()}, which is the answer to "
-            f"another prompt; alone it was {own.tolist()}",
+            f"a concurrent request got {tokens.tolist()}, which is the completion of another "
+            f"prompt; alone it got {own.tolist()}",
         )
 
 
 async def concurrency(case: Case) -> None:
-    """Of many requests at once, each gets its own answer: here, of its own length."""
+    """Each of many concurrent requests gets a completion of its own length."""
     asked = [1 + n % case.max_tokens for n in range(case.concurrency)]
     answers = await asyncio.gather(*(case.generate(max_tokens=most) for most in asked))
     got = [len(answer.token_ids) for answer in answers]
-    _expect(got == asked, f"requests at once of {asked} tokens were answered with {got}")
+    _expect(got == asked, f"concurrent requests for {asked} tokens got {got}")
 
 
 async def cancellation(case: Case) -> None:
-    """Cancelling the awaiting tasks ends them at once, and the engine goes on serving."""
+    """Cancelling the awaiting tasks ends them at once, and the engine keeps serving."""
     room = case.engine.context_length - len(case.prompt_ids)
     requests = [
         asyncio.ensure_future(case.generate(max_tokens=room)) for _ in range(case.concurrency)
@@ -208,16 +208,16 @@ async def cancellation(case: Case) -> None:
     cancelled = [request for request in requests if request.cancel()]
     if cancelled:
         _, pending = await asyncio.wait(cancelled, timeout=CANCEL_S)
-        _expect(not pending, f"{len(pending)} cancelled requests go on after {CANCEL_S:g} s")
+        _expect(not pending, f"{len(pending)} cancelled requests run on after {CANCEL_S:g} s")
         _expect(
             all(request.cancelled() for request in cancelled),
-            "cancelled requests ended otherwise than by CancelledError; let it pass",
+            "cancelled requests did not raise CancelledError; do not catch it",
         )
     await asyncio.gather(*(case.generate(max_tokens=1) for _ in range(case.concurrency)))
 
 
 async def session(case: Case) -> None:
-    """Requests of one conversation may be named by a ``session``."""
+    """Requests may name their conversation by a ``session``."""
     for _ in range(2):
         await case.generate(max_tokens=1, session="conversation")
 
@@ -238,30 +238,29 @@ async def too_long(case: Case) -> None:
 
 
 async def full_context(case: Case) -> None:
-    """A request that fills ``context_length`` exactly is served."""
+    """A request that fills ``context_length`` exactly is accepted."""
     length = case.engine.context_length
-    if length > FILLED_CONTEXT:
-        raise Skipped(f"the context of {length} tokens is longer than {FILLED_CONTEXT}")
+    if length > LONGEST_FILLED:
+        raise Skipped(f"the context of {length} tokens is longer than {LONGEST_FILLED}")
     long = (case.prompt_ids * length)[: length - 1]
     answer = await case.generate(prompt_ids=long, max_tokens=1)
     _expect(len(answer.token_ids) == 1, f"got {len(answer.token_ids)} tokens, expected 1")
 
 
 async def update(case: Case) -> None:
-    """After an update the engine serves the new version, and samples with it."""
+    """After an update the engine serves the new version and samples with it."""
     version = case.engine.version + 1
     await case.publish(version)
     _expect(
         case.engine.version == version,
-        f"after the update to version {version} the engine says that it serves "
-        f"{case.engine.version}",
+        f"after the update to version {version} the engine reports {case.engine.version}",
     )
     seen = (await case.generate()).versions.tolist()
-    _expect(set(seen) == {version}, f"tokens are of versions {seen} after the update to {version}")
+    _expect(set(seen) == {version}, f"tokens have versions {seen} after the update to {version}")
 
 
 async def update_in_flight(case: Case) -> None:
-    """Requests in flight end, with versions that never go back and were served meanwhile."""
+    """Requests in flight finish, with versions that never decrease and were served meanwhile."""
 
     async def bounded(most: int) -> tuple[int, Completion, int]:
         before = case.engine.version
@@ -281,10 +280,10 @@ async def update_in_flight(case: Case) -> None:
         await asyncio.wait(requests, timeout=CANCEL_S)
     for before, answer, after in answers:
         seen = answer.versions
-        _expect((np.diff(seen) >= 0).all(), f"the versions of tokens go back: {seen.tolist()}")
+        _expect((np.diff(seen) >= 0).all(), f"the versions of tokens decrease: {seen.tolist()}")
         _expect(
             before <= seen.min() and seen.max() <= after,
-            f"versions {seen.tolist()} of a request in whose time {before} to {after} were served",
+            f"versions {seen.tolist()} of a request during which {before} to {after} were served",
         )
 
 
@@ -311,15 +310,15 @@ async def _expect_refusal(request: Awaitable[Any], what: str) -> None:
 
 
 async def every_answer(case: Case) -> None:
-    """All answers of the other checks keep the contract that a worker enforces.
+    """All completions of the other checks meet the contract that a worker enforces.
 
-    So a fault that comes and goes is found here, if not where it belongs.
+    This finds intermittent faults that the check of their rule missed.
     """
     kinds = list(dict.fromkeys(case.broken))
-    _expect(not kinds, f"{len(case.broken)} answers break it: {'; '.join(kinds[:5])}")
+    _expect(not kinds, f"{len(case.broken)} completions break it: {'; '.join(kinds[:5])}")
 
 
-FIRST = (protocol, completion)  # the others mean nothing where these fail
+FIRST = (protocol, completion)  # the others mean nothing if these fail
 CHECKS = (
     *FIRST,
     *(logprobs, versions, max_tokens, greedy, stop_tokens, own_answers, concurrency, cancellation),

@@ -13,7 +13,7 @@ from primerl._optional import require
 
 VOCABULARY = 96
 HEADS = 4
-# What another library's constructors and models may raise.
+# Errors of other libraries' constructors and models.
 BUILD_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
                 RuntimeError, TypeError, ValueError)  # fmt: skip
 MAX_PARAMETERS = 4_000_000
@@ -57,7 +57,7 @@ _LARGEST: dict[str, int] = {
     **dict.fromkeys(("hc_mult", "hc_count", "num_layers_per_stack", "max_window_layers"), 2),
     **dict.fromkeys(("ngram_vocab_size_base", "split_ngram_parts", "ple_embed_dim"), 128),
     **dict.fromkeys(("vocab_size_per_layer_input", "decoder_vocab_size"), VOCABULARY),
-    # Windows are longer than the documents of a test, choices of keys are fewer than their tokens.
+    # Windows are longer than a test's documents, and chosen keys are fewer than their tokens.
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size"), 64),
     **dict.fromkeys(("index_topk", "indexer_budget"), 8),
     "index_n_heads": 8,  # with few, many keys score exactly 0, and any of those may be chosen
@@ -71,8 +71,8 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads",
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers",
            "num_decoder_layers", "num_blocks")  # fmt: skip
 
-# What the class of a configuration leaves out, though every released model of it has it.
-_LEFT_OUT: dict[str, Any] = {
+# Settings that configuration classes leave unset, although every released model has them.
+_UNSET: dict[str, Any] = {
     "head_dim": 16,
     "num_key_value_heads": HEADS,
     "n_routed_experts": 8,
@@ -90,25 +90,25 @@ _USUAL: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(source: str | os.PathLike[str], **settings: Any) -> Any:
-    """The configuration of a family's tiny version: of its language model, where it has more.
+    """The configuration of a family's tiny version; of its language model, if it is multimodal.
 
     Args:
         source: a ``model_type``, or a model folder (its ``config.json`` is read, not its weights).
-        settings: that replace the tiny ones.
+        settings: replace the tiny ones.
 
     Raises:
-        ValueError: there is no such family or folder, it is no causal language model's, or it has
-            no tiny version.
+        ValueError: there is no such family or folder, it has no causal language model, or no tiny
+            version.
     """
     config = full_config(source)
     small = _shrunk(config.to_dict())
-    alias = type(config).attribute_map  # a setting under two names is given by either
+    alias = type(config).attribute_map  # some settings have two names
     small = {alias.get(name, name): value for name, value in small.items()}
     settings = {alias.get(name, name): value for name, value in settings.items()}
     small.pop("quantization_config", None)
     if not Path(source, "config.json").is_file():
-        left_out = {k: v for k, v in _LEFT_OUT.items() if small.get(k, 0) is None}
-        small |= left_out | _USUAL.get(config.model_type, {})
+        unset = {k: v for k, v in _UNSET.items() if small.get(k, 0) is None}
+        small |= unset | _USUAL.get(config.model_type, {})
     try:
         return type(config).from_dict({**small, **settings})
     except _config_errors() as error:
@@ -155,14 +155,14 @@ def _config_errors() -> tuple[type[Exception], ...]:
 def tiny_family(source: str | os.PathLike[str], *, seed: int = 0, **settings: Any) -> Any:
     """A family's tiny model in float32, ready to train, without dropout.
 
-    Its parameters are drawn so that each matters: matrices keep the scale of what they multiply,
-    and norms, biases and routing biases differ from 1 and 0. A model that transformers just
-    initialized would pass many a test that a trained one fails.
+    Parameters are drawn so that each has an effect: matrices keep the scale of their inputs, and
+    norms, biases and routing biases differ from 1 and 0. A model freshly initialized by
+    transformers would pass tests that a trained one fails.
 
     Args:
-        source: as for ``tiny_config``, which see for the errors.
-        seed: of the parameters; the process's generator is left as it was.
-        settings: of the configuration, in place of the tiny ones.
+        source: as for ``tiny_config``, which also raises the same.
+        seed: of the parameters; the global generator is not used.
+        settings: replace those of the tiny configuration.
     """
     import torch
 
@@ -188,7 +188,7 @@ def tiny_family(source: str | os.PathLike[str], *, seed: int = 0, **settings: An
 
 
 def refuse_full_size(source: str | os.PathLike[str]) -> None:
-    """Refuse a family that has no tiny version for what it is, if it would be.
+    """Refuse a family without a tiny version for the reason that its full-size model is refused.
 
     Raises:
         ValueError: as ``parallel.shard`` would.
@@ -213,7 +213,7 @@ def _built(transformers: Any, config: Any, source: Any) -> Any:
 
 
 def _shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a configuration, small."""
+    """The settings of a configuration, shrunk."""
     small = {name: _smaller(name, value) for name, value in config.items()}
     for name in _HEADS:
         if isinstance(config.get(name), int):
@@ -232,7 +232,7 @@ def _shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fewer_layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
-    """One layer of each kind, in their order; two at least."""
+    """One layer of each kind, in order; at least two."""
     name = next((name for name in _LAYERS if isinstance(config.get(name), int)), None)
     if name is None:
         return {}
@@ -242,8 +242,8 @@ def _fewer_layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[s
         for key, value in config.items()
         if isinstance(value, list | tuple) and len(value) == depth and depth > 2
     }
-    of_kinds = [v for v in per_layer.values() if isinstance(v[0], str) or set(v) <= {0, 1}]
-    kinds = [tuple(str(value[layer]) for value in of_kinds) for layer in range(depth)]
+    kind_lists = [v for v in per_layer.values() if isinstance(v[0], str) or set(v) <= {0, 1}]
+    kinds = [tuple(str(value[layer]) for value in kind_lists) for layer in range(depth)]
     kept = sorted({kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values())
     shared = int(bool(config.get("num_kv_shared_layers"))) * len(kept)
     if shared:
@@ -262,11 +262,11 @@ def _fewer_layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[s
         if isinstance(value, list) and value and key not in per_layer and _lists_layers(key):
             fewer[key] = [layer for layer in value if layer < len(kept)]
         elif key == "per_layer_config" and value:
-            of_layer = {int(layer): settings for layer, settings in value.items()}
+            by_layer = {int(layer): settings for layer, settings in value.items()}
             fewer[key] = {
-                str(new): {k: _smaller(k, v) for k, v in of_layer[old].items()}
+                str(new): {k: _smaller(k, v) for k, v in by_layer[old].items()}
                 for new, old in enumerate(kept)
-                if old in of_layer
+                if old in by_layer
             }
     return fewer
 
@@ -298,6 +298,6 @@ def _smaller(name: str, value: Any) -> Any:
 
 
 def _smaller_rotary(rope: Mapping[str, Any], name: str, value: Any) -> Any:
-    """One factor for each pair of rotated dimensions, of which heads have 16."""
+    """Rotary factors for the pairs of rotated dimensions of heads of size 16."""
     pairs = int(16 * (rope.get("partial_rotary_factor") or 1.0)) // 2
     return value[:pairs] if name in ("short_factor", "long_factor") else value

@@ -1,7 +1,7 @@
 """An engine and an environment that break the contract, one rule at a time.
 
-For the test that what you train with notices: put one between a good engine and a worker, and see
-that its rollouts fail by name, that nothing of them is trained, and that the run goes on.
+Use them to test that faults are detected: wrap a valid engine, and check that the affected rollouts
+fail by name, that none is trained, and that the run continues.
 """
 
 import itertools
@@ -23,12 +23,12 @@ from primerl.types import (
     TrainingSample,
 )
 
-NO_VOCABULARY = 1_000_000_000  # an id of no model
+NO_VOCABULARY = 1_000_000_000  # beyond the vocabulary of any model
 
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """What was asked, and what the engine can answer."""
+    """A request, and the limits of a valid completion."""
 
     prompt_length: int
     params: SamplingParams
@@ -40,18 +40,18 @@ class Request:
         return self.limits.vocab_size or NO_VOCABULARY
 
 
-Spoil = Callable[[Completion, Request], Any]
+Corrupt = Callable[[Completion, Request], Any]
 
 
 class HostileEngine:
-    """Breaks one rule of the contract of engines in every ``every``-th answer.
+    """Breaks one rule of the contract of engines in every ``every``-th completion.
 
         engine = testing.HostileEngine("positive_logprob", testing.ScriptedEngine(), every=10)
 
     Args:
         fault: one of ``engine_faults()``.
-        engine: gives the answers that are spoilt.
-        every: 1 spoils each answer.
+        engine: gives valid completions.
+        every: 1 breaks all of them.
 
     Raises:
         ValueError: there is no such fault.
@@ -60,8 +60,8 @@ class HostileEngine:
     def __init__(self, fault: str, engine: Any, *, every: int = 1) -> None:
         if fault not in COMPLETION_FAULTS:
             raise ValueError(f"there is no fault {fault!r}, only {', '.join(COMPLETION_FAULTS)}")
-        self.spoilt = 0
-        """Answers so far that were spoilt."""
+        self.broken = 0
+        """Completions broken so far."""
         self._fault = fault
         self._engine = engine
         self._every = every
@@ -69,29 +69,29 @@ class HostileEngine:
 
     @property
     def version(self) -> int:
-        """That of the engine within."""
+        """The wrapped engine's."""
         version: int = self._engine.version
         return version
 
     @property
     def context_length(self) -> int:
-        """That of the engine within."""
+        """The wrapped engine's."""
         length: int = self._engine.context_length
         return length
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # as an engine that is being unpickled has none within
+        if name.startswith("_"):  # while unpickling there is no wrapped engine yet
             raise AttributeError(name)
         return getattr(self._engine, name)
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
     ) -> Any:
-        """The answer of the engine within, spoilt if it is its turn."""
+        """The wrapped engine's completion, every ``every``-th broken."""
         answer = await self._engine.generate(prompt_ids, params, session=session)
         if next(self._numbers) % self._every:
             return answer
-        self.spoilt += 1
+        self.broken += 1
         limits = Limits.of(self._engine, oldest=self._engine.version)
         request = Request(prompt_length=len(prompt_ids), params=params, limits=limits)
         return COMPLETION_FAULTS[self._fault](answer, request)
@@ -103,7 +103,7 @@ def engine_faults() -> tuple[str, ...]:
 
 
 def _resized(completion: Completion, count: int) -> Completion:
-    """With ``count`` tokens: cut short, or continued with its last token but one."""
+    """Cut to ``count`` tokens, or extended by repeating its last token."""
     places = np.minimum(np.arange(count), max(0, len(completion.token_ids) - 1))
     return attrs.evolve(
         completion,
@@ -150,22 +150,22 @@ def _stop_called_length(completion: Completion, request: Request) -> Completion:
     return attrs.evolve(completion, finish_reason="stop")
 
 
-def _token(name: Callable[[Request], int]) -> Spoil:
-    def spoil(completion: Completion, request: Request) -> Completion:
+def _token(name: Callable[[Request], int]) -> Corrupt:
+    def corrupt(completion: Completion, request: Request) -> Completion:
         tokens = completion.token_ids.copy()
         tokens[0] = name(request)
         return attrs.evolve(completion, token_ids=tokens)
 
-    return spoil
+    return corrupt
 
 
-def _logprob(value: float) -> Spoil:
-    def spoil(completion: Completion, _: Request) -> Completion:
+def _logprob(value: float) -> Corrupt:
+    def corrupt(completion: Completion, _: Request) -> Completion:
         logprobs = completion.logprobs.copy()
         logprobs[0] = value
         return attrs.evolve(completion, logprobs=logprobs)
 
-    return spoil
+    return corrupt
 
 
 def _versions_go_back(completion: Completion, request: Request) -> Completion:
@@ -185,7 +185,7 @@ def _unpublished_version(completion: Completion, request: Request) -> Completion
     return attrs.evolve(completion, versions=unheard_of)
 
 
-COMPLETION_FAULTS: Mapping[str, Spoil] = {
+COMPLETION_FAULTS: Mapping[str, Corrupt] = {
     "too_many_tokens": _too_many_tokens,
     "beyond_context": _beyond_context,
     "too_few_tokens": _too_few_tokens,
@@ -215,8 +215,8 @@ class HostileEnvironment:
 
     Args:
         fault: one of ``environment_faults()``.
-        environment: plays the rollouts that are spoilt.
-        every: 1 spoils each rollout.
+        environment: plays valid rollouts.
+        every: 1 breaks all of them.
 
     Raises:
         ValueError: there is no such fault.
@@ -231,14 +231,14 @@ class HostileEnvironment:
         self._numbers = itertools.count(1)
 
     async def __call__(self, task: Task, engine: Engine, params: SamplingParams) -> Rollout:
-        """A rollout of the environment within, spoilt if it is its turn."""
+        """The wrapped environment's rollout, every ``every``-th broken."""
         played: Awaitable[Rollout] = self._environment(task, engine, params)
         rollout = await played
         if next(self._numbers) % self._every:
             return rollout
-        spoil = SAMPLE_FAULTS[self._fault]
+        corrupt = SAMPLE_FAULTS[self._fault]
         request = Request(prompt_length=0, params=params, limits=Limits.of(engine))
-        return attrs.evolve(rollout, samples=[spoil(one, request) for one in rollout.samples])
+        return attrs.evolve(rollout, samples=[corrupt(one, request) for one in rollout.samples])
 
 
 def environment_faults() -> tuple[str, ...]:
@@ -247,15 +247,15 @@ def environment_faults() -> tuple[str, ...]:
 
 
 def _trained(field: str, value: Callable[[Request], Any]) -> Callable[[Sample, Request], Sample]:
-    """Another value of ``field`` at the last token to be trained."""
+    """Replace ``field`` at the last trained token."""
 
-    def spoil(sample: Sample, request: Request) -> Sample:
+    def corrupt(sample: Sample, request: Request) -> Sample:
         new = value(request)
         values = getattr(sample, field).astype(np.float64 if isinstance(new, float) else np.int64)
         values[sample.loss_mask.nonzero()[0][-1]] = new
         return attrs.evolve(sample, **{field: values})
 
-    return spoil
+    return corrupt
 
 
 def _long_sample(sample: Sample, request: Request) -> Sample:

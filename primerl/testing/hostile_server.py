@@ -1,4 +1,4 @@
-"""A server that speaks vLLM's routes, and answers wrongly or with far too much."""
+"""A server with vLLM's routes whose responses are invalid or far too large."""
 
 import asyncio
 import contextlib
@@ -14,18 +14,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from primerl._vllm_names import (
-    COLLECTIVE_RPC,
-    FINISH_UPDATE,
-    GENERATE,
-    METRICS,
-    MODELS,
-    PREPARE_WEIGHTS,
-    SERVED_DTYPE,
-    SERVED_VOCAB_SIZE,
-    SET_WEIGHT_VERSION,
-    WEIGHT_INFO,
-)
+from primerl import _vllm_names as names
 from primerl.rollout.engines.contract import Limits
 from primerl.testing.hostile import COMPLETION_FAULTS, Request
 from primerl.types import Completion, SamplingParams
@@ -38,21 +27,21 @@ Json = dict[str, Any]
 
 
 class HostileServer:
-    """Breaks one rule in every ``every``-th answer of one route; all others are those of vLLM.
+    """Breaks one rule in every ``every``-th response of one route; all others are like vLLM's.
 
         with testing.HostileServer("gzip_bomb") as server:
             engine = rollout.VLLMEngine(server.url)
 
-    Its greedy tokens are ``(sum(prompt) + i) % vocab_size``. It takes weights of any kind and
-    serves them under the label that it is given.
+    Its greedy tokens are ``(sum(prompt) + i) % vocab_size``. It accepts any weight update and
+    reports the label of the last one.
 
     Args:
-        fault: one of ``server_faults()``; those of completions are of ``GENERATE`` alone. None
+        fault: one of ``server_faults()``; those of completions apply to ``GENERATE`` only. None
             breaks no rule.
-        route: that answers wrongly.
-        every: 1 spoils each answer.
+        route: whose responses are broken.
+        every: 1 breaks all of them.
         vocab_size: the number of token ids.
-        context_length: the most tokens of one request.
+        context_length: the maximum number of tokens of one request.
 
     Raises:
         ValueError: there is no such fault.
@@ -62,7 +51,7 @@ class HostileServer:
         self,
         fault: str | None,
         *,
-        route: str = GENERATE,
+        route: str = names.GENERATE,
         every: int = 1,
         vocab_size: int = 64,
         context_length: int = 128,
@@ -71,10 +60,10 @@ class HostileServer:
             raise ValueError(f"there is no fault {fault!r}, only {', '.join(server_faults())}")
         self.fault = fault
         self.route = route
-        self.spoilt = 0
-        """Answers so far that were spoilt."""
+        self.broken = 0
+        """Responses broken so far."""
         self.sent_bytes = 0
-        """Of bodies without end."""
+        """Bytes sent of endless bodies."""
         self.label = "default"
         self.url = ""
         self._every = every
@@ -115,7 +104,7 @@ class HostileServer:
         body = json.loads(await request.read() or b"{}")
         turn = request.path == self.route and next(self._numbers) % self._every == 0
         fault = self.fault if turn else None
-        self.spoilt += fault is not None
+        self.broken += fault is not None
         if fault is not None and fault in BODY_FAULTS:
             response: web.StreamResponse = await BODY_FAULTS[fault](self, request)
             return response
@@ -127,26 +116,26 @@ class HostileServer:
         return web.json_response(answer)
 
     def _vllm(self, path: str, body: Json, fault: str | None) -> Any:
-        if path == GENERATE:
+        if path == names.GENERATE:
             return self._generate(body, COMPLETION_FAULTS.get(fault or ""))
-        if path == FINISH_UPDATE:
+        if path == names.FINISH_UPDATE:
             self.label = body["weight_version"]
-        elif path == SET_WEIGHT_VERSION:
+        elif path == names.SET_WEIGHT_VERSION:
             self.label = body["new_version"]
         results = {
-            PREPARE_WEIGHTS: {"prepared": True},
-            SERVED_DTYPE: "float32",
-            SERVED_VOCAB_SIZE: {"vocab_size": self._vocab_size},
+            names.PREPARE_WEIGHTS: {"prepared": True},
+            names.SERVED_DTYPE: "float32",
+            names.SERVED_VOCAB_SIZE: {"vocab_size": self._vocab_size},
         }
         answers: Json = {
-            WEIGHT_INFO: {"weight_version": self.label},
-            MODELS: {"data": [{"id": "hostile", "max_model_len": self._context_length}]},
-            METRICS: "vllm:num_requests_running 0.0\n",
-            COLLECTIVE_RPC: {"results": [results.get(body.get("method", ""), {})]},
+            names.WEIGHT_INFO: {"weight_version": self.label},
+            names.MODELS: {"data": [{"id": "hostile", "max_model_len": self._context_length}]},
+            names.METRICS: "vllm:num_requests_running 0.0\n",
+            names.COLLECTIVE_RPC: {"results": [results.get(body.get("method", ""), {})]},
         }
         return answers.get(path, {"status": "done"})
 
-    def _generate(self, body: Json, spoil: Callable[..., Any] | None) -> Json:
+    def _generate(self, body: Json, corrupt: Callable[..., Any] | None) -> Json:
         prompt, sampling = body["token_ids"], body["sampling_params"]
         params = SamplingParams(
             max_tokens=sampling["max_tokens"], stop_token_ids=sampling.get("stop_token_ids", ())
@@ -162,7 +151,7 @@ class HostileServer:
             versions=np.full(len(tokens), version),
             finish_reason="length" if end is None else "stop",
         )
-        if spoil is not None:
+        if corrupt is not None:
             limits = Limits(
                 context_length=self._context_length,
                 vocab_size=self._vocab_size,
@@ -170,12 +159,12 @@ class HostileServer:
                 newest=version,
             )
             request = Request(prompt_length=len(prompt), params=params, limits=limits)
-            completion = spoil(completion, request)
+            completion = corrupt(completion, request)
         return _wire(completion, run, body)
 
 
 def _wire(completion: Any, run: str, body: Json) -> Json:
-    """A completion as vLLM writes it, or whatever stands in its place."""
+    """A completion as vLLM encodes it, or the object in its place."""
     if not isinstance(completion, Completion):
         return {"choices": [completion]}
     tokens = completion.token_ids.tolist()
@@ -210,17 +199,17 @@ def _choice(**fields: Any) -> Callable[[Json], Json]:
 
 
 def _span(start: int, end: int) -> Callable[[Json], Json]:
-    def spoil(answer: Json) -> Json:
+    def corrupt(answer: Json) -> Json:
         name = answer["choices"][0]["weight_versions"][0]["version"]
         return _choice(weight_versions=[{"version": name, "start": start, "end": end}])(answer)
 
-    return spoil
+    return corrupt
 
 
 def _label(number: str) -> Callable[[Json], Json]:
-    """A label of the server's run, with another number."""
+    """A label of the server's run with another number."""
 
-    def spoil(answer: Json) -> Json:
+    def corrupt(answer: Json) -> Json:
         if "weight_version" in answer:
             run = str(answer["weight_version"]).rpartition("-")[0]
             return answer | {"weight_version": f"{run}-{number}"}
@@ -229,7 +218,7 @@ def _label(number: str) -> Callable[[Json], Json]:
         named = [span | {"version": f"{run}-{number}"} for span in spans]
         return _choice(weight_versions=named)(answer)
 
-    return spoil
+    return corrupt
 
 
 ANSWER_FAULTS: Mapping[str, Callable[[Json], Json]] = {
@@ -254,7 +243,7 @@ def _endless(status: int) -> Any:
     async def respond(server: HostileServer, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(status=status, headers={"Content-Type": "application/json"})
         await response.prepare(request)
-        with contextlib.suppress(ConnectionError):  # the client has had enough
+        with contextlib.suppress(ConnectionError):  # the client closed the connection
             await response.write(b"{")
             for _ in range(BOMB_BYTES // len(CHUNK)):
                 await response.write(CHUNK)

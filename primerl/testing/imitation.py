@@ -1,4 +1,4 @@
-"""A supervised start for policies that are too small to come with one."""
+"""Supervised training of tiny policies, as a starting point for reinforcement learning."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ def imitate(
     *,
     lr: float = 3e-3,
 ) -> None:
-    """Teach a model texts and their continuations, through the packed forward of training.
+    """Train a model on texts and their continuations, with the packed forward pass of training.
 
     Args:
         model: a causal language model.
@@ -19,7 +19,7 @@ def imitate(
         lessons: a batch of ``(text, continuation)`` for each step of AdamW.
         lr: the learning rate.
     """
-    import torch  # not above: whoever only needs a scripted engine waits for no torch
+    import torch  # here, so that scripted engines don't load torch
 
     from primerl import loss
 

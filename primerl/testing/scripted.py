@@ -24,7 +24,7 @@ LOGPROB = -1.0  # of every token
 
 
 def lognormal(*, median_s: float, p99_over_median: float = 10.0) -> Latency:
-    """Latencies with the long tail of real rollouts.
+    """Latencies with a long tail, like those of real rollouts.
 
     ``exp(N(ln median, sigma))`` seconds with ``sigma = ln(p99_over_median) / 2.3263``, so that one
     in a hundred takes more than ``p99_over_median`` times the median.
@@ -41,45 +41,45 @@ def lognormal(*, median_s: float, p99_over_median: float = 10.0) -> Latency:
 
 
 class ScriptedEngine:
-    """Says what it is told to, as slowly, unreliably and concurrently as wanted.
+    """Returns scripted replies, with scripted latencies, failures and weight updates.
 
         engine = testing.ScriptedEngine(["four", "five"], tokenizer=tokenizer,
                                         latency=testing.lognormal(median_s=0.05), failures=0.01)
 
-    A completion ends at its first stop token; where the reply has none, the first of
-    ``stop_token_ids`` is appended. Without stop tokens the reply is said again and again up to
-    ``max_tokens``, as a model goes on. Every logprob is -1.
+    A completion ends at its first stop token; if the reply has none, the first of
+    ``stop_token_ids`` is appended. Without stop tokens the reply is repeated up to ``max_tokens``.
+    Every logprob is -1.
 
-    A call sleeps once. Its tokens are sampled at even intervals over that time, each under the
-    version served at that moment, so an update splits the completions that are in flight. Replies,
-    latencies and failures depend on ``seed`` and the order of the calls alone.
+    A call sleeps once. Its tokens are sampled at even intervals over that time, each with the
+    version served at that moment, so an update splits the completions in flight. Replies, latencies
+    and failures depend only on ``seed`` and the order of the calls.
 
     ``generate`` may be awaited on any event loop, and ``update_weights`` called from any thread. An
-    engine pickles where its arguments do; what is pickled has no calls in flight.
+    engine can be pickled if its arguments can; the copy has no calls in flight.
 
     Args:
-        replies: said in turn, again and again; a greedy request gets the one that its prompt
-            decides. Or ``(prompt_ids, call number) -> reply``, with calls numbered from 0.
+        replies: used in turn, repeatedly; a greedy request gets the one that its prompt selects.
+            Or ``(prompt_ids, call number) -> reply``, with calls numbered from 0.
         tokenizer: encodes replies that are strings; others are token ids.
-        latency: seconds of a call, or a function that draws them.
-        seconds_per_token: added to it for each sampled token.
-        failures: the share of calls that fail, or ``call number -> exception or None``; raised
+        latency: seconds per call, or a function that draws them.
+        seconds_per_token: added to the latency for each sampled token.
+        failures: the fraction of calls that fail, or ``call number -> exception or None``; raised
             after a random part of the call's latency.
-        context_length: the most tokens of one request.
-        vocab_size: the number of token ids, where a worker is to check it.
+        context_length: the maximum number of tokens of one request.
+        vocab_size: the number of token ids, if a worker is to check it.
         seed: of latencies and failures.
 
     Raises:
-        ValueError: there is no reply, a reply is neither text nor token ids, text comes without a
-            tokenizer, or a number is out of range.
+        ValueError: there is no reply, a reply is neither text nor token ids, a reply is text and
+            there is no tokenizer, or a number is out of range.
     """
 
     calls: int
-    """Calls so far, with those in flight, failed and cancelled; refused ones don't count."""
+    """Calls so far, including those in flight, failed and cancelled, but not refused ones."""
     in_flight: int
-    """Calls that have not ended."""
+    """Calls in flight."""
     peak_in_flight: int
-    """The most calls that were in flight at once."""
+    """The maximum number of calls in flight."""
     cancelled: int
     """Calls that were cancelled."""
 
@@ -100,7 +100,7 @@ class ScriptedEngine:
         if not 0 <= seconds_per_token < math.inf:
             raise ValueError(f"seconds_per_token is {seconds_per_token}, expected a number >= 0")
         if not callable(failures) and not 0 <= failures <= 1:
-            raise ValueError(f"failures is {failures}, expected a share between 0 and 1")
+            raise ValueError(f"failures is {failures}, expected a fraction between 0 and 1")
         if context_length < 2:
             raise ValueError(f"context_length is {context_length}, expected at least 2 tokens")
         self._tokenizer = tokenizer
@@ -124,17 +124,17 @@ class ScriptedEngine:
 
     @property
     def version(self) -> PolicyVersion:
-        """The policy version that the next token will be sampled with."""
+        """The policy version that samples the next token."""
         return self._updates[-1][1]
 
     @property
     def context_length(self) -> int:
-        """The most tokens, prompt and completion together, in one request."""
+        """The maximum number of tokens of one request, prompt and completion together."""
         return self._context_length
 
     def update_weights(
         self,
-        tensors: Mapping[str, Any],  # noqa: ARG002  a script has no use for weights
+        tensors: Mapping[str, Any],  # noqa: ARG002  a script has no weights
         *,
         version: int,
         timeout_s: float = 600.0,  # noqa: ARG002  it takes no time
@@ -142,7 +142,7 @@ class ScriptedEngine:
         """Serve ``version`` from the next token on; the tensors are ignored.
 
         Raises:
-            ValueError: the version goes back.
+            ValueError: the version is older than the one served.
         """
         with self._lock:
             if version < self.version:
@@ -154,12 +154,12 @@ class ScriptedEngine:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
-        session: str | None = None,  # noqa: ARG002  one replica: every session is at home
+        session: str | None = None,  # noqa: ARG002  there is one replica
     ) -> Completion:
         """The scripted completion, after its latency; cancelling the awaiting task cancels it.
 
         Raises:
-            ValueError: the prompt is empty, or the request is longer than the context.
+            ValueError: the prompt is empty, or the request exceeds the context.
             RuntimeError: this call was drawn to fail. An exception that ``failures`` returns is
                 raised as it is.
         """
@@ -196,8 +196,8 @@ class ScriptedEngine:
             )
 
     def _begin(self) -> tuple[float, int, float, float, Exception | None]:
-        """Count a call and draw its fate: when it began, its number, its latency, the share of it
-        that passes, and the failure after that.
+        """Count a call: its start, its number, its latency, the fraction of it before a failure
+        (or 1), and the failure.
         """
         with self._lock:
             number = self.calls
@@ -222,7 +222,7 @@ class ScriptedEngine:
         if callable(self._reply):
             reply = self._encode(self._reply(prompt_ids, number), f"the reply to call {number}")
         else:
-            # A greedy completion is a function of its prompt, whatever was asked before.
+            # A greedy completion depends on its prompt only, not on earlier calls.
             greedy = params.temperature == 0
             turn = zlib.crc32(np.asarray(prompt_ids, np.int64).tobytes()) if greedy else number
             reply = self._reply[turn % len(self._reply)]
@@ -242,7 +242,7 @@ class ScriptedEngine:
         return reply[: params.max_tokens]
 
     def _versions(self, began: float, count: int) -> np.ndarray:
-        """The version served at the moment of each of ``count`` tokens, sampled since ``began``."""
+        """The versions of ``count`` tokens, sampled at even intervals since ``began``."""
         with self._lock:
             now = time.monotonic()
             first = bisect_right(self._updates, began, key=itemgetter(0)) - 1

@@ -1,10 +1,10 @@
-"""Real words."""
+"""Common English words."""
 
 from importlib import resources
 
 
 def words() -> list[str]:
-    """Common English words of 3 to 5 lower-case letters, in a fixed mixed order.
+    """Common English words of 3 to 5 lower-case letters, in a fixed shuffled order.
 
     Drawn from the SCOWL word lists, whose notice is in ``words.LICENSE`` beside them.
     """

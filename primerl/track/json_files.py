@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from primerl._files import whole_or_nothing
+
 
 def open_lines(path: Path, *, new: bool = False) -> TextIO:
     """A file to which lines are added.
@@ -104,8 +106,5 @@ def write_line(file: TextIO, record: Mapping[str, Any]) -> None:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a file, all or nothing."""
-    partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)  # of a process that was killed; a link is not followed
-    with partial.open("x", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2, default=str) + "\n")
-    partial.replace(path)
+    with whole_or_nothing(path) as file:
+        file.write((json.dumps(value, indent=2, default=str) + "\n").encode())

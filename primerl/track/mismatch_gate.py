@@ -36,10 +36,11 @@ class MismatchGate:
     alarm is on while their quotient exceeds ``max(1.25, exp(2.7 s))``; s is the spread of the
     baseline, ``1.4826 MAD`` of its logarithms. The baseline stands still while the alarm is on.
 
-    What it promises depends on s (docs/proof.md has the table): up to s = 0.08, a sustained rise
-    by 1.5 is flagged within 3 steps and at most 1 of 1,000 clean steps begins an alarm. Beyond, it
-    takes a larger rise, and up to 3 of 1,000 where tails are heavy; more tokens a step are what
-    helps. A rise slower than 1.5 in 200 steps is drift, as training makes it, and is followed.
+    What it promises depends on s (docs/verification.md has the table): up to s = 0.08, a sustained
+    rise by 1.5 is flagged within 3 steps and at most 1 of 1,000 clean steps begins an alarm.
+    Beyond, it takes a larger rise, and up to 3 of 1,000 where tails are heavy; more tokens
+    a step help. A rise slower than 1.5 in 200 steps is drift, as training makes it, and is
+    followed.
 
     What is wrong from the start is in the baseline too, and no rise. So the alarm is also on while
     the median exceeds ``bound``, whatever was before, from the first 3 steps on.

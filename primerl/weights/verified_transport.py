@@ -1,4 +1,4 @@
-"""Publications that count once a canary has passed."""
+"""A transport whose publications are checked by a canary."""
 
 import logging
 import os
@@ -9,8 +9,7 @@ import attrs
 import torch
 from torch import nn
 
-from primerl._gathering import is_first_rank
-from primerl._outcomes import on_first_rank
+from primerl._ranks import is_first_rank, on_first_rank
 from primerl.weights.transports.disk import Disk
 from primerl.weights.transports.receipts import Receipt, Transport, on_all_ranks
 from primerl.weights.transports.shared_memory import SharedMemory
@@ -83,11 +82,11 @@ class VerifiedTransport:
                 seconds = receipt.seconds | {"verify": verify_s}
                 return on_all_ranks(attrs.evolve(receipt, seconds=seconds, canary=verdict.metrics))
             if retries_left and is_first_rank():
-                log.warning("what version %d sampled is dropped; it is published again", version)
+                log.warning("version %d failed the canary and is published again", version)
         raise RuntimeError(f"the engines do not serve what was published: {verdict.reason}")
 
     def _test_wiring(self, version: int) -> None:
-        # Engines serve perturbed weights meanwhile, so the worker must not start any rollout.
+        # Engines serve perturbed weights meanwhile, so the worker must not start a rollout.
         self._tell_worker(version, passed=False)
         report = wiring.wiring_test(
             self.canary.model, self.transport, self.canary, version=version, restore=False
@@ -133,7 +132,7 @@ def transport_to(
             for each group of tensors, hundreds of GB for a model of 30B parameters.
 
     Raises:
-        ValueError: an argument that no publication could be made with.
+        ValueError: an argument is out of range, or rank 0 has no engine.
     """
     served = on_first_rank(lambda: engine.dtype if hasattr(engine, "probe") else None)
     dtype = dtype or (None if served is None else getattr(torch, served))

@@ -274,7 +274,7 @@ class TestPenalized:
         assert paid == pytest.approx(expected, abs=1e-12)
         assert values == pytest.approx(expected - expected.mean(), abs=1e-12)
 
-    def test_a_token_masked_out_because_it_is_old_is_still_paid_for(self):
+    def test_a_token_masked_out_because_it_is_old_still_counts(self):
         rollouts = [
             Rollout(samples=[sample_of(pattern)], reward=1.0)
             for pattern in ("pmmcc", "pcccc", "pmccc")
@@ -289,7 +289,7 @@ class TestPenalized:
         assert advantage.penalized(group, turns=1.0).tolist() == [0.0, 0.0]
 
     @pytest.mark.parametrize("reward", [0.0, -1.0])
-    def test_a_group_that_failed_pays_nothing(self, reward):
+    def test_a_group_that_failed_is_not_penalized(self, reward):
         group = attrs.evolve(
             self.group,
             rollouts=[attrs.evolve(one, reward=reward) for one in self.group.rollouts],
@@ -379,7 +379,7 @@ class TestAgentBaselines:
         assert theirs == pytest.approx(0.95 * ours, abs=1e-15)
 
     @given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(-9, 9)), max_size=20), st.data())
-    def test_a_resumed_run_goes_on_exactly(self, played, data):
+    def test_a_resumed_run_continues_exactly(self, played, data):
         cut = data.draw(st.integers(0, len(played)))
         groups = [group_of((agent, "", reward), environment=agent) for agent, reward in played]
         whole, first, second = (advantage.AgentBaselines(decay=0.9) for _ in range(3))

@@ -24,7 +24,7 @@ def tensors(rows, keys, *, heads=4, kv_heads=2, width=8, value_width=8, dtype=to
 
 
 def by_mask(query, key, value, some, *, scaling=None):
-    """The definition, over all queries and keys at once."""
+    """The definition: a masked softmax over all queries and keys."""
     mask = torch.zeros(len(query), len(key), dtype=torch.bool)
     for one in some:
         keys = [row for begin, end in one.keys for row in range(begin, end)]
@@ -39,7 +39,7 @@ def by_mask(query, key, value, some, *, scaling=None):
 
 @st.composite
 def parts_of_documents(draw):
-    """Spans of queries end to end, and how many rows keys have."""
+    """Spans of queries end to end, and the number of key rows."""
     found, queries, keys = [], 0, 0
     for _ in range(draw(st.integers(1, 6))):
         length, before = draw(st.integers(1, 5)), draw(st.integers(0, 4))
@@ -59,7 +59,7 @@ def test_the_keys_of_a_document_are_its_own_and_those_it_shares():
     assert (branch.shared, branch.length) == (2, 5)
 
 
-def test_a_document_continues_the_one_before_it_along_the_tree():
+def test_a_document_shares_tokens_of_the_one_before_it_along_the_tree():
     """0 1 2 3, from which 2' 3' branch, from which 3'' 4'' do; then 1* from the very first."""
     position_ids = torch.tensor([0, 1, 2, 3, 2, 3, 3, 4, 1, 2, 0])
 
@@ -90,7 +90,7 @@ def test_spans_attend_as_under_a_mask(case, scaling):
         torch.testing.assert_close(mine, other)
 
 
-def test_a_rank_may_attend_for_no_row():
+def test_a_rank_may_have_no_queries():
     q, k, v = tensors(0, 5)
 
     ours = attend(q, k, v, lay_out(()))

@@ -1,4 +1,4 @@
-"""Models whose keys an indexer chooses: packed, against each document run alone by transformers."""
+"""Sparse attention of packed documents, against each document run alone by transformers."""
 
 import copy
 import itertools
@@ -143,7 +143,7 @@ def test_no_square_mask_is_built():
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_documents_may_share_what_they_begin_with(kind):
-    """A prompt of 11 tokens and a reply; 9 tokens continue 13 of these, and 1 token the first 2."""
+    """A prompt of 11 tokens and a reply; 9 tokens follow 13 of these, and 1 token the first 2."""
     model = sparse_model(kind)
     generator = torch.Generator().manual_seed(3)
     root, *replies = (torch.randint(2, 64, (n,), generator=generator) for n in (11, 6, 9, 1))
@@ -272,13 +272,13 @@ def test_an_indexer_with_parameters_of_its_own_is_refused():
             super().__init__()
             self.scale = torch.nn.Parameter(torch.ones(()))
 
-    with pytest.raises(ValueError, match="Odd has parameters beside its layers'"):
+    with pytest.raises(ValueError, match="Odd has parameters outside its submodules"):
         DocumentIndexer(Odd())
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_weight_decay_moves_no_frozen_indexer(frozen):
-    """Optimizers skip what has no gradient, but not what has one of zeros."""
+    """Optimizers skip parameters without a gradient, but not those with a gradient of zeros."""
     model = sparse_model()
     names = parallel.freeze_indexer(model) if frozen else []
     indexer = [name for name, _ in model.named_parameters() if ".indexer." in name]
@@ -342,5 +342,5 @@ def test_four_ranks_train_as_one_process_does(found, kind, cp):
 
 
 def test_frozen_indexers_stay_as_they_are_on_every_mesh(found):
-    """Frozen before sharding or after, under an optimizer that is given zeros as gradients."""
+    """Frozen before or after sharding, with an optimizer that gets zeros as gradients."""
     assert all(one["stayed"] and one["frozen"] == 10 for one in found[0].values())

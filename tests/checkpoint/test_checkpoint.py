@@ -12,9 +12,9 @@ from safetensors import safe_open
 from torch import nn
 
 from primerl import checkpoint, optim
+from primerl._digests import digest_of_file
 from primerl.checkpoint import folders, writing
 from primerl.checkpoint.generators import generator_states, set_generators
-from primerl.checkpoint.tensor_file import digest
 
 
 class Net(nn.Module):
@@ -70,7 +70,7 @@ def trainable(net):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_run_goes_on_exactly(tmp_path, kind, asynchronous):
+def test_a_run_is_resumed_exactly(tmp_path, kind, asynchronous):
     net = Net()
     optimizer = OPTIMIZERS[kind](trainable(net))
     train(net, optimizer, 3)
@@ -142,7 +142,7 @@ def test_what_changes_while_it_is_written_is_not_saved(tmp_path, monkeypatch):
     assert torch.equal(optimizer.state[net.first.weight]["exp_avg"], moment)
 
 
-def test_python_s_generator_goes_on():
+def test_pythons_generator_is_restored():
     """By itself, because beartype draws from it where it checks a container."""
     states = generator_states()
     expected = [random.random() for _ in range(700)], random.gauss(), random.gauss()
@@ -151,7 +151,7 @@ def test_python_s_generator_goes_on():
     assert ([random.random() for _ in range(700)], random.gauss(), random.gauss()) == expected
 
 
-def test_a_schedule_and_two_optimizers_go_on(tmp_path):
+def test_a_schedule_and_two_optimizers_are_resumed(tmp_path):
     def build(seed):
         net = Net(seed=seed)
         first = torch.optim.AdamW(net.first.parameters(), lr=1.0, betas=(0.8, 0.9))
@@ -186,7 +186,7 @@ class Counter:
         return self._state
 
 
-def test_values_of_rank_0_come_back(tmp_path):
+def test_values_of_rank_0_are_restored(tmp_path):
     net = Net()
     values = {"worker": b"\0\xff", "gate": Counter({"a": [1, 2.5, None]}), "absent": None, "n": 3}
     with checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net))) as saves:
@@ -282,14 +282,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(three, caplog
 
 
 def sealed(at, *, manifest=None, state=None):
-    """Write what somebody made up into a checkpoint, with digests that are right."""
+    """Forge content in a checkpoint, with correct digests."""
     whole = json.loads((at / "manifest.json").read_text())
     content = whole["manifest"]
     if state is not None:
         (at / "state.json").write_bytes(state)
         content["files"]["state.json"] = {
             "size": len(state),
-            "digest": digest(at / "state.json"),
+            "digest": digest_of_file(at / "state.json"),
         }
     content = content if manifest is None else manifest(content)
     sum_ = folders.manifest_digest(content)
@@ -338,7 +338,7 @@ SECRET_DIGEST = xxhash.xxh3_128_hexdigest(b"secret")
 
 
 @pytest.mark.parametrize("kind", MADE_UP)
-def test_what_somebody_made_up_is_skipped_like_what_is_damaged(three, caplog, kind):
+def test_a_forged_checkpoint_is_skipped_like_a_damaged_one(three, caplog, kind):
     """Whatever is in the files: the checkpoint before it is taken, and nothing outside is read."""
     (three / "secret").write_bytes(b"secret")
     damaged = three / "checkpoints" / "step-00000003"
@@ -358,7 +358,7 @@ def test_a_deep_manifest_is_skipped(three):
     assert checkpoint.last_good(three).step == 2
 
 
-def test_numbers_that_are_not_finite_come_back(tmp_path):
+def test_numbers_that_are_not_finite_are_restored(tmp_path):
     net = Net()
     with checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net))) as saves:
         saves.save(1, gate={"least": float("inf")})
@@ -412,7 +412,7 @@ def test_a_folder_without_a_checkpoint_is_no_run_to_resume(tmp_path, names, mess
     assert snapshot(tmp_path) == before
 
 
-def test_a_folder_that_is_not_there_is_not_made(tmp_path):
+def test_a_missing_folder_is_not_created(tmp_path):
     with pytest.raises(ValueError, match="there is no folder .*mistyped to resume from"):
         checkpoint.last_good(tmp_path / "mistyped")
 
@@ -644,8 +644,8 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
 
 
 def test_a_part_that_is_missing_is_named(tmp_path):
+    from primerl.checkpoint.pieces import Piece
     from primerl.checkpoint.resharding import whole_shapes
-    from primerl.checkpoint.tensor_file import Piece
 
     half = Piece(name="w", shape=(4, 2), offsets=(2, 0), values=torch.zeros(2, 2))
     with pytest.raises(ValueError, match="w: 4 of its 8 elements were saved"):

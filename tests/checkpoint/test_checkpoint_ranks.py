@@ -53,11 +53,11 @@ def test_what_is_loaded_is_what_was_there_when_save_was_called(found):
         assert one["after"] == one["losses"][2:]
 
 
-def test_muon_goes_on_exactly(found):
+def test_muon_is_resumed_exactly(found):
     assert all(rank["muon"] for rank in found)
 
 
-def test_four_ranks_go_on_where_one_left(found):
+def test_four_ranks_resume_where_one_stopped(found):
     """Each reads its part of what was saved whole."""
     expected = found[0]["one_rank"]
 
@@ -66,7 +66,7 @@ def test_four_ranks_go_on_where_one_left(found):
         assert rank["from_one_rank"] == pytest.approx(expected[2:], abs=5e-6)
 
 
-def test_each_rank_gets_its_random_numbers_back(found):
+def test_each_rank_gets_its_generator_state_back(found):
     drawn = [rank["uninterrupted"]["drawn"] for rank in found]
 
     assert [rank["uninterrupted"]["drawn_again"] for rank in found] == drawn
@@ -105,7 +105,7 @@ def test_a_process_killed_while_it_saves_leaves_the_save_before(folder, found):
 
 
 @pytest.mark.parametrize("ep", ["2", "1"])
-def test_two_ranks_go_on_where_four_were_killed(found, resumed, ep):
+def test_two_ranks_resume_where_four_were_killed(found, resumed, ep):
     """The next three losses, to five decimals, with experts divided and not."""
     expected = found[0]["uninterrupted"]["losses"][2:]
 

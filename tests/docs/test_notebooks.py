@@ -10,7 +10,7 @@ import pytest
     [
         ("01_the_loop", "reward of the last five steps"),
         ("02_staleness", "oldest token trained"),
-        ("03_losses", "surrogates agree on policy and part off it"),
+        ("03_losses", "surrogates agree on policy and differ off policy"),
     ],
 )
 def test_the_notebook_runs(root, name, said):

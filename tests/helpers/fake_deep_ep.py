@@ -1,4 +1,4 @@
-"""A stand-in for the library DeepEP on gloo: what its documentation says, not how it does it."""
+"""A fake of the library DeepEP on gloo, after its documentation."""
 
 import torch
 import torch.distributed as dist

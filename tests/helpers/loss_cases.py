@@ -1,4 +1,4 @@
-"""Shared by the tests of primerl.loss: every token loss behind one call, rows, threads as ranks."""
+"""Helpers of the tests of primerl.loss: token losses behind one call, rows, threads as ranks."""
 
 import functools
 import threading
@@ -16,7 +16,7 @@ F64 = {"dtype": torch.float64}
 
 @attrs.frozen(eq=False, kw_only=True)
 class Rows:
-    """What a token loss may be given for each row, beside the trainer's logprobs."""
+    """The inputs of token losses for each row, beside the trainer's logprobs."""
 
     behavior: torch.Tensor
     advantages: torch.Tensor

@@ -2,7 +2,7 @@
 
 ``pytest -m slow tests/parity/test_parity_faults.py`` runs the whole list, continuous integration
 those that are ``quick``. Each replaces something in a module of this package, on every rank, while
-a family is trained on a mesh; then some figure of ``parity_checks`` must exceed what is allowed.
+a family is trained on a mesh; some difference of ``parity.checks`` must then exceed its tolerance.
 """
 
 import json
@@ -34,7 +34,7 @@ from primerl.parallel import (
 )
 from primerl.parity.checks import Finding, MeshPlan, on_mesh
 from primerl.parity.reference import sampled, train
-from primerl.parity.training import documents_of
+from primerl.parity.training import model_documents
 from primerl.testing.families import tiny_family
 
 FAMILY = "glm4_moe"
@@ -51,7 +51,7 @@ MUON = MeshPlan(ep=2, optimizer="muon", resume=True)
 
 @attrs.frozen(kw_only=True)
 class Fault:
-    """Something wrong, and the mesh that shows it."""
+    """A fault, and the mesh that shows it."""
 
     name: str
     plan: MeshPlan
@@ -63,7 +63,7 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(name: str, plan: MeshPlan, *, quick: bool = False) -> Callable[..., None]:
-    """Add a function, which injects it, to the list."""
+    """Register a function that injects a fault."""
 
     def add(inject: Callable[[pytest.MonkeyPatch], None]) -> None:
         FAULTS[name] = Fault(name=name, plan=plan, inject=inject, quick=quick)
@@ -72,13 +72,13 @@ def fault(name: str, plan: MeshPlan, *, quick: bool = False) -> Callable[..., No
 
 
 def around(patch: pytest.MonkeyPatch, owner: Any, name: str, call: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``call``, which is given the real one first."""
+    """Replace ``owner.name`` by ``call``, whose first argument is the original."""
     real = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **kwargs: call(real, *args, **kwargs))
 
 
 class InsteadOf:
-    """A module but for some names: what one of ours may know it as."""
+    """A module with some names replaced, for one of our modules to use in its place."""
 
     def __init__(self, module: Any, **names: Any) -> None:
         self.__dict__.update(names)
@@ -467,10 +467,10 @@ def _(patch):
 
 @fault("all ranks restore the first one's generators", FSDP)
 def _(patch):
-    def of_first(real, pieces, notes, *, rank, as_many):
+    def first_only(real, pieces, notes, *, rank, as_many):
         real(pieces, notes, rank=0, as_many=as_many)
 
-    around(patch, loading, "_set_generators", of_first)
+    around(patch, loading, "_set_generators", first_only)
 
 
 # Muon
@@ -533,7 +533,7 @@ def _(patch):
 
 @fault("each rank makes its own shard orthogonal", MUON, quick=True)
 def _(patch):
-    patch.setattr(muon, "division", lambda _parameter: None)
+    patch.setattr(muon, "matrix_sharding", lambda _parameter: None)
 
 
 @fault("one step of Newton-Schulz is missing", MUON)
@@ -564,7 +564,7 @@ def main(names: str, folder: str) -> None:
     torch.set_num_threads(1)
     with parallel.process_group(timeout_s=TIMEOUT_S) as world:
         model = tiny_family(FAMILY)
-        sequences = sampled(model, documents_of(model))
+        sequences = sampled(model, model_documents(model))
         references = {
             name: train(tiny_family(FAMILY), sequences, optimizer=name)
             for name in ("adamw", "muon")
@@ -575,13 +575,15 @@ def main(names: str, folder: str) -> None:
         def failed(name: str, plan: MeshPlan) -> list[str]:
             saved = Path(folder, f"run-{len(found)}") if world.is_first else None
             try:
-                figures = on_mesh(
+                measurements = on_mesh(
                     FAMILY, {}, sequences, references[plan.optimizer], plan=plan, folder=saved
                 )
             except (ValueError, RuntimeError) as error:
                 return [f"raised: {error}"]
-            checks = (Finding(family=FAMILY, mesh=name, check=c, figure=x) for c, x in figures)
-            return [f"{one.check} {one.figure:.1e}" for one in checks if one.result != "pass"]
+            checks = (
+                Finding(family=FAMILY, mesh=name, check=c, measured=x) for c, x in measurements
+            )
+            return [f"{one.check} {one.measured:.1e}" for one in checks if one.result != "pass"]
 
         for plan in dict.fromkeys(one.plan for one in chosen):
             found[plan.name] = failed("no fault", plan)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import TCPStore
 
 from primerl._digests import digest_of, digest_of_all, raw_bytes
-from primerl.weights.transports.broadcast_group import draw_place
+from primerl.weights.transports.broadcast_group import join_group
 from primerl.weights.transports.folder_reader import FolderReader
 
 ROUNDING = 5e-5  # of logprobs in float32, in nats
@@ -175,7 +175,7 @@ class BroadcastReplicas:
 
     def _take(self, url, index, update):
         if self.members.get((url, index), (None,))[0] != update["group"]:
-            place = draw_place(update["address"], update["port"], timeout_s=30.0)
+            place = join_group(update["address"], update["port"], timeout_s=30.0)
             self.members[url, index] = (update["group"], StoreCommunicator(place))
         communicator = self.members[url, index][1]
         taken = {}

@@ -1,4 +1,4 @@
-"""Logprobs straight from hidden states, against the logits they never hold."""
+"""Logprobs from hidden states, against logprobs from materialized logits."""
 
 import math
 
@@ -39,7 +39,7 @@ def problem(t, v, h, *, dtype=torch.float64, seed=0):
 
 
 def gradients(outputs, inputs, *, seed=0, retain_graph=False):
-    """Of a random combination of logprobs and entropies."""
+    """Gradients of a random combination of logprobs and entropies."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(
         (x * torch.randn(x.shape, generator=generator, **F64).to(x.dtype)).sum() for x in outputs
@@ -155,7 +155,7 @@ def test_half_precision_is_no_worse_than_with_logits(small_tiles, dtype, chunk_t
 
 
 def test_only_selected_rows_reach_the_head():
-    """NaN hidden states, senseless labels and NaN gradients elsewhere leave no trace."""
+    """NaN hidden states, invalid labels and NaN gradients in other rows have no effect."""
     hidden, weight, labels = problem(4, 50, 3)
     rows = torch.tensor([False, True, False, True])
     clean = loss.linear_logprobs(hidden, weight, labels, rows=rows)
@@ -257,7 +257,7 @@ def test_autocast_computes_the_product_as_it_would_that_of_a_linear_layer():
     assert [x.dtype for x in gradients(ours, (hidden, weight))] == [torch.float32] * 2
 
 
-def test_no_more_than_a_tile_of_logits_is_held():
+def test_no_more_than_a_tile_of_logits_is_materialized():
     hidden, weight, labels = problem(512, 9000, 8, dtype=torch.bfloat16)
     sizes = []
 
@@ -317,7 +317,7 @@ HIDDEN, WEIGHT, LABELS = torch.zeros(4, 3), torch.zeros(9, 3), torch.zeros(4, dt
         ((HIDDEN, WEIGHT, LABELS), {"chunk_tokens": 0}, "chunk_tokens is 0; expected 1 or more"),
     ],
 )
-def test_errors_say_what_is_wrong(arguments, options, message):
+def test_errors_of_linear_logprobs(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         loss.linear_logprobs(*arguments, **options)
 

@@ -1,4 +1,4 @@
-"""Algorithms put together from parts, against each paper's objective written out in plain loops.
+"""Composed algorithms, against each paper's objective written out in plain loops.
 
 One small batch of groups with rollouts of unequal lengths goes both ways: through groups,
 advantages, packing over two ranks, a token loss and a reduction; and through the sums of the paper
@@ -233,7 +233,7 @@ def as_it_is(samples):
 
 @attrs.frozen(eq=False, kw_only=True)
 class Step:
-    """What a recipe knows in its inner loop: a batch, and the counts of the whole step."""
+    """The inputs of a recipe's inner loop: a batch, and the counts of the whole step."""
 
     batch: packing.PackedBatch
     proximal: torch.Tensor
@@ -372,7 +372,7 @@ ALGORITHMS = {
     ),
 }
 WITHOUT_A_VALUE = {"RLOO", "MaxRL"}
-"""Their paper gives a gradient; the loss that has it is not that of the other side."""
+"""Algorithms whose paper gives a gradient, not the loss."""
 
 
 def groups_of(episodes):
@@ -446,7 +446,7 @@ def by_loops(episodes, objective, h=1e-6):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_an_algorithm_by_parts_is_that_of_its_paper(name, seed):
+def test_a_composed_algorithm_is_that_of_its_paper(name, seed):
     objective, *parts = ALGORITHMS[name]
     episodes = random_episodes(seed)
 
@@ -463,7 +463,7 @@ def test_an_algorithm_by_parts_is_that_of_its_paper(name, seed):
     ["Dr. GRPO", "DAPO", "GSPO", "REINFORCE++", "GRPO, decoupled, TIS", "decoupled PPO"],
 )
 def test_clips_bind_for_some_tokens_of_the_batch_and_not_for_all(name):
-    """Else the comparison would not see them."""
+    """Otherwise the comparison would not cover them."""
     _, gradient = by_loops(random_episodes(0), ALGORITHMS[name][0])
 
     assert 2 < np.count_nonzero(np.abs(gradient) < 1e-9) < len(gradient) - 2

@@ -18,6 +18,7 @@ import torch
 
 import primerl
 from primerl import loss
+from primerl.loss.diagnostics import token_statistics
 
 ROWS = 3
 FLOATS = torch.tensor([-1.0, -2.0, -0.5])
@@ -28,13 +29,14 @@ OPTIONS = {"denom": 2.0, "length": 5.0, "version": 0, "max_staleness": 1}
 # Of the sampler or of another model: never NaN, except in masked rows if the function has a mask.
 DATA = {"behavior_logprobs", "advantages", "proximal_logprobs", "ref_logprobs", "other"}
 HEADS = {"model_logprobs", "model_logprobs_and_entropy", "token_logprobs", "linear_logprobs"}
-NOT_CHECKED_HERE = {*HEADS, "summarize"}  # tests/loss/test_linear_logprobs.py does
-FUNCTIONS = [name for name in loss.__all__ if name not in NOT_CHECKED_HERE]
+NOT_CHECKED_HERE = {*HEADS, "Statistics"}  # tests/loss/test_linear_logprobs.py checks the heads
+FUNCTIONS = {name: getattr(loss, name) for name in loss.__all__ if name not in NOT_CHECKED_HERE}
+FUNCTIONS["token_statistics"] = token_statistics  # what loss.Statistics.add calls
 
 
 def arguments(name):
     """Tensors that the function accepts, by argument, and its other arguments."""
-    parameters = inspect.signature(getattr(loss, name)).parameters
+    parameters = inspect.signature(FUNCTIONS[name]).parameters
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     tensors = {n: KINDS.get(n, FLOATS) for n, p in parameters.items() if p.kind is positional}
     if "entropy" in parameters:
@@ -92,7 +94,7 @@ def refusal(name, argument, value):
     tensors[argument] = value
     entropy = {"entropy": tensors.pop("entropy")} if "entropy" in tensors else {}
     try:
-        getattr(loss, name)(*tensors.values(), **options, **entropy)
+        FUNCTIONS[name](*tensors.values(), **options, **entropy)
     except ValueError as error:
         return str(error)
     return "no ValueError"
@@ -102,7 +104,7 @@ def refusal(name, argument, value):
 def test_without_a_mistake_nothing_is_refused(name):
     tensors, options = arguments(name)
 
-    getattr(loss, name)(**tensors, **options)
+    FUNCTIONS[name](**tensors, **options)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -120,7 +122,7 @@ def test_arguments_by_keyword_are_checked_too(name):
 
     for argument in tensors:
         with pytest.raises(ValueError, match=f"{argument} is of type list"):
-            getattr(loss, name)(**(tensors | {argument: [1.0]}), **options)
+            FUNCTIONS[name](**(tensors | {argument: [1.0]}), **options)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_data_of_masked_rows_may_be_anything(name):
     for argument in DATA & tensors.keys():
         tensors[argument] = tensors[argument].where(tensors["loss_mask"], float("nan"))
 
-    getattr(loss, name)(**tensors, **options)
+    FUNCTIONS[name](**tensors, **options)
 
 
 def test_the_first_of_two_bad_arguments_is_named():
@@ -229,7 +231,7 @@ def test_a_denominator_may_be_any_number(denom):
         loss.token_mean(x, mask, denom=torch.tensor([6]))
 
 
-def test_what_the_sampler_gave_has_no_gradient():
+def test_inputs_from_the_sampler_have_no_gradient():
     """Forgetting to detach would give a ratio whose gradient is 0."""
     x = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages = torch.tensor([1.0, -2.0])

@@ -1,4 +1,4 @@
-"""A bound that is accepted does something: to some token, and not to all of them."""
+"""An accepted bound has an effect on some token, and not on all."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Corrections against tables worked out by hand; detached, constant over documents, summed."""
+"""Corrections against tables computed by hand; detached, constant over documents, summed."""
 
 import functools
 import inspect
@@ -79,7 +79,7 @@ def test_corrections_by_token(correction, hyperparameters, table):
 
 @pytest.mark.parametrize(("correction", "hyperparameters", "table"), BY_SEQUENCE)
 def test_corrections_by_sequence(correction, hyperparameters, table):
-    """Each sequence has a masked row with a wild ratio beside its trained ones."""
+    """Each sequence has a masked row with an extreme ratio beside its trained ones."""
     ids = [i for i, ratios in enumerate(table) for _ in [*ratios, None]]
     mask = [trained for ratios in table for trained in [*[True] * len(ratios), False]]
     r = torch.tensor([x for ratios in table for x in [*ratios, 1e-7]], **F64)
@@ -148,7 +148,7 @@ def test_sequences_may_lie_on_several_ranks(name, assignment, seed):
 
 @pytest.mark.parametrize("name", SEQUENCE_CORRECTIONS)
 def test_the_random_sequences_are_of_both_kinds(name):
-    """Else the test above would say nothing."""
+    """Otherwise the test above would prove nothing."""
     weights = set()
     for seed in range(6):
         x, rows = random_rows(seed=seed)
@@ -182,7 +182,7 @@ def test_dtypes(name, given):
     assert weight.shape == x.shape
 
 
-def test_extreme_ratios_are_held():
+def test_extreme_ratios_are_clamped():
     x, behavior = torch.tensor([-5.0, -80.0], **F64), torch.tensor([-80.0, -5.0], **F64)
     mask, ids = torch.tensor([True, True]), torch.tensor([0, 1])
     limits = torch.tensor([math.exp(20), math.exp(-20)], **F64)

@@ -81,7 +81,7 @@ def test_mean_gradients_over_the_policys_tokens(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_distillation_has_the_gradient_of_reverse_kl(seed):
-    """The teacher's lead as an advantage, in expectation on policy."""
+    """``ref_logprobs - logprobs`` as an advantage, in expectation on policy."""
     theta, p, q = distributions(seed)
     logits = torch.from_numpy(theta).requires_grad_()
     logprobs = logits.log_softmax(-1)
@@ -101,7 +101,7 @@ def test_distillation_has_the_gradient_of_reverse_kl(seed):
         ("k3", math.exp(20) - 21, 19 + math.exp(-20)),
     ],
 )
-def test_beyond_twenty_they_are_held_without_gradient(name, below, above):
+def test_beyond_twenty_they_are_clamped_without_gradient(name, below, above):
     x = torch.tensor([-60.0, -5.0], **F64, requires_grad=True)
     other = torch.tensor([-5.0, -60.0], **F64)
 

@@ -159,7 +159,7 @@ def test_a_head_with_a_bias_keeps_its_logits(heads_seen):
 
 
 class WithHead(torch.nn.Module):
-    """A model that treats its head in a way of its own."""
+    """A model that uses its head in an unusual way."""
 
     def __init__(self, treat):
         super().__init__()
@@ -254,8 +254,8 @@ def test_a_head_with_an_adapter_keeps_its_logits(heads_seen):
     assert heads_seen == []
 
 
-def test_logits_are_never_held():
-    """Neither forward nor backward, with a vocabulary that dwarfs all else."""
+def test_logits_are_never_materialized():
+    """Neither forward nor backward, with a vocabulary much larger than everything else."""
     model = testing.tiny_model("llama", vocab_size=50_000, max_position_embeddings=32)
     _, token_ids, position_ids, labels = packed([8] * 64)
 
@@ -411,7 +411,7 @@ def test_a_switched_model_keeps_the_documents_of_a_plain_batch_apart(family, pos
         torch.testing.assert_close(mine, other, atol=5e-6, rtol=1e-5)
 
 
-def test_rows_that_begin_within_a_document_continue_no_other_row():
+def test_rows_that_begin_within_a_document_share_no_other_row():
     model = testing.tiny_model("llama")
     _, token_ids, position_ids, labels = packed([6, 6])
     loss.model_logprobs(model, token_ids, position_ids, labels)
@@ -423,7 +423,7 @@ def test_rows_that_begin_within_a_document_continue_no_other_row():
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_layers_that_know_no_positions_refuse_packed_rows(rows):
-    """moshi's layers tell their attention neither positions nor documents."""
+    """moshi's layers pass neither positions nor documents to their attention."""
     model = testing.tiny_model("moshi", audio_vocab_size=8)
     ids = torch.arange(4)
     loss.model_logprobs(model, ids, ids, ids)
@@ -484,7 +484,7 @@ def test_a_model_that_cannot_attend_by_document_is_refused():
         loss.model_logprobs(model, token_ids, position_ids, labels)
 
 
-def test_documents_that_would_be_rotated_as_the_longest_are_refused():
+def test_documents_with_rope_that_depends_on_the_longest_are_refused():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     model = testing.tiny_model("llama", max_position_embeddings=8, rope_parameters=rope)
 

@@ -33,16 +33,16 @@ def found(root, tmp_path_factory):
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_loss_and_gradient_are_those_of_one_process(found, scenario):
-    for of_rank in found:
-        assert of_rank[scenario].keys() == {str(recipe) for recipe in RECIPES}
-        for recipe, (mean, slope, size) in of_rank[scenario].items():
+    for rank_found in found:
+        assert rank_found[scenario].keys() == {str(recipe) for recipe in RECIPES}
+        for recipe, (mean, slope, size) in rank_found[scenario].items():
             assert mean <= 1e-12, recipe
             assert slope <= 1e-12, recipe
             assert size > 1e-3 or scenario == "fewer documents than ranks", recipe
 
 
-def test_what_belongs_to_sequences_needs_the_sum_over_ranks(found):
-    """And the rest is right without it."""
+def test_sequence_losses_need_the_sum_over_ranks(found):
+    """The others are correct without it."""
     for recipe in RECIPES:
         surrogate, correction, reduction = recipe
         needed = (
@@ -54,5 +54,5 @@ def test_what_belongs_to_sequences_needs_the_sum_over_ranks(found):
         assert slope > 1e-4 if needed else slope <= 1e-12, recipe
 
 
-def test_every_scenario_is_looked_at(found):
+def test_every_scenario_is_covered(found):
     assert found[0].keys() == {*SCENARIOS, CONTROL}

@@ -1,4 +1,4 @@
-"""Reductions by hand; masked rows, empty selections, and any way to cut up a step."""
+"""Reductions by hand; masked rows, empty selections, and any division of a step."""
 
 import functools
 import itertools
@@ -77,7 +77,7 @@ def test_dtypes(name, given):
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_half_precision_is_added_up_in_float32(name):
+def test_half_precision_is_summed_in_float32(name):
     """300 ones in bfloat16 are 256: every further one is rounded away."""
     reduction = getattr(loss, name)
     x, mask = torch.full((300,), 1.0, dtype=torch.bfloat16), torch.ones(300, dtype=torch.bool)
@@ -136,7 +136,7 @@ def test_nothing_selected_but_nan_is_zero_with_a_graph(name):
 
 
 @pytest.mark.parametrize("surrogate", TOKEN_LOSSES)
-def test_masked_rows_can_spoil_nothing(surrogate):
+def test_masked_rows_have_no_effect(surrogate):
     clean, rows = random_rows(seed=3)
     poisoned = clean.clone()
     poisoned[~rows.loss_mask] = torch.tensor([NAN, math.inf, -math.inf, 1e30, -1e30], **F64)
@@ -154,7 +154,7 @@ def test_masked_rows_can_spoil_nothing(surrogate):
         assert slope[rows.loss_mask].any()
 
 
-def test_gspo_ignores_what_the_sampler_said_of_masked_rows():
+def test_gspo_ignores_the_samplers_logprobs_in_masked_rows():
     x, rows = random_rows(seed=3)
     arguments = (rows.loss_mask, rows.sequence_ids)
     expected = loss.gspo(x, rows.behavior, rows.advantages, *arguments)[0]
@@ -171,7 +171,7 @@ def test_gspo_ignores_what_the_sampler_said_of_masked_rows():
 
 @pytest.mark.parametrize("surrogate", TOKEN_LOSSES)
 def test_a_nan_in_a_trained_row_is_seen_in_the_loss(surrogate):
-    """And no gradient goes back into that row, nor a gradient of NaN into any."""
+    """No gradient reaches that row, and no NaN gradient reaches any row."""
     x, rows = random_rows(seed=3)
     wrong = rows.loss_mask.nonzero()[2, 0]
     x[wrong] = NAN
@@ -215,7 +215,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_a_step_does_not_depend_on_how_it_is_cut_up(recipe):
+def test_a_step_does_not_depend_on_how_it_is_divided(recipe):
     """Packing order, micro-batches and ranks, all in float64, to 1e-12."""
     step = random_step()
     ((whole,),) = step.packed(max_tokens=200, ranks=1)
@@ -231,7 +231,7 @@ def test_a_step_does_not_depend_on_how_it_is_cut_up(recipe):
 
 
 def test_the_step_has_something_to_clip_and_drop():
-    """Else the test above would compare the unbounded branch alone."""
+    """Otherwise the test above would compare the unbounded branch only."""
     step = random_step()
     (((labels, rows),),) = step.packed(max_tokens=200, ranks=1)
 
@@ -249,7 +249,7 @@ def test_the_step_has_something_to_clip_and_drop():
     data=st.data(),
 )
 @settings(max_examples=20, deadline=None)
-def test_no_step_depends_on_how_it_is_cut_up(lengths, max_tokens, ranks, recipe, data):
+def test_no_step_depends_on_how_it_is_divided(lengths, max_tokens, ranks, recipe, data):
     step = random_step(lengths)
     order = data.draw(st.permutations(range(len(lengths))))
     if not any(sample.loss_mask.any() for sample in step.samples):

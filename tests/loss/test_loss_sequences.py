@@ -55,7 +55,7 @@ def test_the_order_of_rows_does_not_matter():
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_what_is_held_is_the_log_of_the_result(sign):
+def test_the_log_of_the_result_is_clamped(sign):
     """Sequence 0: a mean of 25, sequence 1: a token of 50, but a mean of 20; 2: one of 10."""
     log_r = sign * torch.tensor([25.0, 25.0, 50.0, -10.0, 20.0, 0.0], **F64)
     x = log_r.clone().requires_grad_()
@@ -219,7 +219,7 @@ def test_ranks_may_see_different_sequences():
     close(torch.cat(parts), loss.sequence_ratio(x, behavior, mask, ids))
 
 
-def test_a_nan_in_a_trained_row_spoils_its_own_sequence_only():
+def test_a_nan_in_a_trained_row_affects_its_own_sequence_only():
     x, behavior, mask, ids = by_hand()
     x = x.detach()
     x[6] = float("nan")

@@ -1,4 +1,4 @@
-"""Every surrogate against tables worked out by hand, and the properties that all share."""
+"""Every surrogate against tables computed by hand, and their common properties."""
 
 import functools
 import inspect
@@ -318,7 +318,7 @@ def test_on_policy_the_gradient_is_reinforce(name):
     assert not any(value[rows.loss_mask].any() for value in flags.values())
 
 
-def test_on_policy_the_gradient_of_distill_is_reinforce_with_the_teachers_lead():
+def test_on_policy_the_gradient_of_distill_is_reinforce_with_the_teachers_advantage():
     logprobs, rows = random_rows(seed=1)
     x = logprobs.clone().requires_grad_()
 
@@ -351,7 +351,7 @@ def test_gradients_inside_and_outside_the_trust_region_agree_with_finite_differe
 
 
 @pytest.mark.parametrize("name", ["cispo", "topr"])
-def test_gradients_agree_with_finite_differences_where_the_weight_is_held(name):
+def test_gradients_agree_with_finite_differences_where_the_weight_is_constant(name):
     """Finite differences would see the weight move, which the stop-gradient must not."""
     logprobs, rows = random_rows(lengths=(40,), seed=3)
     weight = (logprobs - rows.behavior).exp()
@@ -367,7 +367,7 @@ def test_gradients_agree_with_finite_differences_where_the_weight_is_held(name):
 
 
 def test_the_gradient_of_distill_by_formula():
-    """``-(log ref - log p) r``, as if the lead were a constant."""
+    """``-(log ref - log p) r``, as if the factor were a constant."""
     logprobs, rows = random_rows(lengths=(40,), seed=4)
     x = logprobs.clone().requires_grad_()
 
@@ -393,7 +393,7 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_an_extreme_ratio_is_held_and_counted(name):
+def test_an_extreme_ratio_is_clamped_and_counted(name):
     mu = torch.tensor([-30.0, -5.0, -1.0], **F64)
     logprobs = torch.tensor([-5.0, -30.0, -1.0], **F64, requires_grad=True)
     advantages = torch.tensor([-1.0, -1.0, 0.0], **F64)
@@ -426,7 +426,7 @@ def test_decoupled_counts_an_extreme_ratio_of_either_kind():
 
 @pytest.mark.parametrize(("gap", "limited"), [(19.999, 0), (20.001, 1)])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_ratio_is_held_from_twenty_on(gap, limited, sign):
+def test_a_ratio_is_clamped_from_twenty_on(gap, limited, sign):
     x = torch.tensor([sign * gap - 64.0], **F64, requires_grad=True)
     mu = torch.tensor([-64.0], **F64)
 

@@ -58,7 +58,7 @@ def test_the_sum_is_rounded_once():
     assert torch.equal(rounded, whole.to(torch.bfloat16))
 
 
-def test_the_folder_is_one_of_peft(tmp_path):
+def test_the_folder_can_be_loaded_by_peft(tmp_path):
     model = adapted()
 
     models.save_adapters(model, tmp_path / "adapter")

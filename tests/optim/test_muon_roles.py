@@ -1,4 +1,4 @@
-"""Which parameters are matrices to Muon, against what models do with them (``uses_of_weights``)."""
+"""Roles of parameters for Muon, against how models use them (``uses_of_weights``)."""
 
 import re
 from pathlib import Path
@@ -65,7 +65,7 @@ def parts(role):
 
 
 class Block(nn.Module):
-    """A layer of a family that nobody knows."""
+    """A layer of an unknown family."""
 
     def __init__(self, **layers):
         super().__init__()
@@ -103,7 +103,7 @@ class Stack(nn.Module):
         ),
     ],
 )
-def test_what_cannot_be_told_is_refused_and_can_be_said(layers, message):
+def test_unknown_roles_are_refused_and_can_be_stated(layers, message):
     model = model_with(**layers)
     with pytest.raises(ValueError, match=message):
         optim.muon_parameters(model)
@@ -141,7 +141,7 @@ def test_a_router_is_what_has_an_output_for_each_expert_whatever_its_name(holder
     assert {one.algorithm for one in experts} == {"muon"}
 
 
-def test_a_model_without_a_head_that_can_be_asked_for_is_refused():
+def test_a_model_without_output_embeddings_is_refused():
     with pytest.raises(ValueError, match="Sequential has no get_output_embeddings"):
         optim.muon_parameters(nn.Sequential(nn.Linear(3, 3)))
 
@@ -160,7 +160,7 @@ def test_roles_that_do_not_fit_are_refused(roles, message):
         optim.muon_parameters(testing.tiny_model("llama"), roles=roles)
 
 
-def test_heads_can_be_said_to_be_matrices():
+def test_heads_can_be_stated_to_be_matrices():
     model = testing.tiny_model("llama")
     size = model.config.head_dim
     roles = by_name(model, roles={"*.q_proj.weight": optim.Matrices(split=(size, size))})
@@ -188,7 +188,7 @@ def test_norms_with_a_weight_for_each_head():
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text"])
 def test_experts_of_other_layouts(family):
-    """Of families that are not admitted, or whose class leaves experts out."""
+    """Families that are not admitted, or whose class has no experts by default."""
     settings = {
         "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24,
     } if family == "gemma4_text" else {}  # fmt: skip

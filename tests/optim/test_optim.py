@@ -37,7 +37,7 @@ def update(make, *values, steps=1, seed=0):
 
 
 def by_decomposition(matrix, steps):
-    """The polynomial on the singular values, which is what the iteration comes to."""
+    """The polynomial on the singular values, to which the iteration is equivalent."""
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     s = s / matrix.norm()
     for _ in range(steps):
@@ -206,7 +206,7 @@ def test_a_learning_rate_of_0_only_gathers_momentum():
         ([{"params": [random(4, 3)], "split": (2, 2), "transposed": True}], {}, "3 outputs"),
     ],
 )
-def test_muon_says_what_is_wrong(params, how, message):
+def test_errors_of_muon(params, how, message):
     with pytest.raises(ValueError, match=message):
         optim.Muon(params, **{"lr": 0.1, **how})
 
@@ -265,14 +265,14 @@ def test_batches_hold_every_matrix_once_and_not_too_much(shapes, elements):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_ranks_update_as_one_process_does_to_the_bit(optimized, mesh):
-    """Also where a rank has no row of a matrix, and where experts' matrices are divided."""
+def test_ranks_update_bitwise_as_one_process_does(optimized, mesh):
+    """Also where a rank has no row of a matrix, and where experts' matrices are sharded."""
     for found in optimized:
         assert found["muon"][mesh] == 0.0
         assert found["muon in bfloat16"][mesh] < 2e-3
 
 
-def test_ranks_update_split_matrices_as_one_process_does_to_the_bit(optimized):
+def test_ranks_update_split_matrices_bitwise_as_one_process_does(optimized):
     for found in optimized:
         assert found["split"] == dict.fromkeys(found["split"], 0.0)
         assert len(found["split"]) == 5
@@ -306,7 +306,7 @@ WEIGHTS = [random(4, 6), random(6, seed=1), random(2, 4, 6, seed=2), random(1, s
 
 @pytest.mark.parametrize("kind", INNER)
 @pytest.mark.parametrize("elements", [1, 30, 10**6])
-def test_an_offloaded_optimizer_updates_as_before_to_the_bit(kind, elements):
+def test_an_offloaded_optimizer_updates_bitwise_as_before(kind, elements):
     def offloaded(parameters):
         return optim.Offload(INNER[kind](parameters), part_elements=elements)
 
@@ -325,7 +325,7 @@ def trained_offload():
     return parameters, optimizer
 
 
-def test_states_have_one_place_in_host_memory_and_gradients_are_left():
+def test_states_keep_their_host_memory_and_gradients_are_kept():
     parameters, optimizer = trained_offload()
     places = [optimizer.state[one]["exp_avg"].data_ptr() for one in parameters]
 
@@ -389,7 +389,7 @@ def test_no_part_is_refused():
         optim.Offload(INNER["sgd"]([parameter(random(2))]), part_elements=0)
 
 
-def test_adamw_on_the_cpu_is_torchs_to_the_bit():
+def test_adamw_on_the_cpu_is_bitwise_torchs():
     shared = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
     ours = update(lambda p: optim.CPUAdamW(p, **shared), *WEIGHTS, steps=4)
     theirs = update(lambda p: torch.optim.AdamW(p, fused=True, **shared), *WEIGHTS, steps=4)
@@ -447,7 +447,7 @@ def test_a_step_starts_from_what_was_written_into_a_parameter(make, dtype, write
     found, expected = one.detach().float(), reference.detach()
     close = 1e-6 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(found, expected, rtol=close, atol=close, equal_nan=True)
-    if isinstance(optimizers[0], optim.CPUAdamW):  # to the bit, also what is below bfloat16
+    if isinstance(optimizers[0], optim.CPUAdamW):  # bitwise, also below the precision of bfloat16
         weight = optimizers[0].state[one]["weight"]
         torch.testing.assert_close(weight, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -475,7 +475,7 @@ def test_its_states_stay_float32_when_they_are_loaded():
 
 
 @pytest.mark.parametrize("how", [{"lr": -1.0}, {"weight_decay": -0.1}, {"betas": (0.9, 1.0)}])
-def test_adamw_says_what_is_wrong(how):
+def test_errors_of_cpu_adamw(how):
     with pytest.raises(ValueError, match="expected"):
         optim.CPUAdamW([parameter(random(2))], **{"lr": 0.1, **how})
 

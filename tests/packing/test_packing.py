@@ -19,7 +19,7 @@ def training_sample(prompt, completion, *, seed=0, **fields):
     )
 
 
-def test_a_row_carries_the_label_and_the_figures_of_the_next_token():
+def test_a_row_carries_the_label_and_the_data_of_the_next_token():
     sample = TrainingSample(
         token_ids=[10, 11, 12],
         loss_mask=[False, True, True],
@@ -119,7 +119,7 @@ def test_bins_hold_every_sample_once_within_capacity_and_equally_many_for_each_r
     assert result == packing.bins(lengths, max_tokens=max_tokens, ranks=ranks)
 
 
-def test_bins_of_like_cost_share_a_micro_step():
+def test_bins_of_similar_cost_share_a_micro_step():
     lengths = [4, 8, 4, 4, 8, 4]
 
     result = packing.bins(lengths, max_tokens=8, ranks=2, cost=lambda length: length**2)
@@ -131,7 +131,7 @@ def test_bins_of_like_cost_share_a_micro_step():
     assert costs == [[64, 64], [32, 32]]
 
 
-def test_the_rank_that_has_done_least_gets_the_dearest_bin():
+def test_the_rank_with_the_least_cost_gets_the_most_expensive_bin():
     result = packing.bins([8, 7, 6, 5], max_tokens=8, ranks=2)
 
     assert result == [[[0], [3]], [[1], [2]]]
@@ -200,7 +200,7 @@ def test_many_samples_longer_than_a_batch_are_alone_each():
         (np.ones((2, 2), int), r"lengths has shape \(2, 2\)"),
     ],
 )
-def test_lengths_that_are_none_are_refused(lengths, message):
+def test_invalid_lengths_are_refused(lengths, message):
     with pytest.raises(ValueError, match=message):
         packing.bins(lengths, max_tokens=8, ranks=2)
 
@@ -212,7 +212,7 @@ def test_counts_below_one_are_refused(counts):
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-def test_a_cost_that_is_none_is_refused(bad):
+def test_an_invalid_cost_is_refused(bad):
     for cost in (
         lambda n: np.where(n == 5, bad, 1.0),
         lambda n: bad if n == 5 else 1.0,
@@ -221,7 +221,7 @@ def test_a_cost_that_is_none_is_refused(bad):
             packing.bins([4, 5], max_tokens=8, ranks=2, cost=cost)
 
 
-def test_a_cost_that_raises_says_so_itself():
+def test_the_error_of_a_cost_function_is_raised():
     def cost(length):
         raise KeyError("my table")
 
@@ -247,7 +247,7 @@ def test_a_cost_may_take_an_array_or_one_length():
 
 
 def in_lockstep(result, costs):
-    """The sum over micro-steps of the dearest rank, from its definition."""
+    """The sum over micro-steps of the most expensive rank, from its definition."""
     return sum(
         max(sum(costs[i] for i in members) for members in step)
         for step in zip(*result, strict=True)
@@ -255,7 +255,7 @@ def in_lockstep(result, costs):
 
 
 def best_fit_decreasing(lengths, costs, max_tokens, ranks):
-    """(micro-steps, cost in lockstep), the slow and obvious way; empty bins stay empty."""
+    """(micro-steps, cost in lockstep), by a naive algorithm; empty bins stay empty."""
     bins = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         fitting = [
@@ -274,7 +274,7 @@ def best_fit_decreasing(lengths, costs, max_tokens, ranks):
 @given(plans, st.sampled_from([0.0, 0.1, 10.0]))
 @example(plan=([10, 11, 11, 13, 13, 13, 15], 22, 5), quadratic=10.0)  # idle ranks are cheaper
 @settings(max_examples=200, deadline=None)
-def test_bins_are_no_dearer_and_no_more_than_best_fit_makes_them(plan, quadratic):
+def test_bins_cost_no_more_and_are_no_more_than_by_best_fit(plan, quadratic):
     lengths, max_tokens, ranks = plan
     costs = [n + quadratic * n * n for n in lengths]
 
@@ -299,9 +299,10 @@ def dense_model_cost(n):
 
 
 def unavoidable(lengths, costs, max_tokens, ranks):
-    """No packing costs less: the mean; or the dearest sample, the rest shared out evenly.
+    """A lower bound of the cost: the mean; or the most expensive sample, the rest divided evenly.
 
-    In the micro-step of the dearest sample, ranks do the dearest work that they have room for.
+    In the micro-step of the most expensive sample, ranks do the most expensive work that they have
+    room for.
     """
     longest_first = np.argsort(-lengths)
     tokens = np.append(0, np.cumsum(lengths[longest_first]))

@@ -1,4 +1,4 @@
-"""Tokens that samples begin with in common, packed once: nothing but the work may change."""
+"""Shared prefixes, packed once: only the amount of computation may change."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ def short_prefixes(monkeypatch):
 
 
 def sample(prompt, completion, *, later=(), advantage=1.0):
-    """Of tokens: a prompt, what was sampled and, after a tool's reply, what ``later`` has."""
+    """A sample: a prompt, sampled tokens and, after a tool's reply, those of ``later``."""
     tokens = [*prompt, *completion, *later]
     sampled = np.arange(len(tokens)) >= len(prompt)
     return TrainingSample(
@@ -80,7 +80,7 @@ def test_few_tokens_are_not_worth_sharing(monkeypatch):
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-def test_a_sample_is_not_taken_for_the_continuation_of_its_neighbour():
+def test_a_sample_does_not_share_tokens_that_differ_from_its_neighbours():
     """Two share the first sample's tokens, and one is as long as what the other shares."""
     root = sample([7, 8], [20, 21, 22])
     short, long = sample([7, 8], [30, 31]), sample([7, 8, 20, 21, 50], [60])
@@ -165,7 +165,7 @@ def test_a_group_is_split_rather_than_leave_ranks_waiting():
     assert len(alone.token_ids) == 13 + 3 * 4
 
 
-def test_what_does_not_fit_begins_a_family_of_its_own():
+def test_a_sample_that_does_not_fit_starts_a_new_family():
     samples = [sample([1, 2, 3, 4], [10 + n]) for n in range(4)]
 
     plan = packing.pack(samples, max_tokens=7, ranks=1, share_prefixes=True)
@@ -184,7 +184,7 @@ def test_lengths_are_refused_as_without_sharing():
 
 
 def test_a_chain_of_turns_has_each_token_once():
-    """Each sample extends the last by a tool's reply and a turn, which alone it trains."""
+    """Each sample extends the last by a tool's reply and a turn, and trains only the turn."""
     history = list(range(100, 105))
     samples = []
     for turn in range(20):
@@ -273,7 +273,7 @@ def test_logprobs_entropies_and_gradients_are_those_of_whole_documents(family, s
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
 
 
-def test_beyond_the_length_that_is_widened_it_is_the_same(monkeypatch):
+def test_lengths_that_are_not_computed_in_float32_give_the_same(monkeypatch):
     monkeypatch.setattr(kernels, "WIDENED_LENGTH", 0)
     model = testing.tiny_model("llama").to(torch.bfloat16)
 

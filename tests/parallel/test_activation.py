@@ -17,7 +17,7 @@ def small_activations_too(monkeypatch):
 
 
 def train(model):
-    """The loss, the gradients, and how many bytes were kept for the backward pass."""
+    """The loss, the gradients, and the bytes kept for the backward pass."""
     kept, parameters = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def keep(tensor):
@@ -35,7 +35,7 @@ def train(model):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("how", WAYS, ids=str)
-def test_gradients_are_the_same_to_the_bit(family, how):
+def test_gradients_are_bitwise_the_same(family, how):
     value, gradients, kept = train(testing.tiny_model(family, num_hidden_layers=4))
     model = parallel.recompute(testing.tiny_model(family, num_hidden_layers=4), **how)
     again, others, less = train(model)
@@ -46,8 +46,8 @@ def test_gradients_are_the_same_to_the_bit(family, how):
     assert less < (0.7 if how.get("every") else 0.15) * kept
 
 
-def test_of_each_layer_its_input_is_kept():
-    """hidden_size floats for each token and layer, and as much around the layers each time."""
+def test_only_the_input_of_each_layer_is_kept():
+    """hidden_size floats for each token and layer, beside what is kept outside the layers."""
     kept = {
         layers: train(parallel.recompute(testing.tiny_model("llama", num_hidden_layers=layers)))[2]
         for layers in (2, 5)
@@ -91,17 +91,17 @@ def test_selective_recomputation_repeats_no_product_no_attention_and_no_choice_o
         for how in (None, {}, {"selective": True})
         for model in [testing.tiny_model("qwen3_moe")]
     )
-    dear = [
+    expensive = [
         "aten::mm",
         "aten::_grouped_mm",
         "aten::topk",
         "primerl::attend",
     ]
-    assert all(plain[name] == selective[name] < full[name] for name in dear)
+    assert all(plain[name] == selective[name] < full[name] for name in expensive)
     assert plain["aten::silu"] < selective["aten::silu"]
 
 
-def test_code_can_tell_that_it_runs_again():
+def test_code_can_detect_recomputation():
     model = parallel.recompute(testing.tiny_model("llama"))
     seen = []
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: seen.append(recomputing()))
@@ -135,7 +135,7 @@ def test_a_failure_within_the_model_leaves_no_hooks_behind():
 
 
 def test_ranks_recompute_exactly_and_in_the_same_order(optimized):
-    """With ep=2; within the recomputation, experts' tokens are exchanged again, or not."""
+    """With ep=2: full recomputation exchanges experts' tokens again, selective does not."""
     for found in optimized:
         ways = found["recomputed"]
         assert all(way["equal"] for way in ways.values())

@@ -1,4 +1,4 @@
-"""Compiled models, in a pytest without checks of types, which can't be traced."""
+"""Compiled models, in a pytest without runtime type checks, which can't be traced."""
 
 import subprocess
 import sys

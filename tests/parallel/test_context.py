@@ -1,4 +1,4 @@
-"""Documents divided among ranks: which rank attends for what, and that nothing else changes."""
+"""Context parallel: which rank computes what, and that results stay the same."""
 
 import json
 
@@ -36,7 +36,7 @@ def positions(*lengths):
 
 @st.composite
 def packs(draw, parts):
-    """Positions of documents, some of which continue the last one that began at 0."""
+    """Positions of documents, some of which share tokens of the last that began at 0."""
     rows, found, whole = draw(st.integers(1, 12)) * parts, [], 0
     while len(found) < rows:
         first = draw(st.integers(1, whole)) if whole and draw(st.booleans()) else 0
@@ -57,14 +57,14 @@ def test_ranks_with_equal_work_keep_their_rows():
     assert divide_attention(positions(4, 4), 2).tolist() == [0] * 4 + [1] * 4
 
 
-def test_what_a_rank_has_too_much_goes_where_most_is_lacking():
+def test_surplus_work_goes_to_the_ranks_with_the_least():
     # 4, 4, 10 and 26 pairs: the mean is 11, so that part 3 gives 7 + 8 to those that lack 7 each.
     workers = divide_attention(positions(1, 1, 1, 1, 1, 1, 1, 1, 8), 4)
 
     assert workers.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3, 3, 0, 1]
 
 
-def test_a_row_that_would_be_too_much_elsewhere_stays():
+def test_a_row_that_would_overload_another_rank_stays():
     # 10 and 13 pairs: giving 6 of them away would make it 16 and 7.
     assert divide_attention(positions(6, 1, 1), 2).tolist() == [0] * 4 + [1] * 4
 
@@ -73,7 +73,7 @@ def test_a_rank_keeps_a_row():
     assert divide_attention(np.array([0, 1, 2, 3, 0, 1, 2, 4, 1]), 9).tolist() == list(range(9))
 
 
-def test_the_dearest_rows_are_given_wherever_they_lie():
+def test_the_most_expensive_rows_are_given_wherever_they_are():
     # Part 1 has 300 .. 499 of a document, then a hundred documents of one token: 80,200 pairs
     # against 45,150, so it gives those of 464 .. 499, which are 17,370 of its 17,525 too many.
     workers = divide_attention(positions(500, *[1] * 100), 2)
@@ -145,7 +145,7 @@ def test_the_ranks_see_for_each_row_what_its_document_sees(data, parts):
     assert together == expected
 
 
-def test_a_rank_may_attend_for_no_row():
+def test_a_rank_may_have_no_queries():
     assert row_spans(np.array([], int), find_documents(torch.arange(4))) == ()
 
 
@@ -236,7 +236,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_share_documents_train_as_one_process_does(found, name):
+def test_context_parallel_ranks_train_as_one_process_does(found, name):
     one = found[0][name]
 
     assert len(one["history"]) == len(one["single"]) == 2
@@ -248,7 +248,7 @@ def test_ranks_that_share_documents_train_as_one_process_does(found, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_rank_gets_its_part_of_the_batches_of_its_peers(found, name):
+def test_each_rank_gets_its_part_of_the_batches_it_shares(found, name):
     assert all(one[name]["scattered"] for one in found)
     assert all(one[name]["rows"] == found[0][name]["rows"] for one in found[:2])
 
@@ -258,7 +258,7 @@ def test_heads_choose_the_method(found):
     assert found[0]["qwen3, three heads"]["attention"] == "primerl_context_gathered"
 
 
-def test_documents_that_share_tokens_are_among_them(found):
+def test_the_batches_have_documents_that_share_tokens(found):
     assert found[0]["qwen3, four ranks, ulysses"]["shares"]
     assert found[0]["qwen3, four ranks, gathered"]["shares"]
     assert not found[0]["qwen3, ulysses"]["shares"]
@@ -313,7 +313,7 @@ def test_another_method_is_refused():
         share_context(testing.tiny_model("llama"), TWO, method="ring")
 
 
-def test_a_model_that_is_called_by_parts_says_how_to_call_it():
+def test_a_model_that_is_called_in_parts_explains_how_to_call_it():
     from primerl.parallel.context_attention import _ulysses
 
     rows = torch.zeros(1, 2, 4, 8)

@@ -1,4 +1,4 @@
-"""Experts divided among four gloo ranks, models that start without values; one launch."""
+"""Expert parallel on four gloo ranks, and models that start without values; one launch."""
 
 import json
 import sys
@@ -36,8 +36,8 @@ def found(root, tmp_path_factory):
 @pytest.mark.parametrize("dispatch", ["AllToAll", "DeepEP"])
 def test_divided_experts_compute_what_the_family_does(found, family, kind, dispatch):
     """Outputs, and the gradients of tokens, of mixing weights and of every expert's matrices."""
-    for of_rank in found:
-        gap, counted = of_rank[f"{family}, {kind}, {dispatch}"]
+    for rank_found in found:
+        gap, counted = rank_found[f"{family}, {kind}, {dispatch}"]
         assert gap < 4 * 2e-4  # the sum of four ranks' largest; values are of the order of 100
         assert counted
 
@@ -45,15 +45,15 @@ def test_divided_experts_compute_what_the_family_does(found, family, kind, dispa
 def test_a_model_without_values_loads_what_was_saved(found):
     keys = [key for key in found[0] if key.startswith("load ")]
     assert len(keys) == 2 * 2 + 3 * 5
-    for of_rank in found:
+    for rank_found in found:
         for key in keys:
-            equal, streamed, gap = of_rank[key]
+            equal, streamed, gap = rank_found[key]
             assert equal, key
             assert streamed, key
             assert gap < 2e-6, key
 
 
-def test_it_computes_in_16_bits_and_keeps_32(found):
+def test_it_computes_in_16_bits_and_accumulates_in_32(found):
     gap, kinds = found[0]["halved"]
     assert 1e-5 < gap < 0.1
     assert kinds == ["torch.float32"]
@@ -73,10 +73,10 @@ def test_what_does_not_fit_is_refused_on_every_rank(found):
         "empty": "has no model.safetensors and no model.safetensors.index.json",
         "shape": "has shape [64, 32], but the model's configuration asks for [128, 32]",
     }
-    for of_rank in found:
-        assert of_rank["refusals"].keys() == expected.keys()
+    for rank_found in found:
+        assert rank_found["refusals"].keys() == expected.keys()
         for name, message in expected.items():
-            assert message in (of_rank["refusals"][name] or ""), of_rank["refusals"][name]
+            assert message in (rank_found["refusals"][name] or ""), rank_found["refusals"][name]
 
 
 def test_a_routing_bias_moves_towards_an_even_load(found):
@@ -96,14 +96,14 @@ def test_adapters_of_a_sharded_model_learn_as_alone(found):
     assert gap < 1e-5
 
 
-def test_measures_of_load():
+def test_load_metrics():
     counts = {"a": torch.tensor([4, 0, 2, 2]), "b": torch.tensor([1, 1]), "c": torch.zeros(2)}
 
-    figures = parallel.load_statistics(counts)
+    metrics = parallel.load_statistics(counts)
 
-    assert figures["expert_load_max"] == 2
-    assert figures["expert_load_cv"] == pytest.approx(((1 + 1) / 4) ** 0.5 / 2)
-    assert figures["experts_idle"] == pytest.approx(1 / 6)
+    assert metrics["expert_load_max"] == 2
+    assert metrics["expert_load_cv"] == pytest.approx(((1 + 1) / 4) ** 0.5 / 2)
+    assert metrics["experts_idle"] == pytest.approx(1 / 6)
     assert parallel.load_statistics({}) == {}
 
 
@@ -169,7 +169,7 @@ def test_a_discarded_forward_pass_is_not_counted():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("inner", [6, 8])
 def test_rows_are_multiplied_by_their_experts_matrix(dtype, inner):
-    """Also what grouped_mm does not take: float64, and rows of 24 bytes."""
+    """Also inputs that grouped_mm rejects: float64, and rows of 24 bytes."""
     x, matrices = torch.randn(7, inner, dtype=dtype), torch.randn(3, inner, 8, dtype=dtype)
 
     y = grouped_matmul(x, matrices, torch.tensor([2, 2, 7], dtype=torch.int32))
@@ -193,7 +193,7 @@ def test_without_a_group_all_experts_are_here():
     torch.testing.assert_close(mixed, factors * hidden)
 
 
-def test_deep_ep_says_what_is_wrong_with_it(monkeypatch):
+def test_an_unusable_deep_ep_is_refused(monkeypatch):
     with pytest.raises(ImportError, match="not installed: build it from"):
         parallel.DeepEP(8, None)
     placeholder, older = ModuleType("deep_ep"), ModuleType("deep_ep")
@@ -211,7 +211,7 @@ def test_deep_ep_says_what_is_wrong_with_it(monkeypatch):
         parallel.DeepEP(8, None)
 
 
-def test_where_a_checkpoints_tensors_lie():
+def test_the_layout_of_a_checkpoints_tensors():
     """By hand: qwen3_moe's experts are saved one by one, gate and up apart."""
     model = testing.tiny_model("qwen3_moe")
     found = pieces(model)

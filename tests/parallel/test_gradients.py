@@ -74,7 +74,7 @@ def test_what_is_not_finite_is_reported_to_the_guard(value):
     assert not parallel.UpdateGuard(on_nonfinite="skip").allows(0.0, norm)
 
 
-def test_infinity_only_measures():
+def test_an_infinite_norm_only_measures():
     (a,) = with_gradients([3.0, 4.0])
 
     assert parallel.clip_gradients([a], math.inf) == 5.0

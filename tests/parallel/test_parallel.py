@@ -41,7 +41,7 @@ class Batch:
 
 
 def test_batches_arrive_exactly_on_every_rank(found):
-    """Uneven sizes, many dtypes, a transposed table, no rows, NaN, None here, a tensor there."""
+    """Uneven sizes, many dtypes, a transposed table, no rows, NaN, None on some ranks only."""
     assert found[0]["scattered_exactly"] == 3
     assert found[0]["nothing_scattered"] == 0
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_scattered_is_refused_before_anything_is_sent(found):
     assert "rank 2 passes batches" in found[2]["batches_of_others"]
 
 
-def test_an_update_that_is_not_finite_on_one_rank_is_left_out_on_all(found):
+def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(found):
     for one in found:
         allowed, moved, skipped, stopped, _ = one["guarded"]
         assert allowed == moved == [True, False, False, True]
@@ -92,7 +92,7 @@ def test_three_ranks_train_as_one_process_does(found, kind):
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_the_logits_of_a_sharded_model_are_not_held_and_a_rank_may_train_no_row(found, kind):
+def test_a_sharded_model_materializes_no_logits_and_a_rank_may_train_no_row(found, kind):
     """Each forward pass gathers the whole head, whose product linear_logprobs then replaces."""
     for one in found:
         assert len(one[kind]["heads"]) == 3 * found[0][kind]["micro_batches"]
@@ -158,7 +158,7 @@ def test_a_rank_that_is_killed_within_a_layer_is_named_by_the_others(root, tmp_p
     assert not (tmp_path / "died-1.json").exists()
 
 
-def test_a_rank_that_left_no_word_was_killed():
+def test_a_rank_that_reported_no_error_was_killed():
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
     assert "no rank said why" in _first_failure(dist.HashStore(), 1, lost)
@@ -180,7 +180,7 @@ def alone(monkeypatch):
     return monkeypatch
 
 
-def test_each_rank_has_a_seed_of_its_own(alone):
+def test_each_rank_has_its_own_seed(alone):
     def draw(world):
         with world:
             return random.random(), float(np.random.rand()), torch.rand(1).item()  # noqa: NPY002
@@ -222,14 +222,14 @@ def test_torchrun_with_one_rank_needs_no_group(alone):
         assert not dist.is_initialized()
 
 
-def test_half_of_an_environment_is_refused(alone):
+def test_an_incomplete_environment_is_refused(alone):
     alone.setenv("RANK", "1")
 
     with pytest.raises(ValueError, match="WORLD_SIZE is None, expected a number"):
         parallel.process_group()
 
 
-def test_no_time_is_refused():
+def test_a_timeout_of_zero_is_refused():
     with pytest.raises(ValueError, match="timeout_s is 0"):
         parallel.process_group(timeout_s=0)
 
@@ -241,7 +241,7 @@ def test_no_time_is_refused():
         ([[], []], "batches for 2 ranks, but 1 ranks"),
     ],
 )
-def test_scatter_says_what_is_wrong(batches, message):
+def test_errors_of_scatter(batches, message):
     with pytest.raises(ValueError, match=message):
         parallel.scatter(batches, Batch)
 
@@ -251,7 +251,7 @@ def test_only_attrs_classes_are_scattered():
         parallel.scatter([[{}]], dict)
 
 
-def test_a_field_that_cannot_travel_is_named():
+def test_a_field_that_cannot_be_sent_is_named():
     from primerl.parallel.scattering import _encode
 
     with pytest.raises(ValueError, match="Batch.values is a list; expected a tensor"):

@@ -11,7 +11,7 @@ from primerl.parallel.stop_signals import StoppedError, StopSignals
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """As they were, whatever a test does."""
+    """Restores the handlers after each test."""
     kinds = (signal.SIGTERM, signal.SIGUSR1)
     before = [signal.getsignal(kind) for kind in kinds]
     yield before
@@ -24,7 +24,7 @@ def send(kind):
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGUSR1])
-def test_before_a_loop_asks_a_signal_is_an_error_and_what_is_closed_then_is_not_cut_off(kind):
+def test_before_a_loop_checks_a_signal_raises_and_cleanup_is_not_interrupted(kind):
     signals = StopSignals(10.0)
     signals.install()
     closed = []
@@ -42,7 +42,7 @@ def test_before_a_loop_asks_a_signal_is_an_error_and_what_is_closed_then_is_not_
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # the process is ending
 
 
-def test_sigterm_waits_once_a_loop_asks_but_a_second_one_does_not():
+def test_sigterm_is_recorded_once_a_loop_checks_but_a_second_one_raises():
     signals = StopSignals(10.0)
     signals.install()
     signals.watch(lambda: False)
@@ -54,8 +54,8 @@ def test_sigterm_waits_once_a_loop_asks_but_a_second_one_does_not():
         send(signal.SIGTERM)
 
 
-def test_a_second_sigterm_takes_back_the_one_that_would_come_after_the_grace():
-    """It would meet whatever handles signals then: here it had killed the tests."""
+def test_a_second_sigterm_cancels_the_one_after_the_grace():
+    """Otherwise it is sent to whatever handles signals then: here, it killed the tests."""
     signals = StopSignals(0.2)
     signals.install()
     signals.watch(lambda: False)
@@ -79,7 +79,7 @@ def test_handlers_are_restored_if_no_signal_came(handlers):
     assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)] == handlers
 
 
-def test_sigusr1_waits_however_often_it_comes():
+def test_sigusr1_is_recorded_however_often_it_is_sent():
     signals = StopSignals(0.01)
     signals.install()
     signals.watch(lambda: False)
@@ -91,7 +91,7 @@ def test_sigusr1_waits_however_often_it_comes():
     assert signals.received
 
 
-def test_when_a_rank_has_failed_sigterm_does_not_wait():
+def test_when_a_rank_has_failed_sigterm_raises():
     signals = StopSignals(10.0)
     signals.install()
     signals.watch(lambda: True)
@@ -101,8 +101,8 @@ def test_when_a_rank_has_failed_sigterm_does_not_wait():
         send(signal.SIGTERM)
 
 
-def test_a_rank_that_nobody_asks_in_time_ends():
-    """As where another was killed and left no word: torchrun kills soon after its SIGTERM."""
+def test_a_rank_that_does_not_check_in_time_ends():
+    """As when another was killed without an error: torchrun kills soon after its SIGTERM."""
     signals = StopSignals(0.1)
     signals.install()
     signals.watch(lambda: False)
@@ -115,7 +115,7 @@ def test_a_rank_that_nobody_asks_in_time_ends():
     assert time.monotonic() - began < 10
 
 
-def test_once_all_ranks_know_nothing_cuts_off_the_save():
+def test_once_all_ranks_agree_nothing_interrupts_the_save():
     signals = StopSignals(0.1)
     signals.install()
     signals.watch(lambda: False)
@@ -137,14 +137,14 @@ def alone(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_world_of_one_is_told_after_its_step(alone):
+def test_a_world_of_one_stops_after_its_step(alone):
     with parallel.process_group() as world:
         assert not world.should_stop()
         send(signal.SIGTERM)
         assert world.should_stop()
 
 
-def test_a_world_of_one_closes_its_contexts_when_it_is_told_before_its_first_step(alone, tmp_path):
+def test_a_world_of_one_that_is_stopped_before_its_first_step_closes_contexts(alone, tmp_path):
     with pytest.raises(StoppedError), track.Run(tmp_path / "run"), parallel.process_group():
         send(signal.SIGTERM)
 
@@ -152,7 +152,7 @@ def test_a_world_of_one_closes_its_contexts_when_it_is_told_before_its_first_ste
     assert summary["error"] == "StoppedError: this process was told to stop (SIGTERM)"
 
 
-def test_ranks_that_never_connect_restore_the_handlers(monkeypatch, handlers):
+def test_failing_to_connect_restores_the_handlers(monkeypatch, handlers):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -169,6 +169,6 @@ def test_without_a_signal_a_world_of_one_leaves_no_handler(alone, handlers):
     assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)] == handlers
 
 
-def test_no_grace_is_refused():
+def test_a_grace_of_zero_is_refused():
     with pytest.raises(ValueError, match="grace_s is 0"):
         parallel.process_group(grace_s=0)

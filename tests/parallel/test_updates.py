@@ -46,7 +46,7 @@ def test_stop_raises():
         guard.allows(1.0, math.inf)
 
 
-def test_skipping_without_end_raises():
+def test_too_many_skipped_updates_raise():
     guard = parallel.UpdateGuard(on_nonfinite="skip", max_in_a_row=3)
 
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_a_skipped_update_leaves_the_weights_and_the_optimizer_alone():
     ("options", "named"),
     [({"on_nonfinite": "ignore"}, "'ignore'"), ({"max_in_a_row": 0}, "max_in_a_row is 0")],
 )
-def test_what_cannot_be_done_is_refused(options, named):
+def test_invalid_arguments_are_refused(options, named):
     with pytest.raises(ValueError, match=named):
         parallel.UpdateGuard(**options)
 

@@ -1,4 +1,4 @@
-"""The parity command: what it compares, on ranks; how it ends; what it refuses.
+"""The parity command: comparisons on ranks, exit statuses, refusals.
 
 `pytest -m slow tests/parity/test_parity.py` runs the full matrix (minutes).
 """
@@ -62,7 +62,7 @@ MATRIX = ["llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2"
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A model folder: of a model that is small already."""
+    """The folder of a model that is already small."""
     folder = tmp_path_factory.mktemp("models") / "olmo"
     tiny_family("olmo2").save_pretrained(folder)
     return folder
@@ -96,7 +96,7 @@ def test_a_model_folder_is_compared_by_its_config(compared, folder):
     assert {f.result for f in of(compared, folder.name)} == {"pass"}
 
 
-def test_refusals_come_with_their_reason_and_the_others_go_on(compared):
+def test_refusals_have_a_reason_and_the_others_continue(compared):
     (sinks,) = of(compared, "gpt_oss")
     (experts,) = of(compared, "six experts", "ep 4")
     assert (sinks.result, sinks.mesh) == ("refused", "1 process")
@@ -107,7 +107,7 @@ def test_refusals_come_with_their_reason_and_the_others_go_on(compared):
 
 @pytest.mark.slow
 def test_the_whole_matrix():
-    """The issue's: six families on all meshes of four ranks, one more without cp; recomputation."""
+    """Six families on all meshes of four ranks, one more without cp; with recomputation."""
     kinds = parity.all_kinds(4)
     tasks = [Task(family=f, meshes=parity.applicable(f, kinds)[0]) for f in MATRIX]
     without = [mesh for mesh in kinds if mesh.cp == 1]
@@ -123,15 +123,15 @@ def test_the_whole_matrix():
 
 
 def alone(family, **settings):
-    """What is trained on, and what the reference makes of it."""
+    """The training documents, and the reference's training on them."""
     model = tiny_family(family, **settings)
-    sequences = parity_reference.sampled(model, parity_training.documents_of(model))
+    sequences = parity_reference.sampled(model, parity_training.model_documents(model))
     return sequences, parity_reference.train(tiny_family(family, **settings), sequences)
 
 
 def packed(family, sequences, reference, **settings):
-    """The same by this library, in one process."""
-    (batches,) = parity_training.batches_of(sequences)
+    """The same training by this library, in one process."""
+    (batches,) = parity_training.make_batches(sequences)
     return parity_training.train(tiny_family(family, **settings), batches, reference)
 
 
@@ -143,7 +143,7 @@ def one_process(family, **settings):
 
 
 def test_the_reference_imports_nothing_of_this_package():
-    """Neither by name nor in effect: run by its path, it loads no module of ours."""
+    """Neither by name nor indirectly: run by its path, it loads no module of ours."""
     path = Path(parity_reference.__file__)
     imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -189,7 +189,7 @@ def test_the_references_objective_by_hand():
 
 def test_the_references_score_is_a_softmax_at_the_documents_temperature():
     model = tiny_family("llama")
-    document = parity_training.documents_of(model)[3]
+    document = parity_training.model_documents(model)[3]
     logits = model(input_ids=torch.tensor([document.token_ids])).logits[0].double()
 
     for temperature in (1.0, 0.5):
@@ -248,7 +248,7 @@ def test_documents_are_of_all_kinds():
     assert not any(one.trained[0] for one in made)
     model = tiny_family("llama")
     shared, whole = (
-        sum(len(b.token_ids) for b in parity_training.batches_of(made, share_prefixes=share)[0])
+        sum(len(b.token_ids) for b in parity_training.make_batches(made, share_prefixes=share)[0])
         for share in (True, False)
     )
     assert shared < whole - 2 * parity_reference.PROMPT + 1
@@ -256,7 +256,7 @@ def test_documents_are_of_all_kinds():
 
 
 def test_a_leak_is_found(monkeypatch):
-    """Documents that see those before them, by an attention that takes them for one."""
+    """Documents see those before them, as attention treats them as one."""
     found = one_process("llama")
     assert found["logprobs"] <= parity_checks.TOLERANCES["logprobs"]
     real = switching.find_documents
@@ -270,31 +270,31 @@ def test_other_experts_and_other_tokens_are_found():
     """A token that goes elsewhere in one layer of one step, is not trained, or is trained twice."""
     _, reference = alone("qwen3_moe")
 
-    def figure(check, **changed):
+    def measured(check, **changed):
         return dict(parity_checks.differences(attrs.evolve(reference, **changed), reference))[check]
 
     (name, *_) = reference.choices
     moved = {**reference.choices, name: reference.choices[name].clone()}
     trained = reference.logprobs.isfinite().nonzero().flatten()
     moved[name][0, trained[3]] = torch.tensor([-5, 7])
-    assert figure("expert choices", choices=moved) == 1
-    assert figure("expert choices") == figure("logprobs") == figure("updates") == 0
+    assert measured("expert choices", choices=moved) == 1
+    assert measured("expert choices") == measured("logprobs") == measured("updates") == 0
     for value in (torch.nan, torch.inf):
         logprobs = reference.logprobs.clone()
         logprobs[trained[0]] = value
-        assert figure("logprobs", logprobs=logprobs) == torch.inf
+        assert measured("logprobs", logprobs=logprobs) == torch.inf
 
 
-def test_a_figure_that_is_not_a_number_fails():
-    assert Finding(family="a", mesh="b", check="loss", figure=float("nan")).result == "FAIL"
-    assert Finding(family="a", mesh="b", check="loss", figure=2e-5).result == "FAIL"
-    assert Finding(family="a", mesh="b", check="loss", figure=1e-5).result == "pass"
+def test_a_difference_that_is_not_a_number_fails():
+    assert Finding(family="a", mesh="b", check="loss", measured=float("nan")).result == "FAIL"
+    assert Finding(family="a", mesh="b", check="loss", measured=2e-5).result == "FAIL"
+    assert Finding(family="a", mesh="b", check="loss", measured=1e-5).result == "pass"
     assert Finding(family="a", mesh="b", check="raised", note="x").result == "FAIL"
 
 
 def first_batch(model):
     """Of several documents."""
-    batches = parity_training.batches_of(parity_training.documents_of(model))[0]
+    batches = parity_training.make_batches(parity_training.model_documents(model))[0]
     return next(batch for batch in batches if len(batch.cu_seqlens) > 2)
 
 
@@ -338,7 +338,7 @@ def test_what_leaks_is_refused_before_training_and_at_each_call(family):
         ("moshi", {}, "is not given the documents"),
     ],
 )
-def test_what_no_rule_foresees_is_refused_as_it_happens(family, settings, message):
+def test_what_no_rule_covers_is_refused_when_it_happens(family, settings, message):
     model = tiny_family(family, **settings)
     with pytest.raises(ValueError, match=message):
         parity_training.score(model, first_batch(model))
@@ -349,7 +349,7 @@ def test_a_window_that_no_layer_uses_is_no_reason_to_refuse():
     assert one_process("qwen2_moe")["logprobs"] < 1e-6
 
 
-def test_an_attention_that_is_told_only_of_positions_finds_documents_by_them():
+def test_attention_that_is_given_only_positions_finds_documents_by_them():
     found = one_process("stablelm")
     assert found["logprobs"] <= 1e-6
     assert found["gradients"] <= 1e-5
@@ -419,7 +419,7 @@ def test_the_configuration_of_a_large_model_is_shrunk(tmp_path, kind):
         assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (4, 2)
     if kind == "smollm3":
         assert model.config.no_rope_layers == [1, 0]
-    logprobs, entropies = parity_reference.score(model, parity_training.documents_of(model)[3])
+    logprobs, entropies = parity_reference.score(model, parity_training.model_documents(model)[3])
     assert logprobs.isfinite().all()
     assert entropies.isfinite().all()
 
@@ -430,8 +430,8 @@ def test_a_folder_that_no_version_of_transformers_knows_is_refused(tmp_path):
         tiny_family(tmp_path)
 
 
-PASSED = Finding(family="qwen3", mesh="fsdp", check="loss", figure=0.0)
-WRONG = Finding(family="qwen3", mesh="ep 2", check="loss", figure=0.5)
+PASSED = Finding(family="qwen3", mesh="fsdp", check="loss", measured=0.0)
+WRONG = Finding(family="qwen3", mesh="ep 2", check="loss", measured=0.5)
 NOT_TAKEN = Finding(family="qwen3", mesh="cp 2", check="refused", note="because")
 WITHOUT = Finding(family="qwen3", mesh="ep 2", check="not applicable", note="no experts to divide")
 
@@ -494,7 +494,7 @@ def test_what_a_family_lacks_is_left_out_and_named():
 def test_a_dense_family_with_ep_is_compared_without(monkeypatch, capsys):
     def compare(tasks, **_):
         return [
-            Finding(family=task.name, mesh=mesh.name, check="loss", figure=0.0)
+            Finding(family=task.name, mesh=mesh.name, check="loss", measured=0.0)
             for task in tasks
             for mesh in task.meshes
         ]
@@ -506,7 +506,7 @@ def test_a_dense_family_with_ep_is_compared_without(monkeypatch, capsys):
     assert said.splitlines()[-1] == "admitted: llama, qwen3_moe"
 
 
-def test_a_launch_that_dies_is_gone_on_with(monkeypatch):
+def test_the_next_launch_continues_after_one_that_dies(monkeypatch):
     """Rank 1 dies on the first family's second mesh; all else is compared."""
     launches = []
 
@@ -519,7 +519,7 @@ def test_a_launch_that_dies_is_gone_on_with(monkeypatch):
                 for mesh in [*(["1 process"] if not task["done"] else []), *meshes]:
                     if (len(launches), mesh) == (1, "ep 2"):
                         return "rank 1 failed: KeyError: 'x'"
-                    line = {"family": task["name"], "mesh": mesh, "check": "loss", "figure": 0.0}
+                    line = {"family": task["name"], "mesh": mesh, "check": "loss", "measured": 0.0}
                     file.write(json.dumps(line) + "\n")
         return ""
 

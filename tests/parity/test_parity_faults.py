@@ -1,4 +1,4 @@
-"""Parity finds what is wrong: faults are injected on four gloo ranks, many in one launch.
+"""Parity finds injected faults, on four gloo ranks, many in one launch.
 
 `pytest -m slow tests/parity/test_parity_faults.py` injects the whole list (minutes).
 """

@@ -2,8 +2,8 @@
 
     checkpoint_resume.py FOLDER kill|resume
 
-``kill`` trains without and with interruption, and is killed while it saves. ``resume`` goes on from
-what is left, with another number of ranks.
+``kill`` trains without and with interruption, and is killed while it saves. ``resume`` continues
+from what was saved, with another number of ranks.
 """
 
 import json
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 
 from primerl import checkpoint, optim, parallel, testing
-from primerl.checkpoint import tensor_file, writing
+from primerl.checkpoint import pieces, writing
 
 STEPS = 5
 ROWS = 8
@@ -37,7 +37,7 @@ def muon(model):
 
 
 class Run:
-    """A small mixture of experts in training, divided over all ranks."""
+    """A small mixture of experts in training, sharded over all ranks."""
 
     def __init__(self, world, ep, seed, optimizer=adamw):
         self.world = world
@@ -119,7 +119,7 @@ def one_rank(folder):
 
 
 def from_one_rank(world, folder):
-    """The losses of four ranks that go on where one left."""
+    """The losses of four ranks that resume the training of one."""
     run = Run(world, 2, seed=9)
     with run.saves(folder) as saves:
         first = saves.load(checkpoint.last_good(folder) if world.is_first else None)
@@ -127,7 +127,7 @@ def from_one_rank(world, folder):
 
 
 def by_muon(world, folder):
-    """Whether Muon's state, of stacks of divided experts too, comes back and goes on."""
+    """Whether Muon's state, also of expert-parallel stacks, is restored and continues."""
     run = Run(world, 2, seed=0, optimizer=muon)
     run.step(0)
     with run.saves(folder) as saves:
@@ -142,7 +142,7 @@ def by_muon(world, folder):
 
 
 def misfits(world, folder):
-    """What is said of a checkpoint that is not of this model, and of a rank that can't write."""
+    """The errors for a checkpoint of another model, and for a rank that can't write."""
     saved, found = checkpoint.last_good(folder) if world.is_first else None, {}
     other = Run(world, 1, seed=0)
     other.model = testing.tiny_model("qwen3_moe", seed=0, hidden_size=48)
@@ -200,11 +200,11 @@ def slow_down(world):
         time.sleep(60)
         fsync(descriptor)
 
-    tensor_file.os = type("Os", (), {"fsync": staticmethod(never)})
+    pieces.os = type("Os", (), {"fsync": staticmethod(never)})
 
 
 def resumed(world, folder, ep):
-    """The run goes on with experts divided among ``ep`` ranks, and saves elsewhere."""
+    """Resumes with experts divided among ``ep`` ranks, and saves elsewhere."""
     saved = checkpoint.last_good(folder) if world.is_first else None
     run = Run(world, ep, seed=7)
     with run.saves(folder.with_name(f"resumed-{ep}")) as saves:

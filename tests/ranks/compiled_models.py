@@ -32,7 +32,7 @@ class Backend:
 
 
 def random_packs(count, *, longest=12):
-    """Token ids and positions of packs: some documents continue the one before."""
+    """Token ids and positions of packs: some documents share tokens of the one before."""
     rng = np.random.default_rng(0)
     for _ in range(count):
         positions = np.arange(rng.integers(2, longest))  # a tensor of one row is traced apart
@@ -56,7 +56,7 @@ def compiled(model, whole, backend):
 
 
 def train(model, ids, positions):
-    """Logprobs and entropies, and the gradients that they have."""
+    """Logprobs, entropies and their gradients."""
     model.zero_grad()
     found = loss.model_logprobs_and_entropy(
         model, ids, positions, ids.roll(-1), rows=torch.arange(len(ids)) % 3 > 0
@@ -65,7 +65,7 @@ def train(model, ids, positions):
     return [*found, *(x.grad for x in model.parameters() if x.grad is not None)]
 
 
-def of_kind(family, how=None, **config):
+def family_model(family, how=None, **config):
     torch.manual_seed(0)
     model = testing.tiny_model(family, **config).train()
     return parallel.recompute(model, **how) if how is not None else model
@@ -73,8 +73,8 @@ def of_kind(family, how=None, **config):
 
 @pytest.mark.parametrize("whole", ["layers", "in place", "model"])
 def test_two_compilations_serve_fifty_packs(whole):
-    eager, backend = of_kind("qwen3"), Backend("eager")
-    model = compiled(of_kind("qwen3"), whole, backend)
+    eager, backend = family_model("qwen3"), Backend("eager")
+    model = compiled(family_model("qwen3"), whole, backend)
 
     for ids, positions in random_packs(50):
         for ours, expected in zip(
@@ -90,8 +90,8 @@ def test_two_compilations_serve_fifty_packs(whole):
     [("qwen3", None), ("qwen3", {}), ("qwen3", {"selective": True})],
 )
 def test_gradients_are_those_of_the_eager_model(family, how):
-    eager, backend = of_kind(family, how), Backend("aot_eager")
-    model = compiled(of_kind(family, how), "layers", backend)
+    eager, backend = family_model(family, how), Backend("aot_eager")
+    model = compiled(family_model(family, how), "layers", backend)
 
     for ids, positions in random_packs(4):
         for ours, expected in zip(
@@ -104,8 +104,8 @@ def test_gradients_are_those_of_the_eager_model(family, how):
 
 def test_a_model_with_windows_computes_what_it_does_eagerly():
     backend = Backend("eager")
-    model = compiled(of_kind("mistral", sliding_window=8), "layers", backend)
-    eager = of_kind("mistral", sliding_window=8)
+    model = compiled(family_model("mistral", sliding_window=8), "layers", backend)
+    eager = family_model("mistral", sliding_window=8)
 
     for ids, positions in random_packs(12, longest=8):
         for ours, expected in zip(
@@ -116,9 +116,9 @@ def test_a_model_with_windows_computes_what_it_does_eagerly():
 
 
 def test_lengths_of_runs_and_of_packs_that_agree_are_told_apart():
-    """No two lengths that a graph was compiled for are taken for one because they were equal."""
+    """Lengths that were equal when a graph was compiled are not assumed to be equal."""
     backend = Backend("eager")
-    model = compiled(of_kind("llama"), "layers", backend)
+    model = compiled(family_model("llama"), "layers", backend)
 
     for lengths in ([6, 6, 6], [3], [1], [2, 2, 5], [1] * 9, [4, 3, 2, 1]):
         positions = torch.cat([torch.arange(length) for length in lengths])
@@ -127,6 +127,6 @@ def test_lengths_of_runs_and_of_packs_that_agree_are_told_apart():
         ends = np.cumsum([0, *lengths])
         for begin, end in pairwise(ends):
             alone = positions[begin:end]
-            expected = loss.model_logprobs(of_kind("llama"), alone + 4, alone, alone + 5)
+            expected = loss.model_logprobs(family_model("llama"), alone + 4, alone, alone + 5)
             torch.testing.assert_close(logprobs[begin:end], expected, atol=1e-5, rtol=1e-5)
     assert backend.graphs <= 3  # one row alone is a case of its own to torch

@@ -1,4 +1,4 @@
-"""Run by torchrun in test_context.py: documents divided among ranks, against one process."""
+"""Run by torchrun in test_context.py: context-parallel training, against one process."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def packed_for(ranks, *, share_prefixes=False):
 
 
 def norm_and_clip(model, limit):
-    """Each element is held by one rank, but for copies of the model, which count once."""
+    """Each element is on one rank; of replicas, one counts."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     local = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
     copies = [
@@ -185,7 +185,7 @@ def refusal(call):
 
 
 def refusals(world):
-    """What each rank says of what it cannot compute, with nobody left waiting."""
+    """Each rank's error for what is not supported; no rank is left waiting."""
     mesh = parallel.mesh(cp=4)
 
     def call(kind, rows=8, *, positions=True, batch=1, **config):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import transformers
 
 from primerl import loss, models, parallel, testing
-from primerl._gathering import whole
+from primerl._ranks import whole
 from primerl.parallel.dispatch import AllToAll
 from primerl.parallel.experts import divide_experts, expert_modules
 

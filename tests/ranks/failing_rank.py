@@ -1,4 +1,4 @@
-"""Run by torchrun in test_parallel.py: rank 1 fails; what do the others raise, and when?"""
+"""Run by torchrun in test_parallel.py: rank 1 fails; the errors of the others, and when."""
 
 import json
 import sys

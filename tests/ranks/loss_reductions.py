@@ -1,4 +1,4 @@
-"""Run by torchrun in test_loss_ranks.py: one step, cut up in many ways over four ranks."""
+"""Run by torchrun in test_loss_ranks.py: one step, divided in many ways over four ranks."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ def select(part, chosen):
 
 
 def by_cuts(part, rank, cuts):
-    """The rows from one cut to the next."""
+    """The rows from each boundary to the next."""
     bounds = [0, *cuts, len(part[0])]
     return select(part, slice(bounds[rank], bounds[rank + 1]))
 

@@ -65,7 +65,7 @@ def largest_difference(model, places, reference):
 
 
 def set_gradients(model, step, gradients):
-    """The gradients of one process, to the bit, each where its elements lie."""
+    """The gradients of one process, bitwise, each on the rank of its elements."""
     for (name, parameter), index in zip(model.named_parameters(), gradients, strict=True):
         generator = torch.Generator().manual_seed(1000 * step + len(name))
         whole = torch.randn(parameter.shape, generator=generator)
@@ -193,7 +193,7 @@ def refused_after_sharding():
 
 
 def refused_gradients():
-    """On a mesh of half of the ranks, and of terms that are not added up."""
+    """On a mesh of half of the ranks, and gradients that are not reduced."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     messages = []
     for of_gradient, placements in (mesh["b"], [Shard(0)]), (mesh, [Shard(0), Partial()]):

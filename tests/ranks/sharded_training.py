@@ -29,7 +29,7 @@ STEPS = 3
 
 @attrs.frozen(eq=False)
 class Bundle:
-    """Whatever may travel."""
+    """Fields of every kind that may be sent."""
 
     ids: torch.Tensor
     mask: torch.Tensor
@@ -98,7 +98,7 @@ def packed_for(world_size):
     """Each rank's micro-batches; in the last of them one rank alone has a row to train."""
     many = packing.pack(samples(), max_tokens=30, ranks=world_size)
     one = packing.pack(samples()[:1], max_tokens=30, ranks=world_size)
-    return [[*of_rank, *last] for of_rank, last in zip(many, one, strict=True)]
+    return [[*ranks, *last] for ranks, last in zip(many, one, strict=True)]
 
 
 HEADS = []  # of each forward pass: the rows and the shape of the weight that stood in for the head

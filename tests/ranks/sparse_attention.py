@@ -41,7 +41,7 @@ def pack(number):
 
 
 def packs_of(rank, cp=1):
-    """A rank's rows of the packs that it trains on with its context peers."""
+    """A rank's rows of the packs that it shares with its context-parallel ranks."""
     first, part = rank // cp * cp, rank % cp
     return [[x.chunk(cp)[part] for x in pack(first + i)] for i in range(cp)]
 
@@ -121,10 +121,10 @@ def main(folder):
                 history = train(model, packs)
                 history = [[parallel.all_sum(total).item(), norm] for total, norm in history]
                 after = published(model)
-                of_rank = {"chosen": chosen, "history": history}
+                rank_found = {"chosen": chosen, "history": history}
                 if world.is_first:
                     _, expected, theirs = single[kind]
-                    of_rank |= {
+                    rank_found |= {
                         "single": [[total.item(), norm] for total, norm in expected],
                         "chosen_by_one": single[kind][0],
                         "names": sorted(after) == sorted(theirs),
@@ -133,7 +133,7 @@ def main(folder):
                         "moved": max((after[n] - before[n]).abs().max().item() for n in after),
                         "weights": max((after[n] - theirs[n]).abs().max().item() for n in after),
                     }
-                found[f"{kind}, {name}"] = of_rank
+                found[f"{kind}, {name}"] = rank_found
     (folder / f"found-{world.rank}.json").write_text(json.dumps(found))
 
 

@@ -1,5 +1,5 @@
 """Whatever an engine, a server or an environment returns: it fails its rollout by name, nothing of
-it is trained, and the run goes on with the others.
+it is trained, and the run continues with the others.
 """
 
 import asyncio
@@ -93,7 +93,7 @@ def test_an_engine_that_breaks_the_contract(fault):
     assert len(groups) == 12
     require_clean(groups, newest=6)
     assert set(stats["errors"]) == {"BadCompletion"}
-    assert 0 < stats["errors"]["BadCompletion"] <= engine.spoilt
+    assert 0 < stats["errors"]["BadCompletion"] <= engine.broken
 
 
 @pytest.mark.parametrize("fault", ["unpublished_version", "token_id_beyond_vocabulary", "empty"])
@@ -120,7 +120,7 @@ def test_an_environment_that_catches_a_bad_completion_is_not_trusted():
     assert stats["errors"]["BadCompletion"] > 0
 
 
-def test_an_environment_in_a_process_of_its_own():
+def test_an_isolated_environment():
     engine = testing.HostileEngine("positive_logprob", scripted(), every=3)
 
     groups, stats = collect(engine, rollout.isolated(play, processes=1), steps=1)
@@ -130,7 +130,7 @@ def test_an_environment_in_a_process_of_its_own():
 
 
 @pytest.mark.parametrize("fault", testing.engine_faults())
-def test_the_conformance_kit_finds_it(fault):
+def test_check_engine_finds_the_fault(fault):
     within = scripted(version=3)
     engine = testing.HostileEngine(fault, within)
 
@@ -143,14 +143,14 @@ def test_the_conformance_kit_finds_it(fault):
         )
 
 
-def test_the_conformance_kit_finds_what_is_wrong_now_and_then():
+def test_check_engine_finds_intermittent_faults():
     engine = testing.HostileEngine("slightly_positive_logprob", scripted(), every=11)
 
-    with pytest.raises(AssertionError, match="every_answer failed: [0-9]+ answers break it"):
+    with pytest.raises(AssertionError, match="every_answer failed: [0-9]+ completions break it"):
         testing.check_engine(engine, max_tokens=4, concurrency=4)
 
 
-def test_answers_of_other_requests_are_found_by_the_kit():
+def test_check_engine_finds_answers_of_other_requests():
     class Mixes(testing.ScriptedEngine):
         last = None
 
@@ -165,7 +165,7 @@ def test_answers_of_other_requests_are_found_by_the_kit():
         testing.check_engine(engine, max_tokens=4, concurrency=4)
 
 
-def test_rounding_is_no_fault():
+def test_rounding_is_accepted():
     completion = Completion(
         token_ids=[1, 2], logprobs=[5e-6, -1], versions=[0, 0], finish_reason="length"
     )
@@ -179,7 +179,7 @@ def test_rounding_is_no_fault():
         check_completion(completion, 7, params, attrs.evolve(limits, vocab_size=2))
 
 
-def test_there_are_no_faults_without_faults():
+def test_no_fault_is_found_without_faults():
     groups, stats = collect(scripted(), play)
     require_clean(groups, newest=6)
     assert stats["errors"] == {}
@@ -192,7 +192,7 @@ def test_there_are_no_faults_without_faults():
 
 
 class Hesitates(testing.ScriptedEngine):
-    """Can't say its version for a while."""
+    """Fails to report its version for a while."""
 
     asked = 0
 
@@ -204,7 +204,7 @@ class Hesitates(testing.ScriptedEngine):
         return self._updates[-1][1]
 
 
-def test_an_engine_that_cannot_say_its_version_is_reported_and_asked_again(caplog):
+def test_an_engine_that_cannot_report_its_version_is_logged_and_asked_again(caplog):
     from primerl.rollout.engines.remote import EngineHost
 
     engine, host, told = Hesitates(), EngineHost(), []
@@ -223,14 +223,14 @@ def test_an_engine_that_cannot_say_its_version_is_reported_and_asked_again(caplo
     with caplog.at_level(logging.ERROR):
         asyncio.run(asyncio.wait_for(scenario(), 30))
 
-    assert caplog.text.count("can't say its version: OSError: the version can't be read") == 1
+    assert caplog.text.count("can't report its version: OSError: the version can't be read") == 1
 
 
 # ---- environments ----
 
 
 @pytest.mark.parametrize("fault", testing.environment_faults())
-def test_an_environment_that_returns_what_cannot_be(fault):
+def test_an_environment_that_returns_an_impossible_sample(fault):
     environment = testing.HostileEnvironment(fault, play, every=3)
 
     groups, stats = collect(scripted(), environment)
@@ -245,7 +245,7 @@ def test_an_environment_that_returns_what_cannot_be(fault):
 
 
 @pytest.mark.parametrize("values", [[2**31], [-(2**31) - 1], [0.5], [np.nan], ["a"], [None]])
-def test_numbers_that_do_not_fit_are_not_wrapped(values):
+def test_numbers_out_of_range_are_refused(values):
     with pytest.raises(ValueError, match="whole numbers of 32 bits"):
         Sample(token_ids=values, loss_mask=[0], behavior_logprobs=[0], versions=[-1])
     with pytest.raises(ValueError, match="whole numbers of 32 bits"):
@@ -266,14 +266,14 @@ def megabytes():
 
 
 @pytest.mark.parametrize("fault", testing.server_faults())
-def test_a_server_that_answers_wrongly(fault):
+def test_a_server_with_invalid_responses(fault):
     hostile_server._gzip_bomb()
     with testing.HostileServer(fault, every=3) as server, engine_of(server) as engine:
         before = megabytes()
         groups, stats = collect(engine, play, publish=lambda v: engine.load_weights({}, version=v))
 
         require_clean(groups, newest=6)
-        assert server.spoilt > 0
+        assert server.broken > 0
         # Refused (400) or sent again (unknown weights) is what an honest server may ask for too.
         expected = {"BadCompletion"}
         expected |= {"Refused"} if fault == "endless_error" else set()
@@ -281,7 +281,7 @@ def test_a_server_that_answers_wrongly(fault):
         assert set(stats["errors"]) <= expected
         if fault not in ("long_label", "label_beyond_int32", "unpublished_version"):
             assert stats["errors"], "it is counted"
-        assert server.sent_bytes < 64 << 20
+        assert server.sent_bytes < server.broken * (16 << 20), "no more than sockets buffer"
         assert megabytes() - before < MOST_MEGABYTES
         engine.load_weights({}, version=7)
         assert engine.version == 7
@@ -307,7 +307,7 @@ CONTROL_ROUTES = ["/weight_info", "/v1/models", "/collective_rpc", "/metrics", "
 
 
 @pytest.mark.parametrize("fault", hostile_server.BODY_FAULTS)
-def test_answers_of_other_routes_are_bounded(fault):
+def test_responses_of_other_routes_are_bounded(fault):
     hostile_server._gzip_bomb()
     before = megabytes()
     for route in ("/collective_rpc", "/metrics"):
@@ -322,13 +322,13 @@ def test_answers_of_other_routes_are_bounded(fault):
             except (RuntimeError, ValueError):
                 pass
             assert time.monotonic() - began < 15
-            assert server.spoilt
+            assert server.broken
             assert server.sent_bytes < 64 << 20
     assert megabytes() - before < MOST_MEGABYTES
 
 
 @pytest.mark.parametrize("fault", ["long_label", *hostile_server.BODY_FAULTS])
-def test_a_server_whose_state_cannot_be_read_does_not_serve(fault, caplog):
+def test_a_server_whose_state_cannot_be_read_is_not_used(fault, caplog):
     hostile_server._gzip_bomb()
     with testing.HostileServer(None) as server, engine_of(server) as engine:
         assert [row["serving"] for row in engine.replicas()] == [True]
@@ -363,7 +363,7 @@ def test_a_watcher_that_fails_takes_its_replica_out_of_service(monkeypatch, capl
         until(lambda: engine.replicas()[0]["serving"])
 
 
-def test_the_kit_passes_the_server_without_a_fault():
+def test_check_engine_passes_without_a_fault():
     with testing.HostileServer(None) as server, engine_of(server) as engine:
         assert engine.vocab_size is None
         outcomes = testing.check_engine(
@@ -382,7 +382,7 @@ def test_faults_have_distinct_names():
 
 
 def serve_raw(chunks, pause_s):
-    """A port where whoever connects is sent ``chunks``, and the thread that does it."""
+    """A port that sends ``chunks`` to each client, and its thread."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve():
@@ -410,7 +410,7 @@ def serve_raw(chunks, pause_s):
         ([], None),
     ],
 )
-def test_a_probe_of_readiness_reads_one_line_in_its_time(monkeypatch, chunks, status):
+def test_a_readiness_probe_reads_one_line_within_its_timeout(monkeypatch, chunks, status):
     monkeypatch.setattr(vllm_readiness, "PROBE_S", 0.5)
     port, thread = serve_raw(chunks, pause_s=0.01)
     began = time.monotonic()
@@ -422,7 +422,7 @@ def test_a_probe_of_readiness_reads_one_line_in_its_time(monkeypatch, chunks, st
 
 
 @pytest.mark.parametrize("fault", ["endless_body", "gzip_bomb"])
-def test_answers_of_tool_servers_are_bounded(fault):
+def test_responses_of_tool_servers_are_bounded(fault):
     pytest.importorskip("verifiers")
     from primerl.rollout.environments.verifiers_adapter import tools
 
@@ -440,7 +440,7 @@ def test_answers_of_tool_servers_are_bounded(fault):
     assert megabytes() - before < MOST_MEGABYTES
 
 
-def test_a_tool_call_nested_too_deeply_is_the_policys_mistake():
+def test_a_tool_call_nested_too_deeply_is_an_error_of_the_policy():
     pytest.importorskip("verifiers")
     from primerl.rollout.environments.verifiers_adapter.tools import Toolbox
 
@@ -449,7 +449,7 @@ def test_a_tool_call_nested_too_deeply_is_the_policys_mistake():
     assert answer.startswith("error: the arguments are not JSON")
 
 
-def test_an_id_beyond_every_vocabulary_fills_no_table():
+def test_an_id_beyond_every_vocabulary_allocates_nothing():
     pytest.importorskip("verifiers")
     from primerl.rollout.environments.verifiers_adapter.client import _shared
 

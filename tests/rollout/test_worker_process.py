@@ -1,4 +1,4 @@
-"""The worker in a process of its own: what crosses, what dies, and what is left (nothing)."""
+"""The worker in a process of its own: pickled arguments, deaths, and clean-up."""
 
 import asyncio
 import contextlib
@@ -92,7 +92,7 @@ def test_groups_arrive_within_the_bound_while_weights_change():
 
 
 def test_publishing_and_taking_at_once_never_sees_an_old_version():
-    """What the engine serves is known in the worker when take() asks, not a poll later."""
+    """The worker knows the served version when take() asks, not a poll later."""
     engine = FakeEngine(delay_s=0)
     with make_worker(engine, max_staleness=0) as rollouts:
         for step in range(30):
@@ -125,7 +125,7 @@ def interrupted(after_s):
 
 @pytest.mark.parametrize("isolation", ["process", "thread"])
 def test_a_take_that_is_interrupted_at_any_moment_loses_no_group(isolation):
-    """While rollouts run, while the step crosses in hundreds of small frames, and after."""
+    """While rollouts run, while the step is sent in hundreds of small frames, and after."""
     draw = random.Random(0)
 
     async def environment(task, engine, params):
@@ -135,7 +135,7 @@ def test_a_take_that_is_interrupted_at_any_moment_loses_no_group(isolation):
             task, engine, params
         )
         (sample,) = result.samples
-        length = np.zeros(5_000, np.int32)  # of no model: to take a while to cross
+        length = np.zeros(5_000, np.int32)  # padding, so that sending takes a while
         padded = attrs.evolve(
             sample,
             token_ids=np.concatenate([sample.token_ids, length]),
@@ -189,7 +189,7 @@ def test_a_worker_is_entered_once(isolation):
     assert gone([one["pid"] for one in members])
 
 
-def test_lambdas_and_local_classes_cross():
+def test_lambdas_and_local_classes_are_pickled():
     class Threshold:
         __name__ = "threshold"
 
@@ -220,12 +220,12 @@ def test_lambdas_and_local_classes_cross():
         ({"keep": [functools.partial(isinstance, threading.Lock())]}, "keep"),
     ],
 )
-def test_an_argument_that_cannot_cross_is_named_before_anything_starts(change, name):
+def test_an_argument_that_cannot_be_pickled_is_named_before_anything_starts(change, name):
     with pytest.raises(ValueError, match=f"the argument '{name}' .*can't be sent.*isolation='thr"):
         make_worker(**change)
 
 
-def test_an_environment_that_cannot_cross_is_named():
+def test_an_environment_that_cannot_be_pickled_is_named():
     lock = threading.Lock()
 
     async def environment(task, engine, params):
@@ -325,7 +325,7 @@ def test_killing_the_worker_is_noticed_at_once_and_named():
     assert gone([member["pid"]])
 
 
-def test_killing_the_worker_wakes_a_trainer_that_waits_and_takes_its_subprocesses_along(tmp_path):
+def test_killing_the_worker_wakes_a_waiting_trainer_and_ends_its_subprocesses(tmp_path):
     async def hangs(task, engine, params):
         with open(tmp_path / "pids", "a") as file:
             file.write(f"{(await asyncio.create_subprocess_exec('sleep', '3600')).pid}\n")
@@ -391,7 +391,7 @@ def test_the_worker_loads_no_torch():
         assert rollouts.take(version=0)[0].rewards.tolist() == [0.0, 0.0]
 
 
-def test_collecting_goes_on_from_a_state():
+def test_collecting_resumes_from_a_state():
     engine = testing.ScriptedEngine(latency=0.002)
     with make_worker(engine) as rollouts:
         for step in range(3):
@@ -408,7 +408,7 @@ def test_collecting_goes_on_from_a_state():
     )
 
 
-def test_an_evaluation_with_an_engine_of_its_own_goes_on_beside_training():
+def test_an_evaluation_with_an_engine_of_its_own_runs_beside_training():
     training, pinned = testing.ScriptedEngine(), testing.ScriptedEngine(latency=0.05)
     pinned.update_weights({}, version=7)
     greedy = SamplingParams(max_tokens=3, temperature=0)
@@ -432,7 +432,7 @@ class PortableEngine(FakeEngine):
     portable = True
 
 
-def test_a_portable_engine_crosses_as_a_copy():
+def test_a_portable_engine_is_copied():
     engine = PortableEngine(delay_s=0)
     with make_worker(engine) as rollouts:
         rollouts.take(version=0)
@@ -514,7 +514,7 @@ def script(tmp_path, temporary):
         child.wait()
 
 
-def test_a_trainer_that_is_busy_elsewhere_hears_of_the_workers_death_too(script):
+def test_a_trainer_that_is_busy_elsewhere_learns_of_the_workers_death_too(script):
     child, pids = script("time.sleep(3600)")
 
     os.kill(pids[0], signal.SIGKILL)

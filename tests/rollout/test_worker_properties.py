@@ -1,4 +1,4 @@
-"""Whatever goes wrong and whenever a run is interrupted: the accounts balance, the bound holds."""
+"""The counts balance and the bound holds, whatever fails and whenever a run is interrupted."""
 
 import asyncio
 import random

@@ -59,7 +59,7 @@ def test_the_engine_of_the_documentation_passes_its_test(root):
     names["test_the_contract"]()
 
 
-def test_without_updates_theirs_are_skipped_and_a_long_context_is_not_filled():
+def test_checks_of_updates_are_skipped_and_a_long_context_is_not_filled():
     outcomes = testing.check_engine(testing.ScriptedEngine())
 
     skipped = {name: outcome for name, outcome in outcomes.items() if outcome != "passed"}
@@ -78,38 +78,38 @@ class Broken(testing.ScriptedEngine):
     def change(self, params):
         return params
 
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return completion
 
     async def generate(self, prompt_ids, params, *, session=None):
         completion = await super().generate(prompt_ids, self.change(params), session=session)
-        return self.spoil(completion, params)
+        return self.corrupt(completion, params)
 
 
 class PositiveLogprobs(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return attrs.evolve(completion, logprobs=-completion.logprobs)
 
 
 class NotANumber(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return attrs.evolve(completion, logprobs=completion.logprobs * np.nan)
 
 
 class OldVersions(Broken):
     """Every token is said to be of the first version: known at once to be wrong after an update."""
 
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return attrs.evolve(completion, versions=np.zeros_like(completion.versions))
 
 
 class NextVersion(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return attrs.evolve(completion, versions=completion.versions + 1)
 
 
 class TooLong(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         if completion.finish_reason == "stop" or params.temperature == 0:
             return completion
         return doubled(completion)
@@ -131,12 +131,12 @@ class OwnStop(Broken):
 
 
 class WrongReason(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return attrs.evolve(completion, finish_reason="length")
 
 
 class LosesTheStopToken(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         if completion.finish_reason == "length":
             return completion
         shorter = {n: getattr(completion, n)[:-1] for n in ("token_ids", "logprobs", "versions")}
@@ -148,7 +148,7 @@ class IgnoresTemperature(Broken):
         super().__init__()
         self.turn = 0
 
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         self.turn += 1
         if params.stop_token_ids:
             return completion
@@ -185,7 +185,7 @@ class SwallowsCancellation(Forever):
 
 
 class CancelsLate(Broken):
-    """Goes on sampling for three seconds, whoever is still waiting."""
+    """Keeps sampling for three seconds after a cancellation."""
 
     async def generate(self, prompt_ids, params, *, session=None):
         completion = await super().generate(prompt_ids, params)
@@ -261,21 +261,21 @@ class WaitsForUpdates(Broken):
         completion = await super().generate(prompt_ids, params)
         while 16 < params.max_tokens < 1000 and self.version == before:
             await asyncio.sleep(0.001)
-        return self.spoil_update(completion, before)
+        return self.break_update(completion, before)
 
-    def spoil_update(self, completion, before):
+    def break_update(self, completion, before):
         return completion
 
 
 class FailsInFlight(WaitsForUpdates):
-    def spoil_update(self, completion, before):
+    def break_update(self, completion, before):
         if self.version != before:
             raise ConnectionError("the server restarted")
         return completion
 
 
 class VersionsGoBack(WaitsForUpdates):
-    def spoil_update(self, completion, before):
+    def break_update(self, completion, before):
         versions = completion.versions.copy()
         versions[0] = self.version
         versions[1:] = before
@@ -329,18 +329,18 @@ class Synchronous(Broken):
 
 
 class ReturnsADict(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return {"token_ids": completion.token_ids.tolist()}
 
 
 class Empty(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         nothing = np.zeros(0)
         return attrs.evolve(completion, token_ids=nothing, logprobs=nothing, versions=nothing)
 
 
 class OtherReason(Broken):
-    def spoil(self, completion, params):
+    def corrupt(self, completion, params):
         return attrs.evolve(completion, finish_reason="eos")
 
 
@@ -355,7 +355,7 @@ class OtherReason(Broken):
         (OtherReason, "completion failed: finish_reason is 'eos', expected 'stop' or 'length'"),
     ],
 )
-def test_where_the_form_is_wrong_the_rest_is_not_run(make, message):
+def test_without_the_protocol_the_other_checks_are_not_run(make, message):
     with pytest.raises(
         AssertionError, match=f"{make.__name__} fails 1 of .*\n- {message}"
     ) as caught:
@@ -364,12 +364,12 @@ def test_where_the_form_is_wrong_the_rest_is_not_run(make, message):
     assert str(caught.value).endswith("- every_answer was not run")
 
 
-def test_an_engine_that_leaks_is_given_up():
+def test_an_engine_that_leaks_is_abandoned():
     with pytest.raises(AssertionError, match="cancellation failed: no end within 3 s"):
         testing.check_engine(LeaksSlots(), timeout_s=3.0)
 
 
-def test_an_engine_that_blocks_the_loop_is_given_up():
+def test_an_engine_that_blocks_the_loop_is_abandoned():
     class Blocks(Broken):
         async def generate(self, prompt_ids, params, *, session=None):
             time.sleep(1.0)
@@ -382,7 +382,7 @@ def test_an_engine_that_blocks_the_loop_is_given_up():
 def test_an_engine_that_cancels_late(monkeypatch):
     monkeypatch.setattr(engine_checks, "CANCEL_S", 0.1)
 
-    with pytest.raises(AssertionError, match="16 cancelled requests go on after 0.1 s") as caught:
+    with pytest.raises(AssertionError, match="16 cancelled requests run on after 0.1 s") as caught:
         testing.check_engine(CancelsLate())
 
     assert "fails 1 of 18" in str(caught.value)

@@ -38,7 +38,7 @@ def test_it_is_an_engine_and_a_receiver():
     assert isinstance(engine, weights.Receiver)
 
 
-def test_replies_are_said_in_turn_and_stop():
+def test_replies_are_used_in_turn_and_stop():
     engine = testing.ScriptedEngine([[7, 8], [9]])
 
     assert [tokens(engine) for _ in range(3)] == [[7, 8, 1], [9, 1], [7, 8, 1]]
@@ -83,7 +83,7 @@ def test_where_a_completion_ends(max_tokens, stops, expected, reason):
     assert completion.finish_reason == reason
 
 
-def test_a_greedy_reply_is_decided_by_the_prompt():
+def test_the_prompt_selects_a_greedy_reply():
     engine = testing.ScriptedEngine([[n] for n in range(2, 60)])
     greedy = SamplingParams(max_tokens=1, temperature=0)
 
@@ -140,7 +140,7 @@ def test_failures_by_number_are_raised_after_a_part_of_the_latency(monkeypatch):
     assert (engine.calls, engine.in_flight) == (3, 0)
 
 
-def test_failures_by_share():
+def test_failures_by_fraction():
     def failed(seed):
         engine = testing.ScriptedEngine(failures=0.25, seed=seed)
         numbers = []
@@ -187,7 +187,7 @@ def test_an_update_in_flight_splits_a_completion_at_its_moment(monkeypatch):
     count=st.integers(1, 30),
 )
 @settings(deadline=None)
-def test_versions_never_go_back_and_are_those_served(moments, count):
+def test_versions_never_decrease_and_are_those_served(moments, count):
     with pytest.MonkeyPatch.context() as monkeypatch:
         clock = Clock(monkeypatch)
         engine = testing.ScriptedEngine([range(2, 2 + count)])
@@ -322,7 +322,7 @@ def test_a_worker_plays_with_it():
         ({"context_length": 1}, "context_length is 1"),
     ],
 )
-def test_scripts_that_make_no_sense_are_refused(arguments, message):
+def test_invalid_scripts_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         testing.ScriptedEngine(**arguments)
 
@@ -339,7 +339,7 @@ def test_a_function_that_returns_no_reply_is_named():
         ({"median_s": 1.0, "p99_over_median": 0.5}, "p99_over_median is 0.5"),
     ],
 )
-def test_latencies_that_make_no_sense_are_refused(arguments, message):
+def test_invalid_latencies_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         testing.lognormal(**arguments)
 
@@ -363,7 +363,7 @@ def test_an_empty_reply_needs_a_stop_token():
         say(engine, params=SamplingParams(max_tokens=3))
 
 
-def test_without_latency_thousands_of_calls_take_a_moment():
+def test_thousands_of_calls_without_latency_are_fast():
     engine = testing.ScriptedEngine()
 
     async def main():

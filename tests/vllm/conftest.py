@@ -89,7 +89,7 @@ def tied_experts(tmp_path_factory):
 
 
 class ServerByHand:
-    """The server that the command line starts, as one would by hand."""
+    """A server started by the command line."""
 
     api_key = KEY
 

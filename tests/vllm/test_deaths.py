@@ -1,4 +1,4 @@
-"""Servers that are killed, and return, while rollouts go on. Issue 5, Shows 6.
+"""Servers that are killed and restarted during rollouts. Issue 5, Shows 6.
 
 The last file to run: it leaves the two servers dead.
 """
@@ -33,7 +33,7 @@ def until(condition, timeout_s=60.0):
 
 
 def kill(server):
-    """Kill the process that holds the server, or started it by hand; all others of it follow."""
+    """Kill the server's supervisor, or the process that started it; its other processes end too."""
     holder = psutil.Process(server.pid)
     tree = [holder, *holder.children(recursive=True)]
     assert any("EngineCore" in " ".join(one.cmdline()) for one in tree)

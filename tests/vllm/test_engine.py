@@ -79,7 +79,7 @@ def test_scores_are_those_of_a_forward_pass(engine, model, prompts_of):
     np.testing.assert_allclose(scores[1:], expected(model, tokens[:1], tokens[1:]), atol=ROUNDING)
 
 
-def test_the_probe_is_the_trainers(engine, model, prompts_of):
+def test_the_probe_matches_the_trainer(engine, model, prompts_of):
     (replies,) = engine.probe(prompts_of(2, 20), max_new_tokens=6).values()
     for tokens, reply in zip(prompts_of(2, 20), replies, strict=True):
         np.testing.assert_allclose(
@@ -89,7 +89,7 @@ def test_the_probe_is_the_trainers(engine, model, prompts_of):
         np.testing.assert_allclose(reply["logprobs"], wanted, atol=ROUNDING)
 
 
-def test_the_end_of_text_ends_nothing_unless_it_is_asked_for(engine, model, smollm2):
+def test_end_of_text_ends_a_completion_only_if_requested(engine, model, smollm2):
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     end = model.config.eos_token_id
     prompt = tokenizer.apply_chat_template(
@@ -110,7 +110,7 @@ def test_a_seed_repeats(engine):
     assert first == second
 
 
-def test_what_the_server_refuses(engine):
+def test_requests_that_the_server_refuses(engine):
     with pytest.raises(ValueError, match="vocabulary"):
         run(engine.generate([10**6], P(max_tokens=1)))
     assert len(run(engine.generate([5], P(max_tokens=1))).token_ids) == 1
@@ -120,7 +120,7 @@ def running(engine):
     return sum(one["vllm:num_requests_running"] for one in engine.metrics().values())
 
 
-def test_cancellation_is_seen_by_the_server(engine):
+def test_cancellation_reaches_the_server(engine):
     async def scenario():
         requests = [
             asyncio.ensure_future(engine.generate([504, 9], P(max_tokens=900))) for _ in range(8)
@@ -138,7 +138,7 @@ def test_cancellation_is_seen_by_the_server(engine):
     assert run(scenario()) < 2.0  # 1 s, and what a busy computer adds
 
 
-def test_a_key_that_is_wrong(server):
+def test_a_wrong_key(server):
     with rollout.VLLMEngine(server.url, api_key="wrong", down_timeout_s=1.0) as engine:
         with pytest.raises(RuntimeError, match="401"):
             run(engine.generate([5], P(max_tokens=1)))
@@ -182,7 +182,7 @@ def hits(engine):
 
 
 def session_names(urls, counts):
-    """As many names for each server as ``counts`` has: ports are random, and so is who is home."""
+    """Names of ``counts[i]`` sessions of server i; their hashes depend on the random ports."""
     replicas = Replicas(urls)
     for one in replicas:
         replicas.reported(one, "run-0", 0)
@@ -192,7 +192,7 @@ def session_names(urls, counts):
     return [name for url, count in zip(urls, counts, strict=True) for name in names[url][:count]]
 
 
-def test_sessions_stay_where_their_cache_is(pair):
+def test_sessions_stay_on_the_server_that_has_them_cached(pair):
     """Turns of conversations over two engines: with sessions the cache has what came before."""
     rng = np.random.default_rng(0)
 

@@ -172,7 +172,7 @@ def test_faults_of_each_kind_are_read_back(faulty_server, tied_experts):
         verdict = trainer.canary.check(len(FAULTS) + 1)
         assert verdict.passed, verdict.reason
         (one,) = verdict.replicas
-        assert one.read_back == one.tensors
+        assert one.compared_tensors == one.tensors
 
 
 @contextlib.contextmanager

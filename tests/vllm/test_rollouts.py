@@ -16,7 +16,7 @@ from primerl.rollout.engines.vllm.client.updates import ON_UPDATE
 from primerl.types import SamplingParams
 
 UPDATES = 3
-# Each group goes on until it sees this version, so that updates meet rollouts in flight however
+# Each group continues until it sees this version, so that updates meet rollouts in flight however
 # long they take. The first four groups are played at once, the others as versions are published.
 UNTIL = [0, 1, 2, 3, 2, 3, 3]
 GROUP = 4
@@ -112,7 +112,7 @@ def recomputed(policy, samples):
 
 
 @pytest.mark.parametrize("on_update", ON_UPDATE)
-def test_every_token_is_of_the_version_it_names(server, policy, on_update):
+def test_every_token_was_sampled_by_its_version(server, policy, on_update):
     """Issue 5, Shows 1: 16 rollouts at once, three updates, each pause policy."""
     groups, stats, counted = play(server, policy, on_update)
 

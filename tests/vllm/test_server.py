@@ -57,9 +57,9 @@ def test_every_route_needs_the_key(server):
     routes = [(path, method) for path in paths for method in paths[path]]
     routes += [(path, method) for path in unlisted for method in unlisted[path]]
     routes += [("/pause", method) for method in ("options", "head", "put")]
-    with client(server) as nobody, client(server, "wrong") as stranger:
+    with client(server) as without_key, client(server, "wrong") as wrong_key:
         for path, method in routes:
-            for http in (nobody, stranger):
+            for http in (without_key, wrong_key):
                 status = http.request(method.upper(), path).status_code
                 assert status == (200 if path in OPEN_PATHS else 401), f"{method} {path}"
 
@@ -76,14 +76,14 @@ def test_with_the_key_the_administrative_routes_work(server):
         assert receipt.status_code == 200
 
 
-def test_the_key_shows_in_no_log_and_no_command_line(server):
+def test_the_key_is_in_no_log_and_no_command_line(server):
     assert server.api_key not in server.log_path.read_text(errors="replace")
     holder = psutil.Process(server.pid)
     for process in [holder, *holder.children(recursive=True)]:
         assert server.api_key not in " ".join(process.cmdline())
 
 
-def test_a_wrong_argument_is_named_with_the_end_of_the_log(tied_experts):
+def test_a_wrong_argument_raises_with_the_end_of_the_log(tied_experts):
     server = rollout.serve_vllm(tied_experts, no_such_argument=1)
     with pytest.raises(RuntimeError) as caught:
         server.start()
@@ -94,8 +94,8 @@ def test_a_wrong_argument_is_named_with_the_end_of_the_log(tied_experts):
     assert "usage:" in message or "api_server.py: error" in message
 
 
-def test_one_started_by_hand_needs_the_key_of_its_environment(pair):
+def test_a_server_started_by_the_user_reads_the_key_from_its_environment(pair):
     _, by_hand = pair
-    with client(by_hand) as nobody, client(by_hand, by_hand.api_key) as allowed:
-        assert nobody.get("/weight_info").status_code == 401
+    with client(by_hand) as without_key, client(by_hand, by_hand.api_key) as allowed:
+        assert without_key.get("/weight_info").status_code == 401
         assert allowed.get("/weight_info").status_code == 200

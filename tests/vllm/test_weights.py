@@ -14,7 +14,7 @@ import torch
 from publishing import StoreMeeting, logprobs_of, train
 
 from primerl import models, rollout, weights
-from primerl.weights.transports.host_folder import shared_memory
+from primerl.weights.transports.shared_folder import shared_memory
 
 CLOSE = 5e-5  # of logprobs in float32
 VISIBLY_WRONG = 0.05
@@ -110,7 +110,7 @@ def test_without_a_remedy_the_bytes_are_right_and_the_logprobs_are_not(trainer, 
         ("half", r"the file is gone"),
     ],
 )
-def test_what_does_not_arrive_is_refused_and_the_next_version_repairs_it(
+def test_an_incomplete_update_is_refused_and_the_next_version_repairs_it(
     trainer, disk, fault, caught
 ):
     with trainer.fault(fault), pytest.raises(RuntimeError, match=caught):
@@ -119,7 +119,7 @@ def test_what_does_not_arrive_is_refused_and_the_next_version_repairs_it(
     assert trainer.error() < CLOSE
 
 
-def test_what_an_interrupted_update_left_is_in_the_way_of_the_next(trainer, disk):
+def test_an_interrupted_update_does_not_corrupt_the_next(trainer, disk):
     """Why half-loaded layers are put back first: the next delta would not arrive either."""
     for remedy_out in (True, False):
         with trainer.fault("half"), pytest.raises(RuntimeError, match="the file is gone"):
@@ -144,7 +144,7 @@ def test_requests_are_served_while_an_update_is_prepared(trainer, disk):
     assert trainer.error() < CLOSE
 
 
-def test_a_trainer_that_went_away_between_start_and_finish(trainer, disk):
+def test_a_trainer_that_dies_between_start_and_finish(trainer, disk):
     trainer.engine.call("/pause?mode=keep&clear_cache=true")
     trainer.engine.call("/start_weight_update")
     trainer.publish(disk)
@@ -176,7 +176,7 @@ def test_a_flipped_bit_in_a_delta_and_a_truncated_file(trainer, disk, tmp_path, 
     assert trainer.error() < CLOSE
 
 
-def test_one_of_two_engines_on_an_old_version(trainer, pair, tmp_path):
+def test_one_of_two_engines_has_an_old_version(trainer, pair, tmp_path):
     """It reports what it loaded last, whatever the client believes that it told it."""
     engine = rollout.VLLMEngine(pair[1])
     with contextlib.closing(engine):

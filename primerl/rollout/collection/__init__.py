@@ -1,1 +1,1 @@
-"""From rollouts to the batches that are trained: groups, staleness, the buffer."""
+"""From rollouts to the groups of a step: scheduling, staleness, verification, the buffer."""

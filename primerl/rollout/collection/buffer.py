@@ -1,6 +1,7 @@
 """The buffer between rollouts and training: finished groups, oldest version first."""
 
 import bisect
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,13 +28,15 @@ FUTURE = "future"
 ON_STALE = ("drop", "wait", "mask_tokens")
 
 
+_BY_AGE = operator.attrgetter("oldest")
+
+
 @attrs.frozen(eq=False)
 class _Finished:
     """A group that waits to be trained."""
 
     oldest: PolicyVersion
     """Of its tokens to be trained."""
-    arrival: int
     group: Group
     versions: frozenset[PolicyVersion]
     """All that sampled it, also of tokens that are not trained; empty without verification."""
@@ -94,9 +97,8 @@ class Buffer:
         self._keep = tuple(keep)
         self.filters = [getattr(keeps, "__name__", repr(keeps)) for keeps in keep]
         self.verification = VersionVerification(required=await_verification)
-        self._finished: list[_Finished] = []  # in the order of ``_position``
+        self._finished: list[_Finished] = []  # oldest version first
         self._reserved: list[_Finished] = []
-        self._arrivals = 0
 
     @property
     def buffered(self) -> int:
@@ -237,14 +239,14 @@ class Buffer:
     def give_back(self) -> None:
         """Put what was reserved back: it has not reached the trainer."""
         if self._reserved:
-            self._finished = sorted(self._reserved + self._finished, key=_position)
+            self._finished = sorted(self._reserved + self._finished, key=_BY_AGE)
             self._reserved = []
             # A version may have been rejected meanwhile.
             self._retain(lambda one: not self.verification.any_rejected(one.versions), UNVERIFIED)
 
     def state(self) -> dict[str, Any]:
         """The counts and the finished groups, as builtins and bytes."""
-        finished = sorted(self._reserved + self._finished, key=_position)
+        finished = sorted(self._reserved + self._finished, key=_BY_AGE)
         return {
             "first_version": self.first_version,
             "groups_per_step": self.groups_per_step,
@@ -288,9 +290,7 @@ class Buffer:
         oldest = oldest_version(group)
         assert oldest is not None
         sampled = self.verification.versions_of(group) if versions is None else versions
-        finished = _Finished(oldest, self._arrivals, group, sampled)
-        bisect.insort(self._finished, finished, key=_position)
-        self._arrivals += 1
+        bisect.insort(self._finished, _Finished(oldest, group, sampled), key=_BY_AGE)
 
     def _expire(self, oldest: PolicyVersion) -> None:
         """Drop or mask groups with tokens of versions before ``oldest``."""
@@ -321,7 +321,3 @@ class Buffer:
     def _require_in_flight(self) -> None:
         if self.in_flight < 1:
             raise ValueError("a group ended that was never started: call start() for each group")
-
-
-def _position(finished: _Finished) -> tuple[PolicyVersion, int]:
-    return finished.oldest, finished.arrival

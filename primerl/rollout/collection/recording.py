@@ -1,4 +1,4 @@
-"""Groups as bytes, exactly: recorded in a file, or within a worker's state.
+"""Lossless encoding of groups, for recordings and the worker's state.
 
 A recording is one MessagePack map, ``{"format", "version", "steps"}``, in which a per-token array
 is ``{"dtype", "data"}``: numpy's name of a little-endian type, and the raw bytes.
@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from primerl._files import whole_or_nothing
 from primerl.types import Group, Rollout, Sample
 
 FORMAT, VERSION = "primerl-groups", 1
@@ -70,16 +71,15 @@ def save_groups(path: str | os.PathLike[str], steps: Sequence[Sequence[Group]]) 
         "version": VERSION,
         "steps": [[encode_group(group) for group in groups] for groups in steps],
     }
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    partial.write_bytes(msgspec.msgpack.encode(file))
-    partial.replace(target)
+    with whole_or_nothing(target) as opened:
+        opened.write(msgspec.msgpack.encode(file))
 
 
 def load_groups(path: str | os.PathLike[str]) -> list[list[Group]]:
     """The groups of each policy step, as ``save_groups`` recorded them.
 
     Raises:
-        ValueError: the file is no recording, of another version, or damaged.
+        ValueError: the file is not a recording, of another version, or damaged.
         OSError: it cannot be read.
     """
     content = Path(path).read_bytes()
@@ -102,10 +102,10 @@ def load_groups(path: str | os.PathLike[str]) -> list[list[Group]]:
 
 
 def encode_group(group: Group) -> dict[str, Any]:
-    """A group as a dict of Python's own values and bytes, which MessagePack can carry exactly.
+    """A group as a dict of builtins and bytes, which MessagePack encodes losslessly.
 
     Raises:
-        ValueError: a sample is of a subclass, whose further fields would be lost.
+        ValueError: a sample is of a subclass, whose additional fields would be lost.
     """
     return {
         "task_id": group.task_id,

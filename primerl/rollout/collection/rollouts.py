@@ -8,7 +8,7 @@ import attrs
 
 from primerl.rollout.collection.staleness import oldest_version
 from primerl.rollout.engines.contract import Limits, check_rollout
-from primerl.rollout.engines.health import EngineHealth, Repetition
+from primerl.rollout.engines.health import EngineHealth, Retry
 from primerl.rollout.engines.observed import ObservedEngine
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, RewardError, Task
@@ -81,7 +81,7 @@ async def play(
         EngineFailed: the engine was given up. Otherwise what the environment raised.
     """
     progress = progress or Progress()
-    repetition = None if health is None else Repetition(health)
+    retry = None if health is None else Retry(health)
     failures = 0
     with contextlib.nullcontext() if health is None else health.used():
         while True:
@@ -95,8 +95,8 @@ async def play(
                 mistake = isinstance(error, RewardError)
                 if not mistake and observed.given_up is not None:
                     raise observed.given_up from None
-                if not mistake and repetition is not None and observed.failed_by_engine(error):
-                    await repetition.failed(error)
+                if not mistake and retry is not None and observed.failed_by_engine(error):
+                    await retry.failed(error)
                     continue
                 progress.errors[type(error).__name__] += 1
                 if failures == retries or mistake:

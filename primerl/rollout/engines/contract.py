@@ -1,8 +1,8 @@
-"""The contract of engines and environments, enforced where their results are received.
+"""The contract of engines and environments, checked where their results are received.
 
-Whatever a server, a user's engine or an environment returns is checked before anything learns from
-it. What breaks the contract fails its own rollout, under the name ``BadCompletion`` or
-``BadSample`` in the worker's ``errors``. The rules for engines are in ``docs/engines.md``.
+Results of a server, a user's engine or an environment are checked before they are used. A violation
+fails its own rollout and is counted as ``BadCompletion`` or ``BadSample`` in the worker's
+``errors``. The rules for engines are in ``docs/engines.md``.
 """
 
 import math
@@ -23,22 +23,22 @@ from primerl.types import (
 
 
 class BadCompletion(RuntimeError):
-    """An engine's answer to a request breaks the contract of engines."""
+    """A completion breaks the contract of engines."""
 
 
 class BadSample(ValueError):
-    """An environment returned a sample that can't have come from its engine."""
+    """An environment returned a sample that its engine can't have produced."""
 
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """What an engine can have answered.
+    """Limits of a valid completion.
 
     Args:
-        context_length: the most tokens of prompt and completion together.
-        vocab_size: the number of token ids; None where it isn't known.
-        oldest: the version that was served when the request was sent.
-        newest: the newest version that is served when the answer is there.
+        context_length: the maximum number of tokens of prompt and completion together.
+        vocab_size: the number of token ids, or None if unknown.
+        oldest: the version served when the request was sent.
+        newest: the newest version served when the completion arrived.
     """
 
     context_length: int
@@ -48,7 +48,7 @@ class Limits:
 
     @classmethod
     def of(cls, engine: Engine, *, oldest: PolicyVersion = 0) -> "Limits":
-        """The limits of ``engine`` at this moment."""
+        """The current limits of ``engine``."""
         return cls(
             context_length=engine.context_length,
             vocab_size=getattr(engine, "vocab_size", None),
@@ -58,7 +58,7 @@ class Limits:
 
 
 def newest_version(engine: Engine) -> PolicyVersion:
-    """The newest version that any replica of ``engine`` serves: its ``newest_version``, if any."""
+    """The newest version served by any replica: ``newest_version``, or else ``version``."""
     version = engine.version
     return max(version, getattr(engine, "newest_version", version))
 
@@ -66,7 +66,7 @@ def newest_version(engine: Engine) -> PolicyVersion:
 def check_completion(
     completion: Any, prompt_length: int, params: SamplingParams, limits: Limits
 ) -> None:
-    """Check an engine's answer against its request.
+    """Check a completion against its request.
 
     Raises:
         BadCompletion: a rule is broken; the message says which, and what was expected.
@@ -87,7 +87,7 @@ def check_completion(
 
 
 def check_rollout(rollout: Rollout, params: SamplingParams, limits: Limits) -> None:
-    """Check the samples that an environment returned, also those that it made by hand.
+    """Check the samples that an environment returned, whether or not its engine made them.
 
     Raises:
         BadSample: a rule is broken; the message says which, and what was expected.
@@ -123,19 +123,19 @@ def _ending_fault(completion: Completion, params: SamplingParams) -> str | None:
     if reason not in ("stop", "length"):
         return f"has the finish_reason {reason!r}, expected 'stop' or 'length'"
     if stopped and after:
-        return f"goes on for {after} tokens after the stop token {tokens[first]}"
+        return f"continues for {after} tokens after the stop token {tokens[first]}"
     if reason == "stop" and not stopped:
-        return f"ended by 'stop' without one of the stop tokens {params.stop_token_ids}"
+        return f"has finish_reason 'stop' without one of the stop tokens {params.stop_token_ids}"
     if reason == "length" and stopped:
-        return f"ends with the stop token {tokens[-1]} by 'length', expected 'stop'"
+        return f"ends with the stop token {tokens[-1]} and finish_reason 'length', expected 'stop'"
     if reason == "length" and len(tokens) < params.max_tokens:
-        return f"has {len(tokens)} tokens and ended by 'length', expected {params.max_tokens}"
+        return f"has {len(tokens)} tokens and finish_reason 'length', expected {params.max_tokens}"
     return None
 
 
 def _token_fault(tokens: np.ndarray, vocab_size: int | None) -> str | None:
     if (lowest := int(tokens.min())) < 0:
-        return f"has the token id {lowest}, expected ids from 0 on"
+        return f"has the token id {lowest}, expected ids of at least 0"
     if vocab_size is not None and (highest := int(tokens.max())) >= vocab_size:
         return f"has the token id {highest}, outside the vocabulary of {vocab_size}"
     return None
@@ -151,9 +151,9 @@ def _logprob_fault(logprobs: np.ndarray) -> str | None:
 
 def _version_fault(versions: np.ndarray, limits: Limits) -> str | None:
     if (versions[1:] < versions[:-1]).any():
-        return f"has versions that go back: {np.unique(versions).tolist()}"
+        return f"has versions that decrease: {np.unique(versions).tolist()}"
     if (first := int(versions[0])) < limits.oldest:
-        return f"has version {first}, older than {limits.oldest}, which was served already"
+        return f"has version {first}, older than {limits.oldest}, which was already served"
     if (last := int(versions[-1])) > limits.newest:
         return f"has version {last}, which was never published: {limits.newest} is served"
     return None
@@ -164,8 +164,8 @@ def _sample_fault(sample: Any, params: SamplingParams, limits: Limits) -> str | 
         return f"a {type(sample).__name__} among the samples of its rollout, expected types.Sample"
     if sample.temperature == 0 and params.temperature > 0:
         return (
-            "a greedy sample (temperature=0), which can't be trained; sample with the params that "
-            f"it is given (temperature={params.temperature})"
+            "a greedy sample (temperature=0), which can't be trained; sample with the given params "
+            f"(temperature={params.temperature})"
         )
     if fault := _token_fault(sample.token_ids, limits.vocab_size):
         return f"a sample that {fault}"
@@ -174,7 +174,7 @@ def _sample_fault(sample: Any, params: SamplingParams, limits: Limits) -> str | 
         return None
     if trained[-1] >= limits.context_length:
         return (
-            f"a sample whose token {trained[-1]} is to be trained, beyond the engine's context of "
+            f"a sample that trains token {trained[-1]}, beyond the engine's context of "
             f"{limits.context_length}"
         )
     if fault := _logprob_fault(sample.behavior_logprobs[trained]):

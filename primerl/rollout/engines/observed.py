@@ -1,4 +1,4 @@
-"""The engine as one rollout sees it: what it samples is noted, and an outage is waited out."""
+"""The engine as seen by one rollout: records what it samples, and waits during outages."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,7 +10,7 @@ from primerl.rollout.engines.contract import BadCompletion, Limits, check_comple
 from primerl.rollout.engines.health import (
     EngineFailed,
     EngineHealth,
-    Repetition,
+    Retry,
     is_outage,
     is_timeout,
 )
@@ -20,7 +20,7 @@ from primerl.types import Completion, PolicyVersion, SamplingParams
 
 @attrs.define(eq=False)
 class _Call:
-    """A request that was not answered so far."""
+    """A request that has not been answered yet."""
 
     began: float = attrs.Factory(time.monotonic)
     failed: bool = False
@@ -31,9 +31,9 @@ class ObservedEngine:
 
     Args:
         engine: samples.
-        begin: called with the version before a request, and with None where it came to nothing.
+        begin: called with the version before each request, and with None if it failed.
         sampled: called with the number of tokens of each completion.
-        health: of the engine, and whoever else asks it; without, its failures are raised.
+        health: of the engine, shared by its users; without it, the engine's failures are raised.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class ObservedEngine:
         self._open: list[_Call] = []
         self._answered = False
         self.given_up: EngineFailed | None = None
-        """Why a request of this attempt was given up."""
+        """The error of a request that was given up."""
         self.bad: BadCompletion | None = None
-        """An answer that broke the contract, whatever the environment made of it."""
+        """A completion that broke the contract, whether or not the environment caught the error."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -73,11 +73,11 @@ class ObservedEngine:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
     ) -> Completion:
-        """The engine's completion, as soon as it answers.
+        """The engine's completion; waits during outages.
 
         Raises:
-            EngineFailed: it was given up. What it refuses (a ``ValueError``, say) is raised.
-            BadCompletion: the answer breaks the contract.
+            EngineFailed: the engine was given up. Refusals (such as a ``ValueError``) are raised.
+            BadCompletion: the completion breaks the contract.
         """
         served = self._engine.version
         try:
@@ -94,7 +94,7 @@ class ObservedEngine:
         return completion
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._engine, name)  # what this engine has beyond the protocol
+        value = getattr(self._engine, name)  # members beyond the protocol
         if name != "score":
             return value
 
@@ -105,17 +105,17 @@ class ObservedEngine:
 
     @property
     def ignored(self) -> bool:
-        """Whether a request is open, and for half of its time the engine has answered nobody."""
+        """Whether a request is open and the engine has answered nothing for half of its time."""
         if self._health is None:
             return False
         now, last = time.monotonic(), self._health.answered_at
         return any(now - last >= (now - call.began) / 2 for call in self._open)
 
     def failed_by_engine(self, error: BaseException) -> bool:
-        """Whether the attempt failed because of the engine, whatever the environment made of it.
+        """Whether the attempt failed because of the engine, whatever the environment raised.
 
-        It did where the engine failed a request of it that was not answered in the end, or where
-        time was up while the engine answered nobody.
+        That is, the engine failed a request and never answered it, or the attempt timed out while
+        the engine answered no request at all.
         """
         if self._health is None:
             return False
@@ -126,8 +126,8 @@ class ObservedEngine:
         if health is None:
             self._begin(self._engine.version)
             return await request()
-        call, repetition = _Call(), Repetition(health)
-        self._open.append(call)  # and it stays where the environment cuts it off
+        call, retry = _Call(), Retry(health)
+        self._open.append(call)  # stays open if the environment cancels it
         while True:
             self._begin(self._engine.version)
             try:
@@ -140,7 +140,7 @@ class ObservedEngine:
                 if not self._answered and len(self._open) == 1:
                     self._begin(None)
                 try:
-                    await repetition.failed(error)
+                    await retry.failed(error)
                 except EngineFailed as failure:
                     self.given_up = failure
                     raise

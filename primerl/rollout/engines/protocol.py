@@ -10,21 +10,23 @@ from primerl.types import Completion, PolicyVersion, SamplingParams
 class Engine(Protocol):
     """Samples completions from a policy whose weights may change while it serves.
 
-    An engine that is a client of a server elsewhere sets ``portable = True``: a copy of it in
-    another process serves as well. Any other stays in its process, and is called from outside.
+    A client of a remote server sets ``portable = True``: the worker's process uses a pickled copy,
+    whose optional ``learn(version)`` is called with each version that the original reports as
+    served. Any other engine stays in its process and is called there.
 
-    Two optional members bound what its answers may hold, which every worker checks: ``vocab_size``,
-    the number of token ids, and ``newest_version``, where replicas may be ahead of ``version``.
+    Two optional members limit what completions may contain, which every worker checks:
+    ``vocab_size``, the number of token ids, and ``newest_version``, the newest version of any
+    replica.
     """
 
     @property
     def version(self) -> PolicyVersion:
-        """The policy version that the next token will be sampled with."""
+        """The policy version that samples the next token; of replicas, the oldest."""
         ...
 
     @property
     def context_length(self) -> int:
-        """The most tokens, prompt and completion together, in one request."""
+        """The maximum number of tokens of one request, prompt and completion together."""
         ...
 
     async def generate(
@@ -32,7 +34,7 @@ class Engine(Protocol):
     ) -> Completion:
         """Sample one completion; cancelling the awaiting task cancels the request.
 
-        ``session`` names a conversation, so that an engine of several replicas can keep its turns
-        where their cache is.
+        ``session`` names a conversation, so that an engine with several replicas can send its turns
+        to the replica that has them cached.
         """
         ...

@@ -4,9 +4,9 @@ An engine in the trainer's process (``TransformersEngine`` shares its memory) st
 worker's process, and those of environments, hold a ``RemoteEngine``. An engine that is itself a
 client of a server elsewhere is ``portable``: the worker's process holds a copy of it.
 
-A child learns which version an engine serves in one way, whatever the engine: the parent calls its
-handler ``serves``. It does so when the version has changed, and before each message that may
-depend on it (a call of the trainer, a completion); a channel keeps the order of messages.
+A child learns the version of any engine in one way: the parent calls its handler ``serves`` when
+the version has changed, and before each message that may depend on it (a call of the trainer, a
+completion). A channel preserves the order of messages.
 """
 
 import asyncio
@@ -68,18 +68,18 @@ class EngineAddress:
 
 @attrs.define(eq=False)
 class _Served:
-    """An engine, and what its child has been told of it."""
+    """An engine, and the versions last reported to its child."""
 
     engine: Engine
-    tell: Callable[[PolicyVersion, PolicyVersion], None]
-    told: tuple[PolicyVersion, PolicyVersion] | None = None
+    notify: Callable[[PolicyVersion, PolicyVersion], None]
+    reported: tuple[PolicyVersion, PolicyVersion] | None = None
     failure: str = ""
 
     def report(self) -> None:
         versions = int(self.engine.version), newest_version(self.engine)
-        if versions != self.told:
-            self.told = versions
-            self.tell(*versions)
+        if versions != self.reported:
+            self.reported = versions
+            self.notify(*versions)
 
 
 class EngineHost:
@@ -92,7 +92,7 @@ class EngineHost:
     def add(
         self, engine: Engine, notify: Callable[..., Any], *, portable: bool = False
     ) -> EngineAddress:
-        """Where a child finds ``engine``, which is served from now on.
+        """Serve ``engine`` from now on; returns its address for a child.
 
         Args:
             engine: of this process.
@@ -132,16 +132,16 @@ class EngineHost:
     def report(self) -> None:
         """Tell each child the versions that its engines serve, where they have changed.
 
-        An engine that can't say its version is logged, once for each error, and asked again.
+        An engine that can't report its version is logged, once for each error, and asked again.
         """
         for served in list(self._served.values()):
             try:
                 served.report()
                 served.failure = ""
-            except Exception as error:  # whatever a user's property raises
+            except Exception as error:  # a user's property may raise anything
                 if served.failure != summary(error):
                     served.failure = summary(error)
-                    log.error("the engine can't say its version: %s", summary(error))
+                    log.error("the engine can't report its version: %s", summary(error))
 
     async def keep_reporting(self) -> None:
         """Report until cancelled."""
@@ -171,14 +171,14 @@ class RemoteEngines:
         if isinstance(engine, RemoteEngine):
             engine.version = version
             engine.newest_version = newest
-        elif hasattr(engine, "learn"):
+        elif engine is not None and hasattr(engine, "learn"):
             engine.learn(version)
 
     def forget(self, where: EngineAddress | Engine | None) -> None:
         """The parent stops serving an engine; a copy of it is closed."""
         if isinstance(where, EngineAddress):
             engine = self._known.pop(where.index, None)
-            if hasattr(engine, "close"):
+            if engine is not None and hasattr(engine, "close"):
                 engine.close()
 
 

@@ -1,1 +1,1 @@
-"""Environments: a task is played with an engine, and scored."""
+"""Environments: they play a task with an engine, and score the result."""

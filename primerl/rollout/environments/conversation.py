@@ -1,6 +1,6 @@
 """Token-exact conversations: sampled tokens are never decoded and tokenized again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -10,7 +10,6 @@ from primerl.rollout.engines.protocol import Engine
 from primerl.types import NOT_SAMPLED, Rollout, Sample, SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
-# Stands for an assistant's reply when only the template's text after it is needed.
 _PLACEHOLDER = "reply-7c1e9b04d2"
 
 
@@ -120,24 +119,31 @@ class Conversation:
             )
         if not self.token_ids:
             self._opening = list(messages)
-            return self._encode(self._render(self._opening, reply_next=True))
-        return self._after_reply(messages)
+            return self._encode(self._render(self._opening))
+        between = self._encode(text_after_reply(self._render, self._opening, messages))
+        return without_stop(between, self.token_ids[-1], self.params.stop_token_ids)
 
-    def _after_reply(self, messages: Messages) -> list[int]:
-        """The template's tokens from the end of a reply to the beginning of the next."""
-        conversation = [*self._opening, {"role": "assistant", "content": _PLACEHOLDER}]
-        text = self._render([*conversation, *messages], reply_next=True)
-        between = self._encode(text[text.rindex(_PLACEHOLDER) + len(_PLACEHOLDER) :])
-        # The reply's own stop token is already there, and must not be repeated.
-        sampled_stop = self.token_ids[-1] in self.params.stop_token_ids
-        return between[1:] if sampled_stop and between[:1] == self.token_ids[-1:] else between
-
-    def _render(self, messages: Messages, *, reply_next: bool) -> str:
+    def _render(self, messages: Messages) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=reply_next
+                list(messages), tokenize=False, add_generation_prompt=True
             )
         )
 
     def _encode(self, text: str, *, special: bool = False) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+
+def text_after_reply(
+    render: Callable[[Messages], str], opening: Messages, messages: Messages
+) -> str:
+    """A chat template's text between the reply to ``opening`` and that to ``messages``."""
+    reply = {"role": "assistant", "content": _PLACEHOLDER}
+    text = render([*opening, reply, *messages])
+    return text[text.rindex(_PLACEHOLDER) + len(_PLACEHOLDER) :]
+
+
+def without_stop(token_ids: list[int], last: int, stop_token_ids: Collection[int]) -> list[int]:
+    """The tokens after a reply that ends with ``last``, without repeating its stop token."""
+    repeated = last in stop_token_ids and token_ids[:1] == [last]
+    return token_ids[1:] if repeated else token_ids

@@ -1,1 +1,1 @@
-"""Child processes: how they start, talk, are watched and end."""
+"""Child processes: starting, calling, watching and ending them."""

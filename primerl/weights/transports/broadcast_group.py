@@ -1,4 +1,4 @@
-"""The NCCL group of a trainer and the workers of its engines, met at a store of the trainer's."""
+"""The NCCL group of a trainer and the workers of its engines, formed through a TCP store."""
 
 import socket
 import threading
@@ -19,16 +19,16 @@ class Communicator(Protocol):
     """Connects the ranks of a group."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Fill ``tensor`` with that of rank ``src``; on a GPU in the order of its stream."""
+        """Fill ``tensor`` with that of rank ``src``; on a GPU, in stream order."""
         ...
 
     def destroy(self) -> None:
-        """Part from the others."""
+        """Leave the group."""
         ...
 
 
 @attrs.frozen
-class Place:
+class Membership:
     """A rank in a group, and what its members need to connect."""
 
     rank: int
@@ -36,11 +36,11 @@ class Place:
     unique_id: bytes
 
 
-class MeetingPoint:
-    """A store on the trainer's host at which workers draw their ranks.
+class Rendezvous:
+    """A store on the trainer's host that gives each worker its rank.
 
     Args:
-        address: of the trainer, that workers reach; it listens there alone.
+        address: of the trainer, as workers reach it; the store listens on no other.
         world_size: workers and the trainer, which is rank 0.
         unique_id: of the NCCL group.
         timeout_s: how long workers may take.
@@ -66,8 +66,8 @@ class MeetingPoint:
         self._store.add("ranks", 1)  # the trainer's
 
 
-def draw_place(address: str, port: int, *, timeout_s: float) -> Place:
-    """Join a group at its meeting point.
+def join_group(address: str, port: int, *, timeout_s: float) -> Membership:
+    """This process's rank in a group, from the group's store.
 
     Raises:
         RuntimeError: the group has as many members as it was made for.
@@ -76,18 +76,20 @@ def draw_place(address: str, port: int, *, timeout_s: float) -> Place:
     rank = store.add("ranks", 1) - 1
     world_size = int(store.get("world_size"))
     if rank >= world_size:
-        raise RuntimeError(f"the group of {world_size} is complete: engines joined or restarted")
-    return Place(rank, world_size, bytes.fromhex(store.get("unique_id").decode()))
+        raise RuntimeError(
+            f"the group of {world_size} is complete; a worker joined late or restarted"
+        )
+    return Membership(rank, world_size, bytes.fromhex(store.get("unique_id").decode()))
 
 
 def new_unique_id() -> bytes:
-    """The name of a new NCCL group, by vLLM's binding of the library."""
+    """The id of a new NCCL group, from vLLM's binding of the library."""
     wrapper = require("vllm.distributed.device_communicators.pynccl_wrapper", extra="vllm")
     return bytes(wrapper.NCCLLibrary().ncclGetUniqueId().internal)
 
 
-def connect_nccl(place: Place, device: torch.device) -> Communicator:
-    """Connect by vLLM's own NCCL communicator; blocks until all members are there.
+def connect_nccl(place: Membership, device: torch.device) -> Communicator:
+    """Connect by vLLM's own NCCL communicator; blocks until all members have joined.
 
     Raises:
         RuntimeError: the library does not work on this computer.
@@ -96,18 +98,18 @@ def connect_nccl(place: Place, device: torch.device) -> Communicator:
     communicator: Any = pynccl.PyNcclCommunicator.from_unique_id_bytes(
         place.unique_id, rank=place.rank, world_size=place.world_size, device=device
     )
-    if communicator.disabled:  # its broadcasts would do nothing, without a word
+    if communicator.disabled:  # its broadcasts would silently do nothing
         raise RuntimeError("NCCL is not available here; weights.NCCL needs GPUs on both sides")
     found: Communicator = communicator
     return found
 
 
-class Later:
-    """A call in a thread of its own, because it may never return.
+class BackgroundCall:
+    """A call that runs in its own thread, because it may never return.
 
     Args:
-        call: whose result is wanted.
-        what: it does, for the error.
+        call: the function.
+        what: a description of the call, for the error.
     """
 
     def __init__(self, call: Callable[[], Any], *, what: str) -> None:

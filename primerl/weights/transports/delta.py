@@ -1,6 +1,6 @@
 """Lossless differences between two versions of a tensor's bytes.
 
-A training step at a small learning rate changes few of the 16-bit words that go to an engine. A
+A training step at a small learning rate changes few of the 16-bit words that are sent to engines. A
 difference holds, for each changed word, the gap to the one before it and its change, both as
 variable-length integers (LEB128: 7 bits a byte, least significant first), about 3 bytes a word.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from primerl._gathering import is_first_rank
+from primerl._ranks import is_first_rank
 from primerl.weights.transports.folder_transport import FolderTransport, check_engines
 from primerl.weights.transports.publisher import Publisher
 from primerl.weights.transports.receipts import Fetcher, Receipt, on_all_ranks
@@ -18,10 +18,10 @@ class Disk:
         transport = weights.Disk(model, engine, folder="/shared/run/weights", encoding="delta")
         receipt = transport.publish(version=1)
 
-    Each version is a safetensors file and a manifest of digests, visible once it is whole. With
+    Each version is a safetensors file and a manifest of digests, visible once it is complete. With
     ``encoding="delta"`` only the 16-bit words that changed travel, exactly; each host keeps one
     copy of the tensors in shared memory, which its engines patch and load from. The folder keeps
-    the last full version and what follows, for engines that missed some or come late.
+    the last full version and what follows, for engines that missed versions or join late.
 
     All ranks of a sharded trainer make a transport and call ``publish``; rank 0 has the engines.
 
@@ -35,7 +35,7 @@ class Disk:
         timeout_s: how long engines may take to load a version.
 
     Raises:
-        ValueError: an argument that no publication could be made with.
+        ValueError: an argument is out of range, or rank 0 has no engine or folder.
     """
 
     def __init__(

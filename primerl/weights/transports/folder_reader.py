@@ -1,4 +1,4 @@
-"""Reading publications: from their files, or from the copy that a host keeps for deltas."""
+"""Reading publications, from their files or from the copy that a host keeps for deltas."""
 
 import contextlib
 import fcntl
@@ -12,9 +12,9 @@ import xxhash
 from torch import Tensor
 
 from primerl._digests import digest_of, raw_bytes
-from primerl._tensor_files import map_tensors, whole_or_nothing
+from primerl._files import whole_or_nothing
+from primerl._tensor_files import map_tensors
 from primerl.weights.transports import delta
-from primerl.weights.transports.host_folder import HostFolder, acquire, locked
 from primerl.weights.transports.publications import (
     DELTA,
     FULL,
@@ -25,13 +25,14 @@ from primerl.weights.transports.publications import (
     describe,
     read_manifest,
 )
+from primerl.weights.transports.shared_folder import SharedFolder, acquire, locked
 
 
 class FolderReader:
-    """What one receiver reads of a folder of publications.
+    """Reads a folder of publications for one receiver.
 
-    ``fetch`` brings a version to this host and checks it, ``open`` holds it still while its
-    tensors are loaded, ``release`` ends that.
+    ``fetch`` brings a version to this host and checks it, ``open`` locks it while its tensors are
+    loaded, ``release`` unlocks it.
 
     Args:
         folder: of the publications.
@@ -63,7 +64,7 @@ class FolderReader:
         """A fetched version and its tensors, which stay as they are until ``release``.
 
         Raises:
-            ValueError: the host's copy holds another version by now.
+            ValueError: the host's copy holds another version now.
         """
         manifest = read_manifest(self.folder, version)
         if not manifest.deltas_follow:
@@ -75,7 +76,7 @@ class FolderReader:
         return manifest, self._copy.open(manifest)
 
     def release(self, *, distrust: bool = False) -> None:
-        """Let others change what was opened; ``distrust`` the host's copy if it was wrong."""
+        """Unlock what was opened; ``distrust``: mark the host's copy as wrong."""
         if self._held is not None:
             self._held.close()
             self._held = None
@@ -83,7 +84,7 @@ class FolderReader:
             self._copy.release(distrust=distrust)
 
     def close(self) -> None:
-        """Leave the host's copy; the last reader removes it."""
+        """Close the host's copy; the last reader removes it."""
         self.release()
         if self._copy is not None:
             self._copy.close()
@@ -91,7 +92,7 @@ class FolderReader:
 
 
 def _hold(path: Path) -> BinaryIO:
-    """Keep a file of tensors from being written over until what this returns is closed.
+    """Lock a file of tensors against being written over, until the returned file is closed.
 
     Raises:
         ValueError: it is gone.
@@ -99,36 +100,36 @@ def _hold(path: Path) -> BinaryIO:
     file = None
     with contextlib.suppress(FileNotFoundError):
         file = path.open("rb")
-        with contextlib.suppress(OSError):  # no file of a filesystem without locks is a spare
+        with contextlib.suppress(OSError):  # without locks, no file is ever written over
             fcntl.flock(file, fcntl.LOCK_SH)
         if os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
     if file is not None:
         file.close()
-    raise ValueError(f"{describe(path)} is missing: a later version took its place")
+    raise ValueError(f"{describe(path)} is missing: a later version has replaced it")
 
 
 class HostCopy:
     """The newest version of a folder's tensors, one for all receivers on a host.
 
-    It lies in shared memory and is changed in place under a lock. While that happens it is marked
-    dirty; a copy that is found dirty is made anew.
+    It is in shared memory and is changed in place under a lock. Meanwhile it is marked dirty; a
+    copy that is found dirty is made again.
     """
 
     def __init__(self, folder: Path, *, timeout_s: float) -> None:
         self._folder = folder
         self._timeout_s = timeout_s
         key = xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))
-        self._place = HostFolder(f"copy-{key}")
+        self._place = SharedFolder(f"copy-{key}")
         self._lock = self._place.path / "lock"
         self._tensors = self._place.path / "tensors.safetensors"
         self._reading = -1
 
     def bring_to(self, manifest: Manifest) -> None:
-        """Make the copy hold a version, by deltas where they lead there.
+        """Update the copy to a version, by deltas where possible.
 
         Raises:
-            ValueError: a file is damaged, or what comes out is not what was published.
+            ValueError: a file is damaged, or the result is not what was published.
         """
         with locked(self._lock, timeout_s=self._timeout_s):
             have = self._state()
@@ -177,7 +178,7 @@ class HostCopy:
             )
 
     def open(self, manifest: Manifest) -> dict[str, Tensor]:
-        """The tensors of a version, held still until ``release``."""
+        """The tensors of a version, locked until ``release``."""
         self.release()
         self._reading = acquire(self._lock, exclusive=False, timeout_s=self._timeout_s)
         if self._state() != manifest.digest:
@@ -188,7 +189,7 @@ class HostCopy:
         return map_tensors(self._tensors)
 
     def release(self, *, distrust: bool = False) -> None:
-        """Let others change the copy."""
+        """Unlock the copy; ``distrust``: mark it dirty."""
         if self._reading >= 0:
             if distrust:
                 self._set_state(None)
@@ -196,7 +197,7 @@ class HostCopy:
             self._reading = -1
 
     def close(self) -> None:
-        """Leave the copy to others, if there are."""
+        """Close the copy; the last process removes it."""
         self._place.close()
 
     def _state(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Publishing through a folder, and checking what arrived."""
+"""Publishing through a folder, and checking receipts."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from primerl._checkpoint_tensors import checkpoint_layout, checkpoint_tensors
-from primerl._gathering import is_first_rank
-from primerl._outcomes import together
+from primerl._ranks import is_first_rank, on_first_rank_gathering
 from primerl.weights.transports.publications import DELTA, Manifest, chain, manifest_path
 from primerl.weights.transports.publisher import Publisher
 from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts
@@ -19,7 +18,7 @@ from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts
 class FolderTransport:
     """Writes a model's checkpoint into a folder and has engines fetch it.
 
-    On ranks other than 0 it helps to gather; they have no engines and no publisher.
+    Ranks other than 0 only help to gather: they have no engines and no publisher.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class FolderTransport:
     def publish(self, version: int) -> Receipt:
         """Publish the model's weights; all ranks call it. Ranks other than 0 get an empty one."""
         tensors = _Timed(checkpoint_tensors(self._model, dtype=self._dtype))
-        receipt = together(lambda: self._publish(version, tensors), tensors)
+        receipt = on_first_rank_gathering(lambda: self._publish(version, tensors), tensors)
         return receipt or Receipt(version=version)
 
     def _publish(self, version: int, tensors: "_Timed") -> Receipt:
@@ -101,7 +100,7 @@ class FolderTransport:
 
 
 class _Timed:
-    """Tensors on the CPU, and the seconds that it takes to draw them."""
+    """Tensors on the CPU, and the seconds that gathering them takes."""
 
     def __init__(self, items: Iterator[tuple[str, Tensor]]) -> None:
         self._items = items
@@ -114,7 +113,7 @@ class _Timed:
         started = time.perf_counter()
         try:
             name, tensor = next(self._items)
-            return name, tensor.cpu()  # once: it is hashed, compared and written there
+            return name, tensor.cpu()  # once: it is hashed, compared and written on the CPU
         finally:
             self.seconds += time.perf_counter() - started
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from primerl._checkpoint_tensors import TensorLayout, checkpoint_layout, checkpoint_tensors
 from primerl._digests import TensorDigest, digest_of, digest_of_all
-from primerl._outcomes import together
+from primerl._ranks import on_first_rank_gathering
 from primerl._vllm_names import COLLECTIVE_RPC, WEIGHT_RECEIPT
 from primerl.weights.transports.broadcast_group import (
+    BackgroundCall,
     Communicator,
-    Later,
-    MeetingPoint,
-    Place,
+    Membership,
+    Rendezvous,
     connect_nccl,
     new_unique_id,
 )
@@ -40,12 +40,12 @@ class Servers(Fetcher, Protocol):
 
 @attrs.frozen
 class _Group:
-    """The trainer and the workers that were there when it was made."""
+    """The trainer, and the workers that existed when the group was formed."""
 
     key: str
     workers: dict[str, int]
-    meeting: MeetingPoint
-    connecting: Later
+    meeting: Rendezvous
+    connecting: BackgroundCall
 
 
 class NCCL:
@@ -56,8 +56,8 @@ class NCCL:
             receipt = transport.publish(version=1)
 
     Tensors are broadcast layer by layer through vLLM's NCCL communicator while the engines are
-    paused. The group is made anew when engines come or go. An engine that joins late gets its
-    weights with the next publication; use ``Disk`` where it must not wait for that.
+    paused. A new group is formed when engines join or leave. An engine that joins late gets its
+    weights with the next publication; use ``Disk`` if it must not wait for that.
 
     All ranks of a sharded trainer make a transport and call ``publish``; rank 0 has the engine.
 
@@ -65,10 +65,10 @@ class NCCL:
         model: the trainer's.
         engines: one on rank 0, with all its replicas; none on the others.
         dtype: of parameters on the wire, usually the engine's own; None keeps the trainer's.
-        address: of this host, that the engine's workers reach.
+        address: of this host, as the engine's workers reach it.
         timeout_s: how long a publication may take.
-        connect: to the group; NCCL by default.
-        unique_id: makes the name of a new group; NCCL's by default.
+        connect: joins the group; by NCCL by default.
+        unique_id: makes the id of a new group; NCCL's by default.
 
     Raises:
         ValueError: rank 0 has no engine or several, or another rank has one.
@@ -81,7 +81,7 @@ class NCCL:
         dtype: torch.dtype | None = None,
         address: str = "127.0.0.1",
         timeout_s: float = 600.0,
-        connect: Callable[[Place, torch.device], Communicator] = connect_nccl,
+        connect: Callable[[Membership, torch.device], Communicator] = connect_nccl,
         unique_id: Callable[[], bytes] = new_unique_id,
     ) -> None:
         check_engines(engines)
@@ -103,7 +103,7 @@ class NCCL:
             RuntimeError: they did not arrive; the message says what was caught, and where.
         """
         tensors = checkpoint_tensors(self._model, dtype=self._dtype)
-        receipt = together(lambda: self._publish(version, tensors), tensors)
+        receipt = on_first_rank_gathering(lambda: self._publish(version, tensors), tensors)
         return on_all_ranks(receipt or Receipt(version=version))
 
     def _publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
@@ -155,15 +155,15 @@ class NCCL:
         if self._group is None or self._group.workers != workers:
             world_size = 1 + sum(workers.values())
             unique_id = self._unique_id()
-            meeting = MeetingPoint(
+            meeting = Rendezvous(
                 self._address,
                 world_size=world_size,
                 unique_id=unique_id,
                 timeout_s=self._timeout_s,
             )
-            place = Place(0, world_size, unique_id)
+            place = Membership(0, world_size, unique_id)
             device = next(self._model.parameters()).device
-            connecting = Later(
+            connecting = BackgroundCall(
                 lambda: self._connect(place, device), what="connecting to the engines by NCCL"
             )
             self._group = _Group(uuid.uuid4().hex, workers, meeting, connecting)
@@ -176,11 +176,11 @@ class NCCL:
         tensors: Iterator[tuple[str, Tensor]],
         digests: dict[str, TensorDigest],
     ) -> None:
-        """Send tensors in the order that the workers were told."""
+        """Send tensors in the order that was announced to the workers."""
         expected = iter(layout.items())
         for name, tensor in tensors:
             if next(expected, None) != (name, TensorLayout(tensor.dtype, tuple(tensor.shape))):
-                raise RuntimeError(f"{name} is not what the engines were told to expect")
+                raise RuntimeError(f"{name} is not what was announced to the engines")
             digests[name] = digest_of(tensor)
             communicator.broadcast(tensor.contiguous(), src=0)
         if missing := [name for name, _ in expected]:
@@ -188,7 +188,7 @@ class NCCL:
         self._wait_for_the_gpu()
 
     def _wait_for_the_gpu(self) -> None:
-        """Until the broadcasts are through: a lost member would block a plain synchronize."""
+        """Wait for the broadcasts, with a deadline: a lost member would block ``synchronize``."""
         if next(self._model.parameters()).device.type != "cuda":
             return
         done: Any = torch.cuda.current_stream().record_event()

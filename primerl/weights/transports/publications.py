@@ -1,4 +1,4 @@
-"""Versions of a model's weights in a folder: what a trainer writes and receivers read."""
+"""Versions of a model's weights in a folder, as a trainer writes them and receivers read them."""
 
 import json
 import re
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from primerl._checkpoint_tensors import TensorLayout
 from primerl._digests import TensorDigest, digest_of, digest_of_all, digest_of_file
-from primerl._files import member
-from primerl._tensor_files import whole_or_nothing, write_tensors
+from primerl._files import member, whole_or_nothing
+from primerl._tensor_files import write_tensors
 
 FULL = "full"
 DELTA = "delta"
 SAME = "same"
-"""How a tensor comes in a delta: not at all, as a ``DELTA`` of its bytes, or ``FULL``."""
+"""Forms of a tensor in a delta: left out, a ``DELTA`` of its bytes, or ``FULL``."""
 
 _NAME = re.compile(rf"([0-9]{{8,}})\.(json|({FULL}|{DELTA})\.safetensors)")
 _PARTIAL = re.compile(rf"\.({_NAME.pattern})\.[0-9]+\.partial")
@@ -25,7 +25,7 @@ _PARTIAL = re.compile(rf"\.({_NAME.pattern})\.[0-9]+\.partial")
 
 @attrs.frozen(kw_only=True)
 class Manifest:
-    """What one publication is; its JSON file appears last, and makes the publication."""
+    """Describes one publication; its JSON file is written last, which commits the publication."""
 
     version: int
     kind: str
@@ -38,22 +38,23 @@ class Manifest:
     """Of all tensors of this version, ``digests.digest_of_all``."""
     file: str
     file_size: int
-    file_digest: str
+    file_digest: str | None
+    """Of a delta; None where ``tensors`` has the digest of all that is in the file."""
     deltas_follow: bool
     """Whether later versions may be deltas, so that a host keeps a base copy."""
     tensors: dict[str, TensorDigest]
     """Of this version, by the name that the checkpoint gives them."""
     forms: dict[str, str]
-    """Of a delta: how each tensor comes."""
+    """Of a delta: the form of each tensor."""
 
 
 def manifest_path(folder: Path, version: int) -> Path:
-    """Where the manifest of a version lies."""
+    """The path of a version's manifest."""
     return folder / f"{version:08d}.json"
 
 
 def describe(path: Path) -> str:
-    """A file in an error: its name by itself, because vLLM blots out paths."""
+    """A file in an error: its name on its own, because vLLM removes paths from errors."""
     return f"{path.name} in {path.parent}"
 
 
@@ -89,10 +90,12 @@ def read_manifest(folder: Path, version: int) -> Manifest:
 
 
 def check_file(folder: Path, manifest: Manifest) -> Path:
-    """The path of a publication's tensors, after comparing them with the manifest.
+    """The path of a publication's tensors, after comparing the file with the manifest.
+
+    Tensors that come whole are not digested here, but where they are used.
 
     Raises:
-        ValueError: the file is missing, truncated or altered; the message names it.
+        ValueError: the file is missing or truncated, or a delta is altered; the message names it.
     """
     path = folder / manifest.file
     where = describe(path)
@@ -101,7 +104,7 @@ def check_file(folder: Path, manifest: Manifest) -> Path:
     size = path.stat().st_size
     if size != manifest.file_size:
         raise ValueError(f"{where} is truncated: {size} bytes of {manifest.file_size}")
-    if digest_of_file(path) != manifest.file_digest:
+    if manifest.file_digest is not None and digest_of_file(path) != manifest.file_digest:
         raise ValueError(f"{where} is altered: its digest is not that of the manifest")
     return path
 
@@ -150,7 +153,7 @@ def write_full(
     deltas_follow: bool = False,
     spare: Path | None = None,
 ) -> Manifest:
-    """Write a publication with every tensor, as they come; returns its manifest.
+    """Write a publication with every tensor, in any order; returns its manifest.
 
     Raises:
         ValueError: the stream is not what ``layout`` says; nothing is published.
@@ -177,7 +180,7 @@ def commit(
     parent: Manifest | None = None,
     forms: dict[str, str] | None = None,
 ) -> Manifest:
-    """Write the manifest of a file of tensors: from here on the version is published."""
+    """Write the manifest of a file of tensors: now the version is published."""
     manifest = Manifest(
         version=version,
         kind=DELTA if parent else FULL,
@@ -186,7 +189,7 @@ def commit(
         digest=digest_of_all(digests),
         file=path.name,
         file_size=path.stat().st_size,
-        file_digest=digest_of_file(path),
+        file_digest=digest_of_file(path) if parent else None,
         deltas_follow=deltas_follow,
         tensors=digests,
         forms=forms or {},
@@ -201,11 +204,11 @@ def commit(
 def retain(
     folder: Path, manifest: Manifest, *, keep: int | None = None, spare: Path | None = None
 ) -> None:
-    """Remove what the publication ``manifest`` makes useless.
+    """Remove what is useless after the publication ``manifest``.
 
-    That is what an interrupted writer left, publications of a run that went further and was
-    taken back, and those before version ``keep``, if given. With ``spare``, the last file of
-    tensors of these gets this name, for the next publication to write over.
+    That is what an interrupted writer left, later versions (of a run that was resumed from an
+    earlier one), and those before version ``keep``, if given. With ``spare``, the last of their
+    files of tensors is renamed to it, for the next publication to write over.
     """
     for partial in folder.glob(".*.partial"):
         if _PARTIAL.fullmatch(partial.name):
@@ -213,12 +216,12 @@ def retain(
     for path in folder.glob("[0-9]*"):
         match = _NAME.fullmatch(path.name)
         if match is None or path.is_dir():
-            continue  # not of a publication
+            continue  # not a file of a publication
         version = int(match[1])
-        taken_back = version > manifest.version
+        superseded = version > manifest.version
         too_old = keep is not None and version < keep
         replaced = version == manifest.version and path.suffix != ".json"
-        if taken_back or too_old or (replaced and path.name != manifest.file):
+        if superseded or too_old or (replaced and path.name != manifest.file):
             if spare is not None and path.suffix != ".json":
                 path.replace(spare)
             else:

@@ -1,4 +1,4 @@
-"""The trainer's side of a folder of publications: which tensors go, and as what."""
+"""The trainer's side of a folder of publications: full versions and deltas."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,25 +27,25 @@ from primerl.weights.transports.publications import (
 
 @attrs.define
 class _Sent:
-    """What the last publication held: the ground for the next delta."""
+    """What the last publication held: the base of the next delta."""
 
     manifest: Manifest
     tensors: dict[str, np.ndarray]
 
 
 class Publisher:
-    """Writes versions into a folder, whole or as what changed.
+    """Writes versions into a folder, in full or as deltas.
 
-    For deltas it keeps a copy of the last version in memory, as it went out.
+    For deltas it keeps a copy of the last version in memory, as it was sent.
 
     Args:
-        folder: made if there is none.
+        folder: created if it does not exist.
         encoding: ``"full"``, or ``"delta"``: lossless, with a full one every ``snapshot_every``.
-        in_memory: the folder lies in memory. Full versions are written by turns over the file of
-            the version before the last, because new memory costs more than what is written to it.
+        in_memory: the folder is in memory. Each full version is written over the file of the one
+            before the last, because allocating memory costs more than writing to it.
 
     Raises:
-        ValueError: an encoding of another name; a ``snapshot_every`` below 1.
+        ValueError: an unknown encoding, or a ``snapshot_every`` below 1.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Publisher:
         self._since_snapshot = 0
         self._sent: _Sent | None = None
         self.encode_s = 0.0
-        """Of the last publication: finding what changed, digests included."""
+        """Of the last publication: seconds spent on finding what changed, digests included."""
 
     def write(
         self,
@@ -81,7 +81,7 @@ class Publisher:
         Raises:
             ValueError: the stream is not what ``layout`` says; nothing is published.
         """
-        sent, self._sent = self._sent, None  # an error on the way leaves nothing to build on
+        sent, self._sent = self._sent, None  # after an error there is no base
         self.encode_s = 0.0
         if sent and self._follows(sent, version, layout):
             manifest, kept = self._write_delta(version, layout, tensors, sent)
@@ -103,7 +103,7 @@ class Publisher:
         return manifest
 
     def retain(self, manifest: Manifest, *, keep: int | None = None) -> None:
-        """Remove what the publication ``manifest`` makes useless; see ``publications.retain``."""
+        """Remove what is useless after a publication; see ``publications.retain``."""
         retain(self.folder, manifest, keep=keep, spare=self._spare)
 
     def rewrite_whole(self, layout: Mapping[str, TensorLayout]) -> Manifest:
@@ -113,7 +113,7 @@ class Publisher:
             ValueError: no delta was published last.
         """
         if self._sent is None:
-            raise ValueError("there is no copy of the last version: it was no delta")
+            raise ValueError("there is no copy of the last version, which was not a delta")
         kept = self._sent
         tensors = ((n, as_tensor(kept.tensors[n], layout[n])) for n in layout)
         version = kept.manifest.version
@@ -136,7 +136,7 @@ class Publisher:
         self, tensors: Iterable[tuple[str, Tensor]], kept: dict[str, np.ndarray]
     ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
-            kept[name] = raw_bytes(tensor).copy()  # the trainer goes on changing its own
+            kept[name] = raw_bytes(tensor).copy()  # the trainer changes its own
             yield name, tensor
 
     def _write_delta(
@@ -177,7 +177,7 @@ class Publisher:
 
 
 def _difference(old: np.ndarray, new: np.ndarray) -> tuple[str, Tensor]:
-    """How ``new`` goes over the wire, and its bytes; ``old`` becomes ``new``."""
+    """The form in which ``new`` is sent, and its bytes; ``old`` becomes ``new``."""
     encoded = delta.encode(old, new)
     old[:] = new
     if encoded is None:

@@ -1,12 +1,11 @@
-"""What a publication did, and whether every engine holds what the trainer sent."""
+"""Receipts: what a publication did, and whether every engine holds what the trainer sent."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from primerl._gathering import is_first_rank
-from primerl._outcomes import on_first_rank
+from primerl._ranks import is_first_rank, on_first_rank
 
 _IGNORED = (
     "the trainer has tensors that the server's model has not, such as a head of its own where the "
@@ -16,7 +15,7 @@ _IGNORED = (
 
 @runtime_checkable
 class Fetcher(Protocol):
-    """An engine whose replicas fetch new weights by themselves, told where."""
+    """An engine whose replicas fetch new weights themselves, from where they are told."""
 
     def load_weights(
         self,
@@ -103,7 +102,7 @@ def check_receipts(
             fault = _fault(receipt, version, digest, tensors)
             if fault:
                 faults.append(f"{fault} on {url} worker {index}")
-        # What one rank of a divided model has no use for, another has.
+        # What one rank of a sharded model does not use, another does.
         ignored = set.intersection(*(set(one.get("ignored", ())) for one in workers or [{}]))
         if ignored:
             faults.append(

@@ -11,12 +11,11 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from primerl._gathering import whole_tensors
-from primerl._outcomes import on_first_rank, together
+from primerl._ranks import on_first_rank, on_first_rank_gathering, whole_tensors
 from primerl.weights.transports.folder_transport import FolderTransport, check_engines
-from primerl.weights.transports.host_folder import HostFolder
 from primerl.weights.transports.publisher import Publisher
 from primerl.weights.transports.receipts import Fetcher, Receipt, on_all_ranks
+from primerl.weights.transports.shared_folder import SharedFolder
 
 
 @runtime_checkable
@@ -36,11 +35,10 @@ class SharedMemory:
         transport = weights.SharedMemory(model, engine)
         receipt = transport.publish(version=1)
 
-    An engine in this process copies from the trainer's tensors where they lie, so nothing is
-    staged and the trainer waits for one copy. Servers (``VLLMEngine``) map a file in the host's
-    shared memory, in a private folder that vanishes with this process. Parameters and saved
-    buffers go (those that steer a router among them), a tensor that is shared under two names
-    once.
+    An engine in this process copies from the trainer's tensors in place, so nothing is staged and
+    the trainer waits for one copy. Servers (``VLLMEngine``) map a file in the host's shared memory,
+    in a private folder that is removed when this process ends. Parameters and saved buffers are
+    sent (those that steer a router among them), a tensor that is shared under two names once.
 
     A model that is sharded over ranks is gathered for each publication, so all ranks make a
     transport and call ``publish``. Only rank 0 has engines.
@@ -71,7 +69,7 @@ class SharedMemory:
         self._timeout_s = timeout_s
         publisher = None
         if servers:
-            place = HostFolder(f"publications-{uuid.uuid4().hex}")
+            place = SharedFolder(f"publications-{uuid.uuid4().hex}")
             weakref.finalize(self, place.close)
             publisher = Publisher(place.path, encoding=encoding, in_memory=True)
         self._servers = FolderTransport(model, servers, publisher, dtype=dtype, timeout_s=timeout_s)
@@ -107,5 +105,5 @@ class SharedMemory:
                 engine.update_weights(named, version=version, timeout_s=self._timeout_s)
             seconds["load"] = time.perf_counter() - started - seconds["gather"]
 
-        together(work, gathered)
+        on_first_rank_gathering(work, gathered)
         return seconds

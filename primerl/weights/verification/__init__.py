@@ -1,1 +1,1 @@
-"""Do the engines compute with what was published? Receipts, read-back tensors, scores."""
+"""Whether engines compute with what was published: tensors in use, scores, a wiring test."""

@@ -1,4 +1,4 @@
-"""Fixed sequences that say whether an engine computes with the weights that it was sent."""
+"""Fixed sequences that tell whether an engine computes with the weights that it was sent."""
 
 import logging
 import math
@@ -11,19 +11,23 @@ import torch
 from torch import nn
 
 from primerl._checkpoint_tensors import checkpoint_layout, checkpoint_tensors
-from primerl._gathering import is_first_rank
-from primerl._outcomes import on_first_rank, together
-from primerl.weights.verification.judging import NOISE_BOUND, Judge, ReplicaVerdict, observations
+from primerl._ranks import is_first_rank, on_first_rank, on_first_rank_gathering
 from primerl.weights.verification.probing import Prober, WeightReader, probed
-from primerl.weights.verification.readback import Comparison, Reading, compare, from_builtins
 from primerl.weights.verification.scoring import (
     mismatch_kl,
     rounding_noise,
     sequences_for,
     trainer_logprobs,
 )
+from primerl.weights.verification.served_tensors import Comparison, Reading, compare, from_builtins
+from primerl.weights.verification.verdicts import (
+    NOISE_BOUND,
+    ReplicaChecks,
+    ReplicaVerdict,
+    observations,
+)
 
-LENGTH = 288  # two blocks of 128 tokens, as long as those of vLLM's prefix cache get, and a rest
+LENGTH = 288  # more than two blocks of 128 tokens, the longest of vLLM's prefix cache
 OTHER_TEMPERATURE = 2.0  # at which logprobs that leave temperature out are far off
 
 log = logging.getLogger(__name__)
@@ -53,17 +57,17 @@ class Canary:
     """Compares engines with the trainer on fixed sequences, after each publication.
 
         canary = weights.Canary(model, engine)
-        canary.check(version=0)  # calibrates: the engine holds these weights, or it is refused
+        canary.check(version=0)  # calibrates; raises if the engine does not hold these weights
         ...
         transport.publish(version)
         verdict = canary.check(version)
         if not verdict.passed:
             raise RuntimeError(verdict.reason)
 
-    Each check reads back the tensors that every replica computes with, has it score the sequences
+    Each check reads the tensors that every replica computes with, has it score the sequences
     and continue them; the trainer scores the same tokens by a forward pass. A replica passes when
 
-    - each tensor that could be read back is the trainer's, bit for bit (``weights.readback``);
+    - each tensor that the engine reports is the trainer's, bit for bit (see ``served_tensors``);
     - the scores differ by no more than the tolerance: 3 times the noise, which is the median of the
       last 16 checks that passed;
     - the mean difference has not shifted since the last of these by 8 of its standard errors;
@@ -79,8 +83,8 @@ class Canary:
     nothing is concluded from movement: there the scores watch for gross faults alone.
 
     All ranks make a canary and call ``check``, since the forward pass of a sharded model is a
-    collective; rank 0 alone has an engine, and all get its verdict. docs/proof.md says what is
-    caught at which precision.
+    collective; rank 0 alone has an engine, and all get its verdict. docs/verification.md says what
+    is caught at which precision.
 
     Args:
         model: the trainer's, a causal language model that returns ``logits``.
@@ -90,15 +94,16 @@ class Canary:
         count: of the default sequences.
         length: of each of them, in tokens.
         new_tokens: with which the engine continues each.
-        temperature: of the rollouts, at which the first sequence is continued; the others are at 2,
-            where logprobs that leave temperature out show.
-        read_back: whether to compare tensors, with engines that have ``read_weights``. False for a
-            model that the engine rearranges in a way that isn't known (the error names tensors).
+        temperature: of the rollouts, at which the first sequence is continued; the others are
+            continued at 2, where logprobs that ignore temperature are far off.
+        compare_tensors: whether to compare tensors, with engines that have ``read_weights``. False
+            for a model whose tensors the engine rearranges in an unknown way (the error names
+            them).
         dtype: that the *engine* computes in. The first check must find a root mean square
             difference of at most 1e-4 nats in float32 and 0.3 in bfloat16 and float16: more is
             not noise.
         tolerance: in nats, instead of the calibrated one; also of the first check.
-        timeout_s: of one probe, for which a busy engine has to end a request first.
+        timeout_s: of one probe; a busy engine finishes a request first.
         seed: of the default sequences.
 
     Raises:
@@ -116,7 +121,7 @@ class Canary:
         length: int = LENGTH,
         new_tokens: int = 8,
         temperature: float = 1.0,
-        read_back: bool = True,
+        compare_tensors: bool = True,
         dtype: torch.dtype = torch.float32,
         tolerance: float | None = None,
         timeout_s: float = 600.0,
@@ -148,14 +153,14 @@ class Canary:
         self._temperatures = [temperature, *others]
         self._timeout_s = timeout_s
         self._names: list[str] | None = None
-        self._reads = read_back and isinstance(engine, WeightReader)
-        self._judge = Judge(dtype=dtype, tolerance=tolerance)
-        self._own_noise: float | None = None
+        self._reads = compare_tensors and isinstance(engine, WeightReader)
+        self._checks = ReplicaChecks(dtype=dtype, tolerance=tolerance)
+        self._rounding: float | None = None
 
     @property
     def tolerance(self) -> float | None:
         """The largest root mean square difference that passes, in nats; None before a check."""
-        return self._judge.tolerance
+        return self._checks.tolerance
 
     def check(self, version: int) -> Verdict:
         """Compare every replica with the trainer, whose weights were published as ``version``.
@@ -165,15 +170,15 @@ class Canary:
                 the engine could not be probed.
             ValueError: the engine refuses the sequences, on rank 0; the others raise RuntimeError.
         """
-        if self._own_noise is None:
-            self._own_noise = rounding_noise(self.model, self.sequences[0])
+        if self._rounding is None:
+            self._rounding = rounding_noise(self.model, self.sequences[0])
         compared = self._compared(version)
         rows = on_first_rank(self._probe)
         sampled = [(len(row["logprobs"]), row["temperature"]) for row in rows]
         expected = trainer_logprobs(self.model, [row["token_ids"] for row in rows], sampled=sampled)
         content = on_first_rank(lambda: self._verdict(version, rows, expected, compared))
         verdict = _verdict_of(content)
-        self._judge.tolerance = verdict.tolerance
+        self._checks.tolerance = verdict.tolerance
         if is_first_rank() and not verdict.passed:
             log.error("%s", verdict.reason)
         return verdict
@@ -205,7 +210,10 @@ class Canary:
         if not on_first_rank(read):
             return {}
         tensors = checkpoint_tensors(self.model)
-        return together(lambda: compare(tensors, readings, wire=self.dtype), tensors) or {}
+        compared = on_first_rank_gathering(
+            lambda: compare(tensors, readings, wire=self.dtype), tensors
+        )
+        return compared or {}
 
     def _read(self, version: int) -> dict[str, list[Reading]]:
         assert isinstance(self._engine, WeightReader)
@@ -220,7 +228,9 @@ class Canary:
             if not first:
                 raise
             self._reads = False
-            log.warning("the engine's tensors can't be read back, only its scores: %s", error)
+            log.warning(
+                "the engine's tensors can't be read, so scores alone are compared: %s", error
+            )
             return {}
         return {replica: from_builtins(rows) for replica, rows in answers.items()}
 
@@ -241,21 +251,21 @@ class Canary:
         expected: list[np.ndarray],
         compared: dict[str, Comparison],
     ) -> dict[str, Any]:
-        """The verdict as builtins, for every rank; rank 0 keeps what it has seen."""
-        assert self._own_noise is not None
+        """The verdict as builtins, for every rank; rank 0 keeps the history."""
+        assert self._rounding is not None
         prompts = [len(sequence) for sequence in self.sequences] * (
             len(rows) // len(self.sequences)
         )
         observed = observations(rows, expected, prompts)
-        found = self._judge.judge(observed, compared, own_noise=self._own_noise)
+        found = self._checks.verdicts(observed, compared, rounding=self._rounding)
         bad = [one for one in found if not one.passed]
-        told = "; ".join(f"{one.replica}: {one.reason}" for one in (bad or found))
-        assert self._judge.tolerance is not None
+        reasons = "; ".join(f"{one.replica}: {one.reason}" for one in (bad or found))
+        assert self._checks.tolerance is not None
         verdict = Verdict(
             version=version,
             passed=not bad,
-            reason=f"version {version} {'failed' if bad else 'passed'} the canary: {told}",
-            tolerance=self._judge.tolerance,
+            reason=f"version {version} {'failed' if bad else 'passed'} the canary: {reasons}",
+            tolerance=self._checks.tolerance,
             mismatch_kl=max(mismatch_kl(-one.differences) for one in observed.values()),
             replicas=tuple(found),
         )

@@ -1,4 +1,4 @@
-"""What engines say of fixed sequences."""
+"""Probing engines with fixed sequences."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -28,7 +28,7 @@ class Prober(Protocol):
 
 @runtime_checkable
 class WeightReader(Protocol):
-    """An engine that says what it computes with; see ``weights.readback``."""
+    """An engine that reports the tensors it computes with; see ``served_tensors``."""
 
     def read_weights(
         self, names: Sequence[str], *, turn: int = ..., timeout_s: float = ...
@@ -48,7 +48,7 @@ def probed(
     """One row for each replica and sequence, as builtins; the tokens are those of both parts.
 
     Raises:
-        RuntimeError: a replica answered with something else, or none did.
+        RuntimeError: an answer is malformed, or the engine has no replica.
     """
     if temperatures is None:
         temperatures = [1.0] * len(sequences)

@@ -1,4 +1,4 @@
-"""The trainer's own logprobs of fixed sequences, and how far another's have moved."""
+"""The trainer's logprobs of fixed sequences, and how far an engine's have moved."""
 
 import contextlib
 import math
@@ -70,8 +70,8 @@ def rounding_noise(model: nn.Module, row: Sequence[int]) -> float:
     """The root mean square, in nats, of what rounding adds to the trainer's own logprobs.
 
     Measured by a shift of all positions, under which rotary embeddings are the same but for
-    rounding. A model with other positions gives a large number, with which nothing is concluded
-    too early.
+    rounding. A model with other positional embeddings gives a large number, which only delays
+    conclusions.
     """
     here, shifted = (trainer_logprobs(model, [row], first_position=first)[0] for first in (0, 1))
     return rms(shifted[1:] - here[1:])
@@ -112,7 +112,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-        # What a forward pass has gathered would hide a change of the sharded weights.
+        # Weights that a forward pass gathered would hide a change of the sharded ones.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -145,7 +145,7 @@ def sequences_for(model: nn.Module, *, count: int, length: int, seed: int) -> li
     """Fixed sequences of random tokens, from the middle of the vocabulary.
 
     Special tokens and placeholders for images lie at its ends. Random tokens need no tokenizer and
-    move with the weights as much as text does (measured in docs/proof.md).
+    move with the weights as much as text does (measured in docs/verification.md).
     """
     config: Mapping[str, Any] | Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

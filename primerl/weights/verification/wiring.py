@@ -1,4 +1,4 @@
-"""The test at start-up that every tensor of the trainer reaches the engines."""
+"""The wiring test: whether every tensor of the trainer reaches the engines."""
 
 import logging
 import re
@@ -15,21 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from primerl._gathering import is_first_rank
-from primerl._outcomes import on_first_rank
+from primerl._ranks import is_first_rank, on_first_rank
 from primerl.weights.transports.receipts import Transport
 from primerl.weights.verification.canary import Canary
 from primerl.weights.verification.scoring import movement, rms, trainer_logprobs
 
 LENGTH = 96  # tokens that show a large change
 VISIBLE = 0.02  # nats by which a perturbation should move the logprobs
-FAINT = 0.001  # and must, where no larger one does
-ABOVE_NOISE = 20.0  # and so many times the noise
+FAINT = 0.001  # and must, where the largest perturbation does not reach that
+ABOVE_NOISE = 20.0  # and by so many times the noise
 SCALES = tuple(0.05 * 2.0**k for k in range(10))  # of a tensor's root mean square
 ARRIVED = (0.8, 1.2)
-REST = 0.02  # the part of the change that may be another than predicted, besides
-REST_NOISE = 5.0  # so many times the noise
-REST_MOST = 0.3
+REST = 0.02  # the part of the change that need not be as predicted, in addition to
+REST_NOISE = 5.0  # times the noise,
+REST_MOST = 0.3  # at most
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +42,13 @@ class GroupWiring:
     scale: float
     """Of the perturbation: standard deviation over the tensor's root mean square."""
     predicted: float
-    """Root mean square change of the trainer's logprobs, in nats; tiny where no size is visible."""
+    """Root mean square change of the trainer's logprobs, in nats."""
     moved: Mapping[str, float]
     """The share of it that each replica showed."""
     rest: Mapping[str, float]
     """Root mean square of what each replica showed beside it, over ``predicted``."""
     arrived: bool | None
-    """None where no perturbation was visible, so nothing was proven."""
+    """None where no perturbation was visible, so that nothing was verified."""
 
 
 @attrs.frozen(kw_only=True)
@@ -90,7 +89,7 @@ def wiring_test(
     seed: int = 0,
     restore: bool = True,
 ) -> WiringReport:
-    """Perturb each group of tensors, publish, and see that the engines move as the trainer does.
+    """Perturb each group of tensors, publish, and check that engines change as the trainer does.
 
     A group is a parameter or saved buffer of all layers: ``layers.*.self_attn.q_proj.weight``.
     Noise is added to it, as little as is visible by the trainer's own forward pass (a change of
@@ -132,7 +131,7 @@ def wiring_test(
             f"{', '.join(report.missing)}\n{report}"
         )
     if report.unseen and is_first_rank():
-        log.warning("no perturbation was visible: nothing is proven of %s", report.unseen)
+        log.warning("no perturbation was visible, so these were not verified: %s", report.unseen)
     return report
 
 
@@ -170,8 +169,8 @@ def _perturb_each(
     model: nn.Module, publish: Callable[[], Any], canary: Canary, *, seed: int
 ) -> list[GroupWiring]:
     """Publish each group with noise; the engines are left with that of the last."""
-    # In other order than the canary's: what a prefix cache keeps of perturbed weights is not of
-    # any sequence that is checked later.
+    # In reverse, so that what a prefix cache keeps of perturbed weights is of no sequence that is
+    # checked later.
     sequences = [canary.sequences[0][::-1][:LENGTH]]
     before = _Measured(trainer_logprobs(model, sequences), canary.scores(sequences))
     rows = []

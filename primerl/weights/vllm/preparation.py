@@ -1,4 +1,4 @@
-"""Work that a receiver does while its engine goes on sampling."""
+"""Work that a receiver does while its engine continues to sample."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ GRACE_S = 0.005  # what a call may keep the engine waiting
 
 
 class Preparation:
-    """One piece of work at a time, in a thread, that is asked for until it is done."""
+    """One piece of work at a time, in a thread, polled until it is done."""
 
     def __init__(self) -> None:
         self._ticket: str | None = None
@@ -19,7 +19,7 @@ class Preparation:
     def ask(
         self, ticket: str, work: Callable[[], dict[str, Any]], *, timeout_s: float = GRACE_S
     ) -> dict[str, Any] | None:
-        """What ``work`` returned, or None as long as it goes on; errors that it raised are raised.
+        """What ``work`` returned, or None while it runs; raises what it raised.
 
         The first call with a ``ticket`` starts the work, once that of an earlier one is over.
         """

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's process: it takes publications from a folder and says what it took.
+"""Runs inside vLLM's process: loads published weights and reports what it loaded.
 
 This file alone depends on vLLM's internals; it was written against vLLM 0.32. ``serve_vllm``
 loads it by ``--worker-extension-cls primerl.weights.vllm.receiver.WeightReceiver`` and
@@ -32,24 +32,24 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from primerl._digests import TensorDigest, digest_of, digest_of_all
 from primerl._vllm_names import FOLDER_BACKEND, NCCL_BACKEND
 from primerl.weights.transports.broadcast_group import (
+    BackgroundCall,
     Communicator,
-    Later,
-    Place,
+    Membership,
     connect_nccl,
-    draw_place,
+    join_group,
 )
 from primerl.weights.transports.folder_reader import FolderReader
-from primerl.weights.verification.readback import as_builtins
-from primerl.weights.vllm.handed_over import HandedOver
+from primerl.weights.verification.served_tensors import as_builtins
 from primerl.weights.vllm.preparation import GRACE_S, Preparation
-from primerl.weights.vllm.tensors_in_use import Readback, served_names, tied_parameters
+from primerl.weights.vllm.tensors_in_use import ServedTensors, served_names, tied_parameters
+from primerl.weights.vllm.tracked_tensors import TrackedTensors
 
 _JOIN_S = 300.0
 
 
 @dataclass
 class NothingAgreed(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """vLLM wants a type here; there is nothing to agree on in advance."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class BroadcastUpdate(WeightTransferUpdateInfo):
 
 
 class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
-    """Loads tensors of a checkpoint into vLLM's model, layer by layer, and notes what it did."""
+    """Loads tensors of a checkpoint into vLLM's model, layer by layer, and makes a receipt."""
 
     init_info_cls = NothingAgreed
 
@@ -92,7 +92,7 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         """Nothing to do: all that is needed comes with each update."""
 
     def start_weight_update(self) -> None:
-        """Put the parameters of the checkpoint in the place of the packed ones."""
+        """Replace packed parameters by those of the checkpoint's layout."""
         self._discard_half_loaded()
         self._half_loaded = True
         initialize_layerwise_reload(self.model)
@@ -112,8 +112,8 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
                 yield name, tensor
 
         model: Any = self.model
-        handed = HandedOver(noted())
-        loaded = model.load_weights(handed)
+        tracked = TrackedTensors(noted())
+        loaded = model.load_weights(tracked)
         expected = taken if expected is None else expected
         receipt = {
             "digest": digest_of_all(taken),
@@ -126,11 +126,11 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         faults = {k: v for k, v in receipt.items() if isinstance(v, list) and v}
         if faults:
             raise RuntimeError(f"the weights did not arrive as they were published: {faults}")
-        # No fault yet: another rank may have what this one has no use for.
-        return {**receipt, "ignored": self._ignored(handed.ignored, taken)}
+        # No fault yet: another rank may use what this one does not.
+        return {**receipt, "ignored": self._ignored(tracked.ignored, taken)}
 
     def _ignored(self, unused: list[str], taken: Iterable[str]) -> list[str]:
-        """Tensors that this worker did nothing with, or that another has taken the place of."""
+        """Tensors that this worker did not use, or that a tied tensor overrides."""
         if self.parallel_config.enable_expert_parallel:  # other workers may have those experts
             unused = [name for name in unused if ".experts." not in name]
         served = served_names(self.model, taken)
@@ -166,10 +166,10 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         self.receipt["seconds"]["finish"] = time.perf_counter() - started
 
     def _discard_half_loaded(self) -> None:
-        """Take back an update that was interrupted between start and finish.
+        """Discard an update that was interrupted between start and finish.
 
-        Its buffered tensors would count as loaded in the next update and be used in place of
-        those. Layers that it completed keep its weights, until the next update.
+        Its buffered tensors would count as loaded in the next update and replace that one's.
+        Layers that it completed keep its weights until the next update.
         """
         if not self._half_loaded:
             return
@@ -198,7 +198,7 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
                 kernel.fused_experts.process_weights_after_loading(module)
 
     def _release(self) -> None:
-        """An update is over, well or not."""
+        """An update has ended, successfully or not."""
 
 
 class FolderTransfer(LayerwiseTransfer):
@@ -211,7 +211,7 @@ class FolderTransfer(LayerwiseTransfer):
         self._reader: FolderReader | None = None
 
     def prepare(self, update: FolderUpdate) -> dict[str, Any]:
-        """Fetch and check a publication while the engine goes on generating."""
+        """Fetch and check a publication while the engine continues to generate."""
         started = time.perf_counter()
         folder = Path(update.folder)
         if self._reader is None or self._reader.folder != folder:
@@ -230,7 +230,7 @@ class FolderTransfer(LayerwiseTransfer):
         manifest, tensors = self._reader.open(update_info.version)
         try:
             receipt = self._load(tensors.items(), manifest.tensors)
-        except BaseException:  # held no longer than the load, however it ends
+        except BaseException:  # locked no longer than the load, however it ends
             self._reader.release(distrust=True)
             raise
         seconds = {"prepare": self._prepare_s, "load": time.perf_counter() - started}
@@ -241,7 +241,7 @@ class FolderTransfer(LayerwiseTransfer):
             self._reader.release()
 
     def shutdown(self) -> None:
-        """Let go of the host's copy; the last one to do so removes it."""
+        """Close the host's copy; the last process to close it removes it."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -257,7 +257,7 @@ class BroadcastTransfer(LayerwiseTransfer):
         self._group: str | None = None
         self._communicator: Communicator | None = None
 
-    def _connect(self, place: Place) -> Communicator:
+    def _connect(self, place: Membership) -> Communicator:
         return connect_nccl(place, self.device)
 
     def prepare(self, update: BroadcastUpdate) -> dict[str, Any]:
@@ -265,8 +265,10 @@ class BroadcastTransfer(LayerwiseTransfer):
         started = time.perf_counter()
         if self._group != update.group:
             self.shutdown()
-            place = draw_place(update.address, update.port, timeout_s=_JOIN_S)
-            joining = Later(lambda: self._connect(place), what="connecting to the trainer by NCCL")
+            place = join_group(update.address, update.port, timeout_s=_JOIN_S)
+            joining = BackgroundCall(
+                lambda: self._connect(place), what="connecting to the trainer by NCCL"
+            )
             self._communicator = joining.result(timeout_s=_JOIN_S)
             self._group = update.group
         self._prepare_s = time.perf_counter() - started
@@ -307,17 +309,17 @@ class WeightReceiver:
     def prepare_weights(
         self, update: dict[str, Any], ticket: str, timeout_s: float = GRACE_S
     ) -> dict[str, Any]:
-        """Fetch and check an update while the engine goes on; repair an interrupted one.
+        """Fetch and check an update while the engine continues; repair an interrupted one.
 
-        It is done in a thread: ``{"prepared": False}`` says to call again with the same
-        ``ticket``, which calls that are to begin anew do not share.
+        It runs in a thread: after ``{"prepared": False}``, call again with the same ``ticket``. A
+        new ticket starts again.
 
         Raises:
             ValueError: the publication is missing, damaged or does not follow from its parent.
-            RuntimeError: it was to be prepared within ``timeout_s``, longer than a question takes.
+            RuntimeError: it was not prepared within a ``timeout_s`` above the default.
         """
         transfer = self.weight_transfer_engine
-        if self._weight_update_active:  # its trainer went away between start and finish
+        if self._weight_update_active:  # its trainer was lost between start and finish
             transfer.receipt = {"version": None, "seconds": {}}
             self.finish_weight_update()  # type: ignore[attr-defined]
         info = transfer.parse_update_info(update)
@@ -333,20 +335,20 @@ class WeightReceiver:
         return str(runner.model_config.dtype).removeprefix("torch.")
 
     def served_vocab_size(self) -> dict[str, int]:
-        """The number of token ids of the model, in a mapping: vLLM would send a number as text."""
+        """The model's number of token ids, in a mapping: vLLM sends a bare number as text."""
         runner: Any = self.model_runner
         return {"vocab_size": int(runner.model_config.get_vocab_size())}
 
     def read_weights(self, names: list[str], turn: int = 0) -> list[dict[str, Any]]:
         """Digests of what this worker computes with, for the published tensors ``names``."""
-        return as_builtins(Readback(self.model_runner.model, names, turn=turn).readings())
+        return as_builtins(ServedTensors(self.model_runner.model, names, turn=turn).readings())
 
     def weight_receipt(self) -> dict[str, Any]:
-        """What the last update handed to this worker's model: version, digest, seconds."""
+        """The receipt of this worker's last update: version, digest, seconds."""
         receipt: dict[str, Any] = self.weight_transfer_engine.receipt
         return receipt
 
 
 for _name, _engine in ((FOLDER_BACKEND, FolderTransfer), (NCCL_BACKEND, BroadcastTransfer)):
-    with contextlib.suppress(ValueError):  # a subclass's module was loaded first, and this again
+    with contextlib.suppress(ValueError):  # loaded twice, by way of a subclass's module
         WeightTransferEngineFactory.register_engine(_name, _engine)

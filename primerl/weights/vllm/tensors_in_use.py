@@ -1,13 +1,13 @@
-"""What vLLM's model computes with, read back part by part; it runs inside vLLM's process.
+"""Readings of the tensors that vLLM's model computes with; runs inside vLLM's process.
 
-Written against vLLM 0.32, like ``vllm_receiver``. Where vLLM keeps a tensor as it was loaded, all
+Written against vLLM 0.32, like ``receiver``. Where vLLM keeps a tensor as it was loaded, all
 of its bytes are read. Where it keeps a packed copy instead (linear layers and heads on the CPU),
 the layer itself is asked: applied to the unit vector ``e_j`` it gives column j of its weight
-exactly, since all other terms are zero. Some columns are asked for, others each time. Experts that
-are packed are compared by their elements in any order.
+exactly, since all other terms are zero. Each check reads some of the columns, different ones each
+time. Experts that are packed are compared by their elements in any order.
 
-What it cannot relate to a published tensor is left out, and the trainer says so: quantized layers,
-fused tensors that are published as one, experts divided over ranks.
+What it cannot relate to a published tensor is left out, and the trainer reports that: quantized
+layers, fused tensors that are published as one, experts divided over ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,9 +32,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from primerl.weights.verification.readback import Part, Reading, reading_of, rearranged_reading
+from primerl.weights.verification.served_tensors import (
+    Part,
+    Reading,
+    reading_of,
+    rearranged_reading,
+)
 
-COLUMNS = 16  # that a packed layer is asked for
+COLUMNS = 16  # read from a packed layer at each check
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
@@ -56,13 +61,13 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-class Readback:
+class ServedTensors:
     """Readings of a model's tensors.
 
     Args:
         model: vLLM's.
         names: of the published tensors.
-        turn: which columns are asked for of packed layers; count it up.
+        turn: a number that selects the columns read from packed layers; increase it each time.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], *, turn: int) -> None:

@@ -1,4 +1,4 @@
-"""One group: retries, survivors, deadlines, strays."""
+"""One group: retries, survivors, deadlines, rollouts that refuse to end."""
 
 import asyncio
 
@@ -79,7 +79,7 @@ def test_too_few_survivors_fail_with_the_last_error_as_the_cause():
     assert isinstance(caught.value.__cause__, ConnectionError)
 
 
-def test_nothing_goes_on_sampling_for_a_group_that_cannot_be_used():
+def test_sampling_stops_for_a_group_that_cannot_be_used():
     cancelled = []
 
     async def environment(task, engine, params):
@@ -147,7 +147,7 @@ def test_a_reward_error_is_not_retried():
         ({"reward": 1}, "returned a dict; expected a Rollout"),
         (
             Rollout(samples=[make_sample(10, 2000)], reward=1.0),
-            "token 2009 is to be trained, beyond the engine's context of 1000",
+            "a sample that trains token 2009, beyond the engine's context of 1000",
         ),
     ],
 )
@@ -174,7 +174,7 @@ def test_an_environment_that_exits_or_cancels_itself_is_a_failure():
         play(cancels)
 
 
-def test_a_rollout_that_refuses_to_be_cancelled_is_left_behind(monkeypatch):
+def test_a_rollout_that_refuses_to_be_cancelled_is_abandoned(monkeypatch):
     monkeypatch.setattr("primerl.rollout.collection.groups.CANCEL_S", 0.05)
     release = []
 

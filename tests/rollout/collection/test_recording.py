@@ -30,7 +30,7 @@ def same(a: Group, b: Group) -> bool:
 
 
 def random_sample(seed, length, temperature, routes):
-    """Any bits at all, where a sample allows them: NaN with a payload, infinity, -0.0."""
+    """Any bits that a sample allows: NaN with a payload, infinity, -0.0."""
     rng = np.random.default_rng(seed)
     mask = rng.random(length) < 0.5
     mask[0] = False
@@ -205,7 +205,7 @@ def test_a_malformed_group_is_named():
         recording.decode_group({})
 
 
-def test_a_recording_takes_no_other_file_s_place(tmp_path):
+def test_a_recording_overwrites_no_file(tmp_path):
     (tmp_path / "mine").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("mine", "link"):

@@ -1,4 +1,4 @@
-"""The bound and the accounts, by hand and over random schedules."""
+"""The staleness bound and the counts of groups, by hand and over random schedules."""
 
 import functools
 import random
@@ -20,7 +20,7 @@ from primerl.rollout.collection.staleness import check_schedule, may_start, olde
         (0, 0, 0, True),
         (11, 0, 0, True),  # (0 + 1 + 2) * 4 = 12 may be started before anything is published
         (12, 0, 0, False),
-        (12, 1, 0, True),  # a dropped group gives its place to another
+        (12, 1, 0, True),  # a dropped group is replaced
         (12, 0, 1, True),
         (16, 0, 1, False),
     ],
@@ -47,7 +47,7 @@ def test_a_group_is_as_old_as_its_oldest_token_to_be_trained():
         ({"publish_every": 4}, "publish at least every 3 steps, or raise max_staleness to 3"),
     ],
 )
-def test_a_schedule_that_would_stand_still_is_refused(change, message):
+def test_a_schedule_that_would_stall_is_refused(change, message):
     schedule = {"publish_every": 3, "max_staleness": 2, "groups_per_step": 1}
 
     check_schedule(**schedule)
@@ -163,7 +163,7 @@ def test_steps_are_counted_from_the_first_take():
     assert start_all(101) == 2
 
 
-def test_masking_trains_what_is_fresh_of_a_group_and_drops_what_has_nothing_left():
+def test_masking_trains_fresh_tokens_and_drops_groups_without_any():
     buffer = rollout.Buffer(groups_per_step=1, max_staleness=1, on_stale="mask_tokens")
     for versions in ([0, 1, 2, 2], [0, 0, 0, 0]):
         buffer.start()
@@ -261,8 +261,8 @@ def test_a_buffer_is_restored_with_its_groups_and_counts():
         rollout.Buffer(groups_per_step=2, max_staleness=2).restore(buffer.state())
 
 
-def test_what_newer_weights_than_the_trainers_sampled_is_dropped_by_name():
-    """A run that was set back to an older checkpoint, with the state of a later one."""
+def test_groups_of_weights_newer_than_the_trainers_are_dropped_by_name():
+    """A run that was rolled back to an older checkpoint, with the state of a later one."""
     buffer = rollout.Buffer(groups_per_step=1, max_staleness=2)
     for version in (7, 3):
         buffer.start()
@@ -275,7 +275,7 @@ def test_what_newer_weights_than_the_trainers_sampled_is_dropped_by_name():
     assert buffer.tokens == {"future": 8, "trained": 8}
 
 
-def test_an_unknown_way_to_treat_what_is_stale_is_refused():
+def test_an_unknown_on_stale_is_refused():
     with pytest.raises(ValueError, match="on_stale='ignore'; expected one of drop, wait"):
         rollout.Buffer(groups_per_step=1, max_staleness=1, on_stale="ignore")
 
@@ -303,8 +303,8 @@ def group_of(versions, rewards):
 
 @given(seed=st.integers(0, 2**32), max_staleness=st.integers(0, 3), size=st.integers(1, 4))
 @settings(max_examples=40, deadline=None)
-def test_a_schedule_never_stands_still(seed, max_staleness, size):
-    """Whatever ends, and in whatever order, the next step can always be filled."""
+def test_a_schedule_never_stalls(seed, max_staleness, size):
+    """Whichever groups end, in whatever order, the next step can always be filled."""
     events = random.Random(seed)
     buffer = rollout.Buffer(groups_per_step=size, max_staleness=max_staleness)
     served = trainer = 0
@@ -334,7 +334,7 @@ def test_a_schedule_never_stands_still(seed, max_staleness, size):
     verify=st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
-def test_whatever_becomes_of_deliveries_every_group_is_in_one_place(seed, bound, on_stale, verify):
+def test_every_group_is_counted_once_whatever_happens_to_deliveries(seed, bound, on_stale, verify):
     """Versions that are late, duplicate or go back, lost deliveries, rejections and restarts."""
     events = random.Random(seed)
     plan = {"groups_per_step": 2, "max_staleness": bound, "on_stale": on_stale}

@@ -69,7 +69,7 @@ def test_verified_groups_pass_those_that_wait_and_keep_their_order():
     assert held.take(2)[0].versions.max() == 0
 
 
-def test_a_rejected_version_takes_its_groups_along_and_those_that_come_later():
+def test_groups_of_a_rejected_version_are_dropped_even_if_they_end_later():
     held = buffer()
     stored(held, 0, 1)
     held.mark_version(0, verified=True)
@@ -94,7 +94,7 @@ def test_every_version_of_a_group_counts_also_of_tokens_that_are_not_trained():
     assert held.dropped == {"unverified": 1}
 
 
-def test_masking_what_is_stale_forgets_no_version():
+def test_masked_tokens_still_need_a_verified_version():
     held = buffer(on_stale="mask_tokens", max_staleness=1)
     old, new = mixed(0).rollouts[0].samples[0], mixed(3).rollouts[0].samples[0]
     both = attrs.evolve(make_group().rollouts[0], samples=[old, new])
@@ -155,7 +155,7 @@ def test_state_keeps_the_marked_versions():
 
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_whatever_is_marked_when_no_unverified_token_is_taken(data):
+def test_no_unverified_token_is_taken_whenever_versions_are_marked(data):
     bound = data.draw(st.integers(0, 3))
     on_stale = data.draw(st.sampled_from(["drop", "wait", "mask_tokens"]))
     held = buffer(groups_per_step=2, max_staleness=bound, on_stale=on_stale)
@@ -293,7 +293,7 @@ def test_groups_in_flight_with_a_rejected_version_are_cancelled_at_once():
     assert balanced(stats)
 
 
-def test_a_group_that_began_after_the_rejected_version_goes_on():
+def test_a_group_that_began_after_the_rejected_version_continues():
     release = threading.Event()
 
     async def patient(task, engine, params):
@@ -308,7 +308,7 @@ def test_a_group_that_began_after_the_rejected_version_goes_on():
     with make_worker(engine, environment=patient) as rollouts:
         eventually(lambda: rollouts.stats()["in_flight"] == 6)
         time.sleep(0.1)
-        rollouts.mark_version(0, verified=False)  # late news of an older one
+        rollouts.mark_version(0, verified=False)  # a late outcome of an older one
         rollouts.mark_version(1, verified=True)
         release.set()
         assert len(rollouts.take(version=1)) == 3

@@ -105,7 +105,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("environment", "error"), CASES)
-def test_an_outage_counts_for_no_task(environment, error):
+def test_an_outage_is_not_a_failure_of_any_task(environment, error):
     spans = [(0.05, 2.2)] if environment is impatient else [(0.05, 0.4), (0.5, 0.7)]
     engine = Outages(*spans, error=error)
     with make_worker(engine, environment, quarantine_after=1, retries=0) as rollouts:
@@ -129,7 +129,7 @@ def test_an_engine_that_hangs_is_what_times_out():
     assert balanced(stats)
 
 
-def test_what_the_environment_fails_beside_an_outage_counts_as_ever():
+def test_environment_failures_during_an_outage_are_counted():
     async def poisoned(task, engine, params):
         reply = await base(task, engine, params)
         if task["id"] == "3":
@@ -147,7 +147,7 @@ def test_what_the_environment_fails_beside_an_outage_counts_as_ever():
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_an_engine_that_stays_away_is_an_error_that_names_it(isolation):
+def test_an_engine_that_stays_down_raises_an_error_naming_it(isolation):
     engine = Outages((0.0, 3600.0))
     with make_worker(engine, timeout_s=4.0, isolation=isolation) as rollouts:
         with pytest.raises(RuntimeError, match=r"engine \(Outages\).*ConnectionError: nobody is"):
@@ -183,7 +183,7 @@ def test_a_request_that_fails_while_others_are_answered_is_dropped_by_name():
     assert balanced(stats)
 
 
-def test_what_an_engine_refuses_is_the_rollouts_failure():
+def test_a_refusal_of_the_engine_fails_the_rollout():
     engine = Outages((0.0, 3600.0), error=ValueError)
     with make_worker(engine) as rollouts:
         with pytest.raises(RuntimeError, match="nobody is there"):
@@ -203,7 +203,7 @@ def test_an_evaluation_waits_for_its_engine():
     assert engine.failures > 0
 
 
-def test_an_outage_in_a_process_of_the_environments_own():
+def test_an_outage_with_an_isolated_environment():
     engine = Outages((0.0, 1.0))
     environment = rollout.isolated(wraps, processes=1)
     with make_worker(engine, environment, quarantine_after=1, retries=0) as rollouts:

@@ -21,7 +21,7 @@ def serving(urls=URLS, version=1):
     return replicas
 
 
-def home(replicas, session):
+def url_of(replicas, session):
     return replicas.choose(session).url
 
 
@@ -40,7 +40,7 @@ def test_a_replica_serves_once_it_holds_weights_of_this_run():
     assert replicas.live() == [first, second]
 
 
-def test_requests_without_a_session_go_where_there_is_least_to_do():
+def test_requests_without_a_session_go_to_the_least_loaded():
     replicas = serving(URLS[:3])
     a, b, c = replicas
     a.in_flight, b.in_flight, c.in_flight = 4, 2, 3
@@ -51,40 +51,40 @@ def test_requests_without_a_session_go_where_there_is_least_to_do():
 
 def test_sessions_are_spread_evenly_and_stay():
     replicas = serving()
-    homes = {session: home(replicas, session) for session in SESSIONS}
-    counts = [list(homes.values()).count(url) for url in URLS]
+    urls_before = {session: url_of(replicas, session) for session in SESSIONS}
+    counts = [list(urls_before.values()).count(url) for url in URLS]
     assert all(20 <= count <= 65 for count in counts), counts  # 40 of 200 each
-    assert {session: home(replicas, session) for session in SESSIONS} == homes
+    assert {session: url_of(replicas, session) for session in SESSIONS} == urls_before
 
 
 def test_when_a_replica_leaves_only_its_own_sessions_move_and_come_back():
     replicas = serving()
-    before = {session: home(replicas, session) for session in SESSIONS}
+    before = {session: url_of(replicas, session) for session in SESSIONS}
     replicas.lost(replicas.get(URLS[2]), "killed")
-    during = {session: home(replicas, session) for session in SESSIONS}
+    during = {session: url_of(replicas, session) for session in SESSIONS}
     assert URLS[2] not in during.values()
     assert all(during[s] == url for s, url in before.items() if url != URLS[2])
     replicas.reported(replicas.get(URLS[2]), "run-1", 1)
-    assert {session: home(replicas, session) for session in SESSIONS} == before
+    assert {session: url_of(replicas, session) for session in SESSIONS} == before
     replicas.join("http://new")
     replicas.reported(replicas.get("http://new"), "run-1", 1)
-    moved = {s for s in SESSIONS if home(replicas, s) != before[s]}
-    assert {home(replicas, s) for s in moved} == {"http://new"}
+    moved = {s for s in SESSIONS if url_of(replicas, s) != before[s]}
+    assert {url_of(replicas, s) for s in moved} == {"http://new"}
 
 
-def test_a_home_with_far_more_to_do_is_left():
+def test_a_session_leaves_an_overloaded_replica():
     replicas = serving(URLS[:2])
-    at_home = replicas.choose("chat")
-    other = next(one for one in replicas if one is not at_home)
-    at_home.in_flight, other.in_flight = 4, 0  # 4 <= 0 * 1.5 + 4
-    assert replicas.choose("chat") is at_home
-    at_home.in_flight = 5
+    assigned = replicas.choose("chat")
+    other = next(one for one in replicas if one is not assigned)
+    assigned.in_flight, other.in_flight = 4, 0  # 4 <= 0 * 1.5 + 4
+    assert replicas.choose("chat") is assigned
+    assigned.in_flight = 5
     assert replicas.choose("chat") is other
     other.in_flight = 4  # 5 <= 4 * 1.5 + 4
-    assert replicas.choose("chat") is at_home
+    assert replicas.choose("chat") is assigned
 
 
-def test_version_is_that_of_the_slowest_and_laggards_are_not_used():
+def test_version_is_that_of_the_slowest_and_stragglers_are_not_used():
     replicas = serving(URLS[:2], version=4)
     fast, slow = replicas
     replicas.serves(fast, "run-8", 8)
@@ -99,7 +99,7 @@ def test_version_is_that_of_the_slowest_and_laggards_are_not_used():
     assert set(replicas.serving()) == {fast, slow}
 
 
-def test_what_another_copy_saw_is_a_floor():
+def test_a_version_learned_from_another_copy_is_a_lower_bound():
     replicas = serving(URLS[:1], version=1)
     (only,) = replicas
     replicas.learn(2)
@@ -109,7 +109,7 @@ def test_what_another_copy_saw_is_a_floor():
     assert replicas.choose() is only
 
 
-def test_news_that_overtake_each_other():
+def test_reports_out_of_order():
     replicas = serving(URLS[:1], version=3)
     (only,) = replicas
     replicas.reported(only, "run-2", 2)
@@ -121,7 +121,7 @@ def test_news_that_overtake_each_other():
     assert (only.alive, only.version) == (False, None)
 
 
-def test_who_left_is_given_nothing_and_may_come_back():
+def test_a_replica_that_left_gets_no_requests_and_may_rejoin():
     replicas = serving(URLS[:2])
     replicas.leave(URLS[0])
     replicas.leave("http://unknown")
@@ -133,7 +133,7 @@ def test_who_left_is_given_nothing_and_may_come_back():
 
 
 @given(loads=st.lists(st.integers(0, 50), min_size=1, max_size=5), session=st.text(max_size=5))
-def test_no_session_overloads_its_home(loads, session):
+def test_no_session_overloads_its_replica(loads, session):
     replicas = serving(URLS[: len(loads)])
     for one, load in zip(replicas, loads, strict=True):
         one.in_flight = load
@@ -186,8 +186,8 @@ class Fleet(RuleBasedStateMachine):
 TestFleet = Fleet.TestCase
 
 
-def test_writing_the_list_of_urls_follows_no_link_that_lies_in_its_folder(tmp_path, monkeypatch):
-    """The folder may be shared; every name that is opened there is made anew."""
+def test_writing_the_list_of_urls_follows_no_symbolic_link(tmp_path, monkeypatch):
+    """The folder may be shared; every file that is opened there is newly created."""
     precious, shared = tmp_path / "precious", tmp_path / "shared"
     precious.write_text("of the user")
     shared.mkdir()

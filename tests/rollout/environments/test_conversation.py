@@ -31,7 +31,7 @@ class Codes(CharacterCodes):
 
 
 class Scripted:
-    """Says what it is told, and remembers what it was asked."""
+    """Gives scripted replies, and records the requests."""
 
     context_length = 1000
     version = 0
@@ -82,7 +82,7 @@ def test_a_second_turn_extends_the_first_token_by_token():
     assert text == "<user>2+2?|<assistant>four|<user>sure?|<assistant>yes|"
 
 
-def test_a_reply_that_was_cut_off_gets_the_end_that_it_lacks_but_is_not_trained_on_it():
+def test_the_missing_end_of_a_cut_reply_is_added_but_not_trained():
     engine = Scripted("fou", "yes|")
 
     chat, _ = play(engine, user("2+2?"), user("sure?"))
@@ -93,7 +93,7 @@ def test_a_reply_that_was_cut_off_gets_the_end_that_it_lacks_but_is_not_trained_
     assert trained == "fouyes|"
 
 
-def test_what_was_sampled_is_kept_with_its_logprobs_and_versions():
+def test_sampled_tokens_are_kept_with_their_logprobs_and_versions():
     chat, _ = play(Scripted("ab|", "c|"), user("x"), user("y"))
 
     sample = chat.sample()
@@ -139,7 +139,7 @@ def test_the_end_of_the_context_shortens_the_last_reply():
     assert chat.stop == "context"
 
 
-def test_a_conversation_that_fills_the_context_says_so():
+def test_a_conversation_that_fills_the_context_is_an_error():
     engine = Scripted("abc")
     engine.context_length = 3
 
@@ -158,7 +158,7 @@ def test_a_rollout_has_the_conversation_and_its_reward():
     assert len(finished.samples) == 1
 
 
-def test_the_end_of_text_token_stops_beside_those_asked_for():
+def test_the_end_of_text_token_stops_in_addition_to_the_given_ones():
     engine = Scripted("a|")
 
     play(engine, user("x"), params=SamplingParams(max_tokens=3, stop_token_ids=(7,)))
@@ -184,7 +184,7 @@ def test_a_reward_may_be_a_coroutine():
 
 
 def test_turns_of_a_real_chat_template_equal_the_template_of_the_whole(smollm2_folder):
-    """SmolLM2: what the model is shown is what the template would say of the conversation."""
+    """SmolLM2: the model's prompt is the template's text of the whole conversation."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)

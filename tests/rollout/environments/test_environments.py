@@ -182,7 +182,7 @@ def test_every_generators_own_answer_scores_and_garbage_does_not(codes):
             wrong[name] = (right, garbage)
 
     gc.collect()
-    # This scorer takes whatever is no "True" for "False".
+    # This scorer reads anything but "True" as "False".
     assert wrong == {"game_of_life_halting": (1.0, 1.0)}
 
 

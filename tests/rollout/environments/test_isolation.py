@@ -1,4 +1,4 @@
-"""Environments in processes of their own, which hang, die and are started again."""
+"""Environments in processes of their own, which hang, die and are replaced."""
 
 import asyncio
 import contextlib
@@ -162,7 +162,7 @@ def test_a_blocked_process_whose_callers_gave_up_is_replaced_too(monkeypatch):
     assert isolated.restarts == 1
 
 
-def test_a_task_that_brings_its_process_down_takes_no_other_with_it():
+def test_a_task_that_kills_its_process_fails_alone():
     async def environment(task, engine, params):
         await asyncio.sleep(0.1)
         if task["reward"] == 3:
@@ -244,7 +244,7 @@ def test_an_environment_that_cannot_be_built_is_an_error_not_an_endless_restart(
     assert "'environment' can't be rebuilt" in str(error)
 
 
-def test_a_reply_that_is_too_large_or_cannot_cross_fails_alone(monkeypatch):
+def test_a_reply_that_is_too_large_or_cannot_be_pickled_fails_alone(monkeypatch):
     async def environment(task, engine, params):
         if task["kind"] == "lock":
             import threading
@@ -300,12 +300,12 @@ def test_killing_processes_at_random_loses_no_rollout():
 @pytest.mark.parametrize(
     ("change", "message"), [({"processes": 0}, "processes is 0"), ({"timeout_s": 0}, "timeout_s")]
 )
-def test_what_cannot_work_is_refused(change, message):
+def test_invalid_arguments_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         rollout.isolated(plain, **change)
 
 
-def test_an_environment_that_cannot_cross_is_named_where_it_is_wrapped():
+def test_an_environment_that_cannot_be_pickled_is_named_where_it_is_wrapped():
     codes, lock = CharacterCodes(), __import__("threading").Lock()
 
     async def environment(task, engine, params):

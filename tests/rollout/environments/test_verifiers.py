@@ -1,4 +1,4 @@
-"""verifiers environments: what is played, trained and left behind."""
+"""verifiers environments: rollouts, samples, and files that are left behind."""
 
 import asyncio
 import gc
@@ -67,7 +67,7 @@ class RandomEngine:
 
 
 class TextEngine:
-    """Says what it is told, one line for each call."""
+    """Gives scripted replies, one for each call."""
 
     version, context_length = 0, 4096
 
@@ -263,7 +263,7 @@ def test_a_renderer_without_a_bridge_makes_a_branch_of_each_turn(tokenizer):
         assert sample.token_ids[sample.loss_mask].tolist() == reply
 
 
-def test_a_tokenizer_without_a_template_takes_the_text_as_it_stands(codes):
+def test_a_tokenizer_without_a_template_takes_the_text_unchanged(codes):
     environment = rollout.verifiers(
         "dungeon", tokenizer=codes, config={"taskset": {"system": None}, "turns": 2}
     )
@@ -472,7 +472,7 @@ def test_what_fails_in_the_environment_is_raised_with_its_cause(tokenizer, where
         play(environment, RandomEngine(tokenizer))
 
 
-def test_what_the_engine_raises_comes_as_it_is(tokenizer):
+def test_an_error_of_the_engine_is_raised_unchanged(tokenizer):
     class Broken(RandomEngine):
         async def generate(self, prompt_ids, params, *, session=None):
             raise ConnectionError("the server is gone")
@@ -501,7 +501,7 @@ def test_the_environments_own_deadline_on_scoring_is_no_reward_of_zero(tokenizer
         play(environment, RandomEngine(tokenizer))
 
 
-def test_the_environments_own_time_for_an_agent_ends_the_rollout(tokenizer):
+def test_the_environments_own_timeout_of_an_agent_ends_the_rollout(tokenizer):
     class Slow(RandomEngine):
         async def generate(self, prompt_ids, params, *, session=None):
             if self.calls:

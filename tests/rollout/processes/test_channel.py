@@ -27,7 +27,7 @@ async def connected(handlers, *, back=None, **options):
         await asyncio.wait(serving, timeout=10)
 
 
-def test_values_arrive_as_they_were_and_calls_go_both_ways():
+def test_values_arrive_unchanged_and_calls_go_both_ways():
     async def run():
         async def twice(value):
             return 2 * value
@@ -42,7 +42,7 @@ def test_values_arrive_as_they_were_and_calls_go_both_ways():
 
 
 @pytest.mark.parametrize("length", [3, 5_000, 3_000_000])
-def test_arrays_cross_as_memory_of_any_size(length):
+def test_arrays_of_any_size_are_sent_as_memory(length):
     sent = np.arange(length, dtype=np.int32)
     sent.setflags(write=False)
 
@@ -54,10 +54,10 @@ def test_arrays_cross_as_memory_of_any_size(length):
 
     np.testing.assert_array_equal(received, sent)
     assert received.dtype == np.int32
-    assert not received.flags.writeable  # a frozen value stays frozen
+    assert not received.flags.writeable  # it stays read-only
 
 
-def test_a_groups_arrays_travel_beside_the_pickle_not_as_lists():
+def test_a_groups_arrays_are_sent_beside_the_pickle_not_as_lists():
     group = make_group()
     large = np.zeros(100_000, np.float32)
 
@@ -88,7 +88,7 @@ def test_an_exception_arrives_with_its_causes_and_the_other_sides_traceback():
     assert "in fails" in error.__notes__[0]
 
 
-def test_what_cannot_be_rebuilt_arrives_as_a_runtime_error_with_its_words():
+def test_what_cannot_be_rebuilt_arrives_as_a_runtime_error_with_its_message():
     class Odd(Exception):
         def __init__(self, one, two):
             super().__init__(f"{one} and {two}")
@@ -208,7 +208,7 @@ def test_a_handler_that_is_cancelled_from_within_does_not_look_like_a_cancelled_
     asyncio.run(run())
 
 
-def test_when_one_end_closes_every_open_call_fails():
+def test_when_one_end_closes_every_pending_call_fails():
     async def run():
         async with connected({"sleeps": lambda: asyncio.sleep(3600)}) as (here, there):
             calls = [asyncio.create_task(here.call("sleeps")) for _ in range(3)]

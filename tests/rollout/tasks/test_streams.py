@@ -1,4 +1,4 @@
-"""Streams of tasks: their order, their shares, and going on where they were."""
+"""Streams of tasks: their order, their shares, and resuming."""
 
 import asyncio
 import collections
@@ -43,7 +43,7 @@ class Dataset:
 
 
 class Passes:
-    """Iterable again and again, without a length."""
+    """Iterable any number of times, without a length."""
 
     def __init__(self, count):
         self.count = count
@@ -56,7 +56,7 @@ class Passes:
 
 
 @pytest.mark.parametrize("kind", [rows, Dataset, Passes])
-def test_in_order_goes_round(kind):
+def test_in_order_repeats(kind):
     stream = rollout.InOrder(kind(3))
 
     assert isinstance(stream, rollout.TaskStream)
@@ -89,14 +89,14 @@ def test_a_generator_ends_after_its_one_pass():
 
 
 @pytest.mark.parametrize("kind", [list, iter])
-def test_nothing_is_nothing(kind):
+def test_without_tasks_nothing_is_drawn(kind):
     assert rollout.InOrder(kind([])).draw() is None
     assert rollout.Shuffled(kind([]), seed=0).draw() is None
     assert rollout.DifficultyPools(kind([]), seed=0).draw() is None
     assert rollout.Mixture({"a": kind([])}).draw() is None
 
 
-def test_restoring_reads_nothing_of_what_has_indices():
+def test_restoring_indexed_tasks_reads_none_of_them():
     dataset = Dataset(1000)
     stream = rollout.InOrder(dataset)
     stream.restore({"pass": 5, "index": 700})
@@ -109,7 +109,7 @@ def test_restoring_reads_nothing_of_what_has_indices():
     "make",
     [rollout.InOrder, lambda t: rollout.Shuffled(t, seed=0), lambda t: rollout.Mixture({"a": t})],
 )
-def test_what_is_no_task_is_named(make):
+def test_an_invalid_task_is_named(make):
     with pytest.raises(ValueError, match=r"task 0 is 'what' \(str\); expected a mapping"):
         make(iter(["what"])).draw()  # in a list, the type checker of the tests would see it
     with pytest.raises(ValueError, match="tasks is dict; expected an iterable"):
@@ -178,7 +178,7 @@ def test_a_mixture_by_hand():
     assert stream.draw() == {"prompt": "p4", "id": "a/4", "environment": "a"}
 
 
-def test_a_stream_that_ends_leaves_the_others_their_shares():
+def test_when_a_stream_ends_the_others_keep_their_proportions():
     stream = rollout.Mixture(
         {"a": iter(rows(2)), "b": rows(1), "c": rows(1)}, weights={"a": 2, "b": 3, "c": 1}
     )
@@ -240,7 +240,7 @@ def test_reports_go_back_to_their_stream_also_through_two_mixtures():
         ({"a": []}, {"a": float("inf")}, "weight of 'a' is inf"),
     ],
 )
-def test_mixtures_that_make_no_sense(streams, weights, message):
+def test_invalid_mixtures_are_refused(streams, weights, message):
     with pytest.raises(ValueError, match=message):
         rollout.Mixture(streams, weights=weights)
 
@@ -251,7 +251,7 @@ def test_a_mixture_of_other_streams_is_not_restored():
         rollout.Mixture({"b": rows(2)}).restore(state)
 
 
-def test_routed_tasks_are_played_where_they_belong(fake_engine):
+def test_routed_tasks_are_played_in_their_environment(fake_engine):
     def named(name):
         async def play(task, engine, params):
             return make_group(rewards=[float(len(name))]).rollouts[0]
@@ -320,7 +320,7 @@ def test_within_a_pool_the_task_drawn_longest_ago_comes_first():
     assert ids(stream, 4) == ["2", "3", "0", "1"]
 
 
-def test_what_is_known_survives_another_list_of_tasks():
+def test_solve_rates_survive_a_changed_list_of_tasks():
     named = [{"id": name} for name in "abc"]
     stream = rollout.DifficultyPools(named, seed=0)
     for _ in range(3):
@@ -345,7 +345,7 @@ def test_what_is_known_survives_another_list_of_tasks():
         ({"tasks": [{}, 5]}, r"task 1 is 5 \(int\)"),
     ],
 )
-def test_curricula_that_make_no_sense(change, message):
+def test_invalid_curricula_are_refused(change, message):
     # A row that is no mapping goes past the type checker of the tests in an iterator.
     arguments = {"tasks": rows(2), "seed": 0} | change
     tasks = iter(arguments.pop("tasks"))
@@ -353,7 +353,7 @@ def test_curricula_that_make_no_sense(change, message):
         rollout.DifficultyPools(tasks, **arguments)
 
 
-def test_rewards_that_are_no_solve_rates_and_strangers_are_refused():
+def test_rewards_outside_0_to_1_and_unknown_tasks_are_refused():
     stream = rollout.DifficultyPools(rows(2), seed=0)
     with pytest.raises(ValueError, match=r"rewards of task '0' are \[0.0, 2.0\].*scale"):
         stream.report(stream.draw(), make_group([0.0, 2.0]))
@@ -362,7 +362,7 @@ def test_rewards_that_are_no_solve_rates_and_strangers_are_refused():
 
 
 class Slow:
-    """The same curriculum in the plainest way: every draw looks at every task."""
+    """A naive implementation of the curriculum: every draw examines every task."""
 
     def __init__(self, count):
         self.last = dict.fromkeys(range(count), -1)
@@ -377,7 +377,7 @@ class Slow:
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
-def test_a_draw_is_the_oldest_of_a_pool_as_the_plainest_way_finds_it(data):
+def test_draws_agree_with_a_naive_implementation(data):
     stream, slow = rollout.DifficultyPools(rows(6), momentum=0.3, seed=0), Slow(6)
     for _ in range(40):
         if data.draw(st.booleans()):
@@ -402,7 +402,7 @@ def test_a_draw_is_the_oldest_of_a_pool_as_the_plainest_way_finds_it(data):
         assert drawn == slow.draw(pool)
 
 
-def test_all_tasks_are_visited_and_a_large_list_is_quick():
+def test_all_tasks_are_visited_and_a_large_list_is_fast():
     stream = rollout.DifficultyPools(rows(20_000), seed=0)
     seen = set()
     for _ in range(20_000):
@@ -414,7 +414,7 @@ def test_all_tasks_are_visited_and_a_large_list_is_quick():
     assert heaps == 20_000
 
 
-# ---- going on exactly
+# ---- resuming exactly
 
 
 def streams(count):
@@ -457,7 +457,7 @@ def play(stream, rewards, pending):
     cut=st.integers(0, 30),
 )
 @settings(deadline=None, max_examples=40)
-def test_a_restored_stream_goes_on_as_if_nothing_had_happened(kind, count, rewards, cut):
+def test_a_restored_stream_resumes_exactly(kind, count, rewards, cut):
     cut = min(cut, len(rewards))
     make = streams(count)[kind]
     stream, pending = make(), []
@@ -480,7 +480,7 @@ def test_every_task_is_drawn_in_the_first_pass(count, seed):
 
 
 @pytest.mark.parametrize("kind", ["in order", "passes", "shuffled", "pools"])
-def test_streams_cross_to_another_process(kind):
+def test_streams_can_be_pickled(kind):
     stream = streams(4)[kind]()
 
     copy = pickle.loads(pickle.dumps(stream))

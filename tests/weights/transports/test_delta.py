@@ -123,7 +123,7 @@ def test_damage_is_refused_or_stays_inside_and_never_half_applies(data):
     assert (room[-32:] == 0xAB).all()
 
 
-def test_each_kind_of_damage_has_its_words():
+def test_each_kind_of_damage_has_its_own_message():
     old, encoded = encoded_example()
 
     def header(size=None, count=None, gaps=None):

@@ -34,7 +34,7 @@ def test_the_call_returns_at_once_and_the_work_is_done_once():
     assert times[0] is not threading.current_thread()
 
 
-def test_an_error_is_raised_to_whoever_asks():
+def test_an_error_is_raised_by_every_call():
     def work():
         raise ValueError("the file is altered")
 
@@ -45,7 +45,7 @@ def test_an_error_is_raised_to_whoever_asks():
     assert until_done(preparation, "b", lambda: {"version": 3}) == {"version": 3}
 
 
-def test_who_has_time_waits_for_the_work_of_an_earlier_ticket_and_its_own():
+def test_a_long_timeout_waits_for_an_earlier_ticket_and_its_own():
     def work(name):
         time.sleep(0.1)
         return {"name": name}

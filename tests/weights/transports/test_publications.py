@@ -14,8 +14,8 @@ from primerl._checkpoint_tensors import TensorLayout
 from primerl._tensor_files import map_tensors, write_tensors
 from primerl.weights.transports import publications
 from primerl.weights.transports.folder_reader import FolderReader
-from primerl.weights.transports.host_folder import HostFolder, acquire, shared_memory
 from primerl.weights.transports.publisher import Publisher
+from primerl.weights.transports.shared_folder import SharedFolder, acquire, shared_memory
 
 
 def tensors_of(version):
@@ -68,7 +68,7 @@ def state_file(reader):
     return reader._copy._place.path / "state.json"
 
 
-def test_a_host_folder_that_vanishes_as_it_is_opened(monkeypatch):
+def test_a_shared_folder_that_is_removed_while_it_is_opened(monkeypatch):
     real, removed = Path.lstat, []
 
     def lstat(path):
@@ -77,7 +77,7 @@ def test_a_host_folder_that_vanishes_as_it_is_opened(monkeypatch):
         return real(path)
 
     monkeypatch.setattr(Path, "lstat", lstat)
-    place = HostFolder("vanishing")
+    place = SharedFolder("vanishing")
     assert removed
     assert place.path.is_dir()
     place.close()
@@ -195,7 +195,7 @@ def test_receivers_of_a_host_share_one_copy_and_the_last_removes_it(deltas, read
 
 
 def _use_and_die(folder):
-    HostFolder("of-a-killed-process")
+    SharedFolder("of-a-killed-process")
     os.kill(os.getpid(), 9)
 
 
@@ -206,11 +206,11 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next():
     left = shared_memory() / f"primerl-{os.getuid()}-of-a-killed-process"
     assert child.exitcode == -9
     assert left.exists()
-    HostFolder("another").close()
+    SharedFolder("another").close()
     assert not left.exists()
 
 
-def test_a_reader_holds_the_copy_still(deltas, reader):
+def test_a_reader_locks_the_copy(deltas, reader):
     """Another may not patch it meanwhile; it waits, and gives up by its deadline."""
     reader.fetch(3)
     reader.open(3)
@@ -224,14 +224,14 @@ def test_a_reader_holds_the_copy_still(deltas, reader):
     impatient.close()
 
 
-def test_a_copy_that_was_interrupted_is_made_anew(deltas, reader):
+def test_an_interrupted_copy_is_made_again(deltas, reader):
     read(reader, 2)
     state_file(reader).write_text(json.dumps({"digest": None}))  # as during a patch
     map_tensors(reader._copy._tensors, writable=True)["table"].zero_()
     assert same_bits(read(reader, 3), tensors_of(3))
 
 
-def test_a_copy_whose_bytes_were_wrong_is_made_anew(deltas, reader):
+def test_a_copy_with_wrong_bytes_is_made_again(deltas, reader):
     reader.fetch(3)
     map_tensors(reader._copy._tensors, writable=True)["fixed"].zero_()
     reader.open(3)
@@ -351,7 +351,7 @@ def test_a_delta_of_another_run_is_refused(tmp_path, deltas, reader):
         reader.fetch(4)
 
 
-def test_a_run_that_is_taken_back_replaces_the_versions_after(deltas, reader):
+def test_a_run_resumed_from_an_earlier_version_replaces_the_later_ones(deltas, reader):
     assert same_bits(read(reader, 4), tensors_of(4))
     again = Publisher(deltas.folder, encoding="delta")
     again.write(3, LAYOUT, iter(tensors_of(17).items()))
@@ -419,7 +419,7 @@ def test_a_folder_that_others_can_change_is_refused():
     path.chmod(0o777)
     try:
         with pytest.raises(RuntimeError, match="can be changed by others"):
-            HostFolder("open")
+            SharedFolder("open")
     finally:
         shutil.rmtree(path)
     assert not Path(path).exists()

@@ -10,8 +10,8 @@ from publishing import BroadcastReplicas, Replicas, StoreMeeting, same_bits, tra
 from primerl import models, testing, weights
 from primerl._digests import digest_of, digest_of_all
 from primerl.weights.transports import broadcast_group, folder_transport
-from primerl.weights.transports.host_folder import shared_memory
 from primerl.weights.transports.receipts import check_receipts
+from primerl.weights.transports.shared_folder import shared_memory
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_shared_memory_serves_both_kinds_of_engine_and_leaves_nothing(servers):
     assert not all(path.exists() for path in mine)
 
 
-def test_an_engine_in_memory_gets_a_receipt_too():
+def test_publishing_to_an_engine_in_this_process_returns_a_receipt_too():
     class Engine:
         def update_weights(self, tensors, *, version, timeout_s=1.0):
             pass
@@ -141,8 +141,27 @@ def test_a_truncated_file(tmp_path):
         RuntimeError, match=r"00000002.full.safetensors in .* is truncated: 1000 bytes"
     ):
         transport.publish(2)
-    assert same_bits(held(servers)[0], before), "the replica goes on with version 1"
+    assert same_bits(held(servers)[0], before), "the replica keeps serving version 1"
     train(model)
+    transport.publish(3)
+    assert same_bits(held(servers)[0], sent(model))
+    servers.close()
+
+
+def test_a_flipped_bit_in_a_full_version(tmp_path):
+    """No worker hashes the file: it hashes what it hands to its model."""
+
+    def flip(update, call):
+        if call == 1:
+            path = file_of(update, tmp_path)
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(bytes(data))
+
+    model, servers, transport = damaged(tmp_path, flip)
+    transport.publish(1)
+    with pytest.raises(RuntimeError, match=r"digest: .* on http://replica0 worker 0"):
+        transport.publish(2)
     transport.publish(3)
     assert same_bits(held(servers)[0], sent(model))
     servers.close()
@@ -249,14 +268,14 @@ def test_one_worker_of_one_replica_that_differs_is_named(changes, why):
     assert "http://a" not in str(error.value)
 
 
-def test_a_replica_that_says_nothing_is_no_proof():
+def test_a_replica_without_a_receipt_is_an_error():
     with pytest.raises(RuntimeError, match="no worker of http://a answered"):
         check_receipts({"http://a": []}, version=5, digest="d", tensors=3)
     with pytest.raises(RuntimeError, match="no replica took the weights"):
         check_receipts({}, version=5, digest="d", tensors=3)
 
 
-def test_publishing_to_nobody_is_a_mistake(tmp_path):
+def test_publishing_without_an_engine_is_refused(tmp_path):
     model = testing.tiny_model("llama")
     with pytest.raises(ValueError, match="no engine"):
         weights.Disk(model, folder=tmp_path)
@@ -291,10 +310,10 @@ def test_every_worker_gets_the_broadcast_of_every_version(broadcasts):
         assert all(same_bits(t, sent(model, torch.bfloat16)) for t in engine.tensors.values())
         whole = sum(t.nbytes for t in sent(model, torch.bfloat16).values())
         assert (receipt.version, receipt.bytes) == (version, whole)
-    assert store.groups == 1, "one group serves as long as nobody comes or goes"
+    assert store.groups == 1, "one group is used as long as the members stay the same"
 
 
-def test_a_replica_that_comes_or_goes_makes_a_new_group(broadcasts):
+def test_a_new_group_is_formed_when_a_replica_joins_or_leaves(broadcasts):
     model, engine, store, transport = broadcasts
     transport.publish(1)
     engine.counts = {"http://replica1": 2, "http://new": 1}
@@ -304,17 +323,17 @@ def test_a_replica_that_comes_or_goes_makes_a_new_group(broadcasts):
     assert same_bits(engine.tensors["http://new", 0], sent(model, torch.bfloat16))
 
 
-def test_what_one_worker_got_wrong_is_named_and_the_group_is_made_anew(broadcasts):
+def test_a_worker_with_wrong_bytes_is_named_and_a_new_group_is_formed(broadcasts):
     _, engine, store, transport = broadcasts
 
     def tamper(url, name, tensor):
         return tensor + 1 if url == "http://replica1" and name == "model.norm.weight" else tensor
 
-    honest, engine.tamper = engine.tamper, tamper
+    untampered, engine.tamper = engine.tamper, tamper
     with pytest.raises(RuntimeError, match="digest: .* on http://replica1 worker 1") as error:
         transport.publish(1)
     assert "replica0" not in str(error.value)
-    engine.tamper = honest
+    engine.tamper = untampered
     transport.publish(2)
     assert store.groups == 2
 
@@ -340,7 +359,7 @@ def test_nccl_carries_a_tensor_between_two_communicators():
     unique_id = broadcast_group.new_unique_id()
 
     def member(rank):
-        place = broadcast_group.Place(rank, 2, unique_id)
+        place = broadcast_group.Membership(rank, 2, unique_id)
         device = torch.device("cuda", rank)
         tensor = torch.full((1000,), float(1 - rank), dtype=torch.bfloat16, device=device)
         communicator = broadcast_group.connect_nccl(place, device)
@@ -349,7 +368,7 @@ def test_nccl_carries_a_tensor_between_two_communicators():
             torch.cuda.synchronize()
         return tensor.float().cpu()
 
-    other = broadcast_group.Later(lambda: member(1), what="rank 1")
+    other = broadcast_group.BackgroundCall(lambda: member(1), what="rank 1")
     assert torch.equal(member(0), other.result(timeout_s=60.0))
 
 
@@ -379,7 +398,7 @@ def test_no_rank_holds_more_than_a_layer(found):
         assert 0 < rank["peak"] <= 2 * rank["layer"] < rank["whole"] / 2
 
 
-def test_a_failure_on_rank_0_is_raised_on_every_rank_and_nobody_hangs(found):
+def test_a_failure_on_rank_0_is_raised_on_every_rank_and_none_hangs(found):
     assert "is truncated" in found[0]["failure"]
     assert found[1]["failure"].startswith("rank 0 failed: ")
     assert "is truncated" in found[1]["failure"]

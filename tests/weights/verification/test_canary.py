@@ -288,7 +288,7 @@ def test_the_trainers_logprobs_at_a_temperature_are_those_of_the_scaled_logits()
     np.testing.assert_allclose(got, [0.0, *expected], atol=1e-6)
 
 
-def test_a_bfloat16_engine_is_refused_where_float32_was_said():
+def test_a_bfloat16_engine_is_refused_if_declared_as_float32():
     model = testing.tiny_model("llama")
     watch = weights.Canary(model, CopyEngine(model, dtype=torch.bfloat16), **SIZES)
 

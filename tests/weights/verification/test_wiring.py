@@ -105,7 +105,7 @@ def test_one_replica_that_misses_a_group_is_enough():
         weights.wiring_test(*arguments, version=0)
 
 
-def test_tensors_that_arrive_in_each_others_place_are_named():
+def test_swapped_tensors_are_named():
     k, v = (f"model.layers.0.self_attn.{one}_proj.weight" for one in "kv")
     _, engine, arguments = parts()
     transport = arguments[1]
@@ -132,7 +132,7 @@ def test_a_tied_head_that_is_not_loaded_again_is_named():
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("where", ["publish", "probe"])
-def test_whatever_happens_the_weights_are_restored_and_published(error, where, monkeypatch):
+def test_after_any_error_the_weights_are_restored_and_published(error, where, monkeypatch):
     model, engine, arguments = parts()
     before = bits(model)
     plain, calls = engine.update_weights, []

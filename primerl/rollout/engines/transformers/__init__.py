@@ -1,1 +1,1 @@
-"""Sampling with a ``transformers`` model in this process: the only part with torch."""
+"""``TransformersEngine``: a transformers model in this process; the only part with torch."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
-# A temperature so low that any two different float32 logits decide the sample: greedy, per request.
+# So low that any two different float32 logits decide the sample: greedy, per request.
 GREEDY_TEMPERATURE = 1e-10
 
 
@@ -101,7 +101,7 @@ class Batcher:
         await asyncio.sleep(0)
 
     def _submit(self, request: _Request) -> None:
-        """Hand a request, and what it has so far, to the batching loop."""
+        """Submit a request, with the tokens sampled so far, to the batching manager."""
         request.resumed_at = len(request.token_ids)
         request.id = f"primerl-{next(self._ids)}"
         self.requests[request.id] = request
@@ -118,7 +118,7 @@ class Batcher:
             raise RuntimeError(f"generation has stopped: {self._failure or 'unknown cause'}")
 
     def _receive(self, output: Any) -> None:
-        """Take in what a request has sampled; called after every token."""
+        """Receive the tokens of a request; called after every token."""
         request = self.requests.get(output.request_id)
         if request is None or request.done.done():
             return
@@ -146,7 +146,7 @@ class Batcher:
             while self.requests:
                 waiting = [request.done for request in self.requests.values()]
                 await asyncio.wait(waiting)
-                await asyncio.sleep(0)  # let the finished ones leave the table
+                await asyncio.sleep(0)  # let finished requests leave the table
             self._load(pairs, version)
             self._forget_cancelled()
         finally:
@@ -159,7 +159,7 @@ class Batcher:
         self.version = version
 
     def _forget_cancelled(self) -> None:
-        """Drop the handlers of cancelled requests, which end without a last result."""
+        """Remove the handlers of cancelled requests, which get no last result."""
         handlers = self.manager.output_router.result_handlers
         for request_id in self._cancelled:
             handlers.pop(request_id, None)

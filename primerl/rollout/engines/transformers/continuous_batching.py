@@ -1,4 +1,4 @@
-"""Setting up transformers' continuous batching, across the versions that have it."""
+"""Setting up transformers' continuous batching, for every version that has it."""
 
 import inspect
 import math
@@ -15,19 +15,19 @@ START_S = 120.0
 
 
 def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: int | None) -> Any:
-    """Start and return a batching manager whose loop runs in a thread of its own.
+    """Start and return a batching manager, whose loop runs in a thread of its own.
 
-    It reports processed logprobs, takes a temperature with each request, keeps every step whole
-    (an update must fall between two steps) and shares no cache between requests.
+    It reports processed logprobs, takes a temperature per request, runs steps synchronously (an
+    update must fall between two steps) and shares no cache blocks between requests.
 
     Raises:
-        RuntimeError: it did not start: the cache does not fit the memory, say.
+        RuntimeError: it did not start, for example because the cache does not fit into memory.
     """
     transformers = require("transformers", extra="transformers")
-    require("psutil", extra="transformers")  # without it the cache is thought to have no memory
+    require("psutil", extra="transformers")  # without it, no memory is detected for the cache
     generation = transformers.GenerationConfig(
         do_sample=True,
-        temperature=0.5,  # any value but 1 makes room for one with each request
+        temperature=0.5,  # any value but 1 enables temperatures per request
         top_k=0,
         top_p=1.0,
         eos_token_id=-1,
@@ -67,13 +67,13 @@ def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: 
 
 
 def supported(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Those of ``options`` that this version of the library knows."""
+    """The ``options`` that this version of the function accepts."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in options.items() if name in known}
 
 
 def refuse_unsupported(model: Any) -> None:
-    """Raise a ValueError for a model that continuous batching cannot run."""
+    """Raise a ValueError for a model that continuous batching does not support."""
     config: Any = model.config
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
@@ -85,10 +85,10 @@ def refuse_unsupported(model: Any) -> None:
     elif getattr(text, "index_topk", None):
         reason = "has sparse attention"
     elif kinds - {"full_attention", "sliding_attention"}:
-        reason = f"has layers of the kind {', '.join(sorted(kinds))}"
+        reason = f"has layers of the types {', '.join(sorted(kinds))}"
     if reason:
         raise ValueError(
-            f"{config.model_type} {reason}, which transformers' continuous batching cannot run; "
+            f"{config.model_type} {reason}, which continuous batching does not support; "
             "serve this model with vLLM"
         )
 

@@ -1,4 +1,4 @@
-"""An engine in this process: transformers' continuous batching, with weights updated in flight."""
+"""An engine in this process: transformers' continuous batching with in-flight weight updates."""
 
 import asyncio
 import copy
@@ -32,31 +32,31 @@ class TransformersEngine:
     Every token carries its processed logprob and the version of the weights that sampled it.
     ``update_weights`` takes effect between two tokens, while requests are in flight:
 
-    - ``on_update="recompute"``: what a request has so far is processed again under the new
-      weights. Each token's logprob is that of a plain forward pass under its version.
-    - ``on_update="keep"``: the cache stays, so tokens sampled after an update attend to keys and
-      values of older weights. Cheaper, and slightly off every version's policy. (A request that
-      loses its cache for want of room is processed again under the weights of that moment.)
+    - ``on_update="recompute"``: the KV cache of requests in flight is recomputed with the new
+      weights. Each token's logprob equals a plain forward pass of its version.
+    - ``on_update="keep"``: the KV cache stays, so tokens sampled after an update attend to keys and
+      values of older weights. Cheaper, and slightly off every version's policy. (A request whose
+      cache is evicted for lack of memory is recomputed with the weights of that moment.)
 
-    Prefixes are never shared between requests: a shared block would survive an update. With
-    transformers 5.17, whose batching cannot be paused, an update waits until the requests in
-    flight have ended, and new ones wait for it; the two modes are then the same.
+    Prefixes are never shared between requests, because a shared block would survive an update.
+    Before transformers 5.19, batching can't be paused: an update waits until the requests in flight
+    have finished, while new ones wait for the update, and both modes are the same.
 
-    All state lives on an event loop of the engine's own, so ``generate`` may be awaited on any
-    loop and ``update_weights`` called from any thread.
+    All state belongs to the engine's own event loop, so ``generate`` may be awaited on any loop and
+    ``update_weights`` called from any thread.
 
     Args:
         model: a causal language model with full or sliding attention; it is copied.
         on_update: what an update does to requests in flight.
-        max_concurrent: requests that are decoded together.
-        cache_tokens: capacity of the key-value cache, in tokens.
-        version: of the model's weights: 0, or the step at which a run goes on.
-        seed: of the process's sampling generator. Requests in flight share it, so the order in
-            which they are batched decides what each draws.
+        max_concurrent: the maximum number of requests that are decoded together.
+        cache_tokens: capacity of the KV cache, in tokens.
+        version: of the model's weights: 0, or the step from which a run resumes.
+        seed: of the process's random generator, which the requests in flight share: what each
+            draws depends on how they are batched.
 
     Raises:
-        ValueError: continuous batching cannot run this model.
-        RuntimeError: inference mode is on; its tensors can't be updated.
+        ValueError: continuous batching does not support this model.
+        RuntimeError: inference mode is on, whose tensors can't be updated.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class TransformersEngine:
 
     @property
     def context_length(self) -> int:
-        """The most tokens of one request: the model's positions, or the cache if it is smaller."""
+        """The maximum number of tokens of one request: the smaller of positions and cache."""
         positions: int = self._model.config.get_text_config().max_position_embeddings
         return min(positions, self._cache_tokens)
 
@@ -104,7 +104,7 @@ class TransformersEngine:
         return size
 
     def start(self) -> "TransformersEngine":
-        """Begin to serve; ``with`` does this, and closes the engine at its end."""
+        """Start serving; ``with`` does so, and closes the engine at its end."""
         refuse_inference_mode()
         manager = start_batching(
             self._model,
@@ -144,15 +144,15 @@ class TransformersEngine:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
-        session: str | None = None,  # noqa: ARG002  one replica: every session is at home
+        session: str | None = None,  # noqa: ARG002  there is one replica
     ) -> Completion:
         """Sample one completion; cancelling the awaiting task cancels the request.
 
         ``temperature=0`` is greedy, with a processed logprob of 0.
 
         Raises:
-            ValueError: the request is longer than the context, or asks for what this engine does
-                not sample (``top_p``, ``top_k``, a seed per request).
+            ValueError: the request exceeds the context, or needs what this engine does not support
+                (``top_p``, ``top_k``, a seed per request).
             RuntimeError: the engine is not running, or generation failed.
         """
         prompt = [int(token) for token in prompt_ids]
@@ -163,17 +163,17 @@ class TransformersEngine:
     def update_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, timeout_s: float = 600.0
     ) -> None:
-        """Serve new weights from the next token on; returns when they are in place.
+        """Load new weights, which sample from the next token on; returns when they are loaded.
 
         Args:
-            tensors: by name: the parameters and saved buffers of the model, a shared tensor under
-                either name.
-            version: the policy version that they are.
-            timeout_s: how long the requests in flight may take to come to a halt.
+            tensors: the model's parameters and saved buffers by name; a shared tensor under either
+                of its names.
+            version: the policy version of the weights.
+            timeout_s: how long pausing and loading may take.
 
         Raises:
-            ValueError: names or shapes are not the model's, or the version goes back. The weights
-                are then as they were.
+            ValueError: names or shapes are not the model's, or the version is older than the one
+                served. The weights are unchanged.
             RuntimeError: it took longer than ``timeout_s``.
         """
         refuse_inference_mode()

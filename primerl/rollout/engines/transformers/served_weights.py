@@ -1,4 +1,4 @@
-"""Which of a served model's tensors new weights replace."""
+"""Matching new weights with the tensors of the served model."""
 
 from collections.abc import Mapping
 
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 def match_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Pair each served tensor with its new value: ``(served, new)``.
 
-    The names are those of ``model.state_dict()``: parameters and saved buffers. A tensor that is
-    shared under two names needs only one of them.
+    The names are those of ``model.state_dict()``: parameters and saved buffers. A tensor that two
+    names share needs only one of them.
 
     Raises:
         ValueError: a name is unknown, a shape differs, or a tensor is missing.

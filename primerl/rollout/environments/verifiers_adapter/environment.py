@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import attrs
+
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Task
 from primerl.rollout.environments.verifiers_adapter.loading import load, load_renderer
@@ -48,9 +50,9 @@ def verifiers(
         ValueError: there is no such environment, or the config is not one it takes.
     """
     environment = VerifiersEnvironment(
-        id,
+        id=id,
         tokenizer=tokenizer,
-        config=config or {},
+        config=dict(config or {}),
         renderer=renderer,
         agent=agent,
         max_turns=max_turns,
@@ -62,6 +64,7 @@ def verifiers(
     return environment
 
 
+@attrs.define(kw_only=True, eq=False, slots=False)
 class VerifiersEnvironment:
     """``async (task, engine, params) -> Rollout`` over a verifiers environment.
 
@@ -69,30 +72,19 @@ class VerifiersEnvironment:
     for each event loop, and closed by ``aclose`` or with the loop.
     """
 
-    def __init__(
-        self,
-        id: str,  # noqa: A002
-        *,
-        tokenizer: Any,
-        config: Mapping[str, Any],
-        renderer: Any,
-        agent: str | None,
-        max_turns: int | None,
-        timeout_s: float,
-        tool_timeout_s: float,
-        startup_timeout_s: float,
-    ) -> None:
-        self.id = id
-        self.tokenizer = tokenizer
-        self.config = dict(config)
-        self.renderer = renderer
-        self.agent = agent
-        self.max_turns = max_turns
-        self.timeout_s = timeout_s
-        self.tool_timeout_s = tool_timeout_s
-        self.startup_timeout_s = startup_timeout_s
-        self._loaded: Any = None
-        self._running: dict[asyncio.AbstractEventLoop, RunningEnvironment] = {}
+    id: str
+    tokenizer: Any
+    config: Mapping[str, Any]
+    renderer: Any
+    agent: str | None
+    max_turns: int | None
+    timeout_s: float
+    tool_timeout_s: float
+    startup_timeout_s: float
+    _loaded: Any = attrs.field(init=False, default=None)
+    _running: dict[asyncio.AbstractEventLoop, RunningEnvironment] = attrs.field(
+        init=False, factory=dict
+    )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_loaded": None, "_running": {}}

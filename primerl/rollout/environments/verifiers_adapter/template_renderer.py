@@ -7,11 +7,11 @@ from typing import Any
 
 import attrs
 
+from primerl.rollout.environments.conversation import text_after_reply, without_stop
+
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
-# Stands for an assistant's reply when only the template's text after it is needed.
-_PLACEHOLDER = "reply-7c1e9b04d2"
 _CACHED_CHARACTERS = 20_000  # longer texts rarely occur twice
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _TOOLS = """You may call these functions; each line describes one:
@@ -103,13 +103,11 @@ class TemplateRenderer:
             between = self._encode(_concatenated(new_messages))
         else:
             opening = [{"role": "user", "content": "-"}]
-            spoken = [*opening, {"role": "assistant", "content": _PLACEHOLDER}, *new_messages]
-            text = self._text(spoken, tools, True)
-            between = self._encode(text[text.rindex(_PLACEHOLDER) + len(_PLACEHOLDER) :])
-            # The reply's own stop token is already there, and must not be repeated.
-            last = previous_completion_ids[-1]
-            if between[:1] == [last] and last in self.get_stop_token_ids():
-                between = between[1:]
+            text = text_after_reply(
+                lambda messages: self._text(messages, tools, True), opening, new_messages
+            )
+            stops = self.get_stop_token_ids()
+            between = without_stop(self._encode(text), previous_completion_ids[-1], stops)
         return Rendered(previous_prompt_ids + previous_completion_ids + between)
 
     def parse_response(

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
@@ -19,8 +19,9 @@ from primerl.rollout.errors import summary
 from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.types import PolicyVersion
 
-FIRST_LOOK_S = 2.0  # how long a new connection waits for servers to say what they serve
+FIRST_LOOK_S = 2.0  # how long a new connection waits for the servers' versions
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -91,13 +92,15 @@ class Connection:
             loop.submit(connection.fleet.poll_all()).result(FIRST_LOOK_S)
         return connection
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine on the connection's event loop."""
-        return self.loop.submit(coroutine).result()
+        result: T = self.loop.submit(coroutine).result()
+        return result
 
-    async def run_async(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The same for a caller on another event loop."""
-        return await asyncio.wrap_future(self.loop.submit(coroutine))
+        result: T = await asyncio.wrap_future(self.loop.submit(coroutine))
+        return result
 
     def close(self) -> None:
         """Cancel the requests in flight and stop watching the servers."""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +21,8 @@ from primerl.rollout.engines.vllm.client.updates import Rendezvous
 from primerl.rollout.engines.vllm.protocol.labels import Labels
 from primerl.rollout.engines.vllm.protocol.requests import LEAST_TEMPERATURE
 from primerl.types import Completion, PolicyVersion, SamplingParams
+
+T = TypeVar("T")
 
 
 class VLLMEngine:
@@ -93,7 +95,7 @@ class VLLMEngine:
         )
         if self._settings.routes_folder is not None:
             self._settings.routes_folder.mkdir(parents=True, exist_ok=True)
-        self._told = version
+        self._known_version = version
         self._context_length: int | None = None
         self._connection: Connection | None = None
         self._closed = False
@@ -101,7 +103,7 @@ class VLLMEngine:
 
     def __getstate__(self) -> dict[str, Any]:
         # The copy makes its own connection, and is not the one that published.
-        state = {**self.__dict__, "_told": self.version, "_connection": None}
+        state = {**self.__dict__, "_known_version": self.version, "_connection": None}
         del state["_lock"]
         return state
 
@@ -114,7 +116,7 @@ class VLLMEngine:
     @property
     def version(self) -> PolicyVersion:
         """The version of the slowest server in use; known within 0.2 s of a change."""
-        return max(self._told, self._connected().fleet.version)
+        return max(self._known_version, self._connected().fleet.version)
 
     @property
     def newest_version(self) -> PolicyVersion:
@@ -130,7 +132,7 @@ class VLLMEngine:
 
     def learn(self, version: PolicyVersion) -> None:
         """Another copy of this engine saw ``version`` served by every replica in use."""
-        self._told = max(self._told, version)
+        self._known_version = max(self._known_version, version)
         connection = self._connected()
         connection.loop.call_soon(connection.fleet.learn, version)
 
@@ -183,8 +185,7 @@ class VLLMEngine:
                 f"(greedy) or at least {LEAST_TEMPERATURE}"
             )
         dispatcher = self._connected().dispatcher
-        completion: Completion = await self._request(dispatcher.generate(prompt, params, session))
-        return completion
+        return await self._request(dispatcher.generate(prompt, params, session))
 
     async def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """The logprob of each token given those before it; raises as ``generate``.
@@ -195,10 +196,9 @@ class VLLMEngine:
         tokens = [int(token) for token in token_ids]
         await self._learn_context()
         self._check(tokens, 1)
-        scores: np.ndarray = await self._request(self._connected().dispatcher.score(tokens))
-        return scores
+        return await self._request(self._connected().dispatcher.score(tokens))
 
-    async def _request(self, request: Coroutine[Any, Any, Any]) -> Any:
+    async def _request(self, request: Coroutine[Any, Any, T]) -> T:
         connection = self._connected()
         try:
             async with asyncio.timeout(self._settings.request_timeout_s):
@@ -282,7 +282,7 @@ class VLLMEngine:
 
         Raises:
             ValueError: ``version`` is older than what is served.
-            RuntimeError: a server could not be told, or failed to load weights before.
+            RuntimeError: a server could not be labelled, or failed to load weights before.
         """
         connection = self._connected()
         self._refuse_older(version)
@@ -308,10 +308,9 @@ class VLLMEngine:
         """
         connection = self._connected()
         content = b"" if body is None else msgspec.json.encode(body)
-        answers: dict[str, Any] = connection.run(
+        return connection.run(
             call_route(connection.fleet, path, content, timeout_s=timeout_s, max_bytes=max_bytes)
         )
-        return answers
 
     def probe(
         self,
@@ -345,7 +344,7 @@ class VLLMEngine:
         for one in tokens:
             self._check(one, max_new_tokens)
         connection = self._connected()
-        answers: dict[str, list[dict[str, np.ndarray]]] = connection.run(
+        return connection.run(
             probe(
                 connection.fleet,
                 tokens,
@@ -354,12 +353,11 @@ class VLLMEngine:
                 timeout_s=timeout_s,
             )
         )
-        return answers
 
     def read_weights(
         self, names: Sequence[str], *, turn: int = 0, timeout_s: float = 600.0
     ) -> dict[str, list[dict[str, Any]]]:
-        """Digests of the tensors that each server computes with; see ``weights.readback``.
+        """Digests of the tensors that each server computes with; see ``weights.Canary``.
 
         Args:
             names: of the published tensors.
@@ -385,8 +383,7 @@ class VLLMEngine:
     def replicas(self) -> list[dict[str, Any]]:
         """Status of each server: ``url alive serving version in_flight error``."""
         connection = self._connected()
-        rows: list[dict[str, Any]] = connection.run(connection.fleet.report())
-        return rows
+        return connection.run(connection.fleet.report())
 
     def metrics(self, *, timeout_s: float = 60.0) -> dict[str, dict[str, float]]:
         """Counters and gauges of vLLM, by server and name.
@@ -395,10 +392,7 @@ class VLLMEngine:
             RuntimeError: a server failed.
         """
         connection = self._connected()
-        values: dict[str, dict[str, float]] = connection.run(
-            read_metrics(connection.fleet, timeout_s=timeout_s)
-        )
-        return values
+        return connection.run(read_metrics(connection.fleet, timeout_s=timeout_s))
 
     def join(self, url: Any) -> None:
         """Add a server, in all copies of this engine."""
@@ -441,6 +435,6 @@ class VLLMEngine:
                 raise RuntimeError("the engine was closed")
             if self._connection is None:
                 self._connection = Connection.open(
-                    self._members, self._labels, self._settings, version=self._told
+                    self._members, self._labels, self._settings, version=self._known_version
                 )
             return self._connection

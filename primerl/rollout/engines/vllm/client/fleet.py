@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
-from primerl._vllm_names import GENERATE, HEALTH, MODELS, WEIGHT_INFO
+from primerl import _vllm_names as names
 from primerl.rollout.engines.replicas import Replica, Replicas
 from primerl.rollout.engines.vllm.client.http import Http, Refused, ServerFailed, Unreachable
 from primerl.rollout.engines.vllm.client.members import Members
@@ -148,16 +148,16 @@ class Fleet:
         # while its data-parallel ranks have different labels. If it is healthy, nothing changed.
         try:
             async with asyncio.timeout(SILENT_S):
-                content = await self.http.get(replica.url, WEIGHT_INFO)
+                content = await self.http.get(replica.url, names.WEIGHT_INFO)
         except (TimeoutError, ServerFailed):
             async with asyncio.timeout(SILENT_S):
-                await self.http.get(replica.url, HEALTH)
+                await self.http.get(replica.url, names.HEALTH)
             return replica.label
         return responses.decode(responses.weight_infos, content, replica.url).weight_version
 
     async def _read_context(self, replica: Replica) -> None:
         async with asyncio.timeout(SILENT_S):
-            content = await self.http.get(replica.url, MODELS)
+            content = await self.http.get(replica.url, names.MODELS)
         cards = responses.decode(responses.model_cards, content, replica.url).data
         lengths = [card.max_model_len for card in cards]
         self.context_length = min([one for one in lengths if one], default=None)
@@ -246,7 +246,9 @@ class Fleet:
 
     async def ask(self, replica: Replica, body: bytes, *, max_bytes: int) -> bytes:
         """The content of one replica's response to a completion request."""
-        return await self.http.post(replica.url, GENERATE, body, keep=True, max_bytes=max_bytes)
+        return await self.http.post(
+            replica.url, names.GENERATE, body, keep=True, max_bytes=max_bytes
+        )
 
     @contextlib.asynccontextmanager
     async def holding(self, replica: Replica) -> AsyncIterator[None]:

@@ -10,16 +10,7 @@ from typing import Any
 
 import attrs
 
-from primerl._vllm_names import (
-    FINISH_UPDATE,
-    LOAD_UPDATE,
-    PAUSE,
-    PREPARE_WEIGHTS,
-    RESUME,
-    SET_WEIGHT_VERSION,
-    START_UPDATE,
-    WEIGHT_RECEIPT,
-)
+from primerl import _vllm_names as names
 from primerl.rollout.engines.replicas import FAILED, Replica
 from primerl.rollout.engines.vllm.client.calls import call_all, encode, post, rpc
 from primerl.rollout.engines.vllm.client.fleet import Fleet
@@ -157,13 +148,13 @@ class Updates:
         """Have all workers fetch and verify an update while they sample."""
         arguments = {"update": dict(update), "ticket": secrets.token_hex(8)}
         while True:
-            workers = await rpc(self._fleet, replica, PREPARE_WEIGHTS, arguments)
+            workers = await rpc(self._fleet, replica, names.PREPARE_WEIGHTS, arguments)
             if all(one.get("prepared") for one in workers):
                 break
             await asyncio.sleep(PREPARED_S)
         # vLLM returns the results of the first data-parallel rank only. This waits for the others,
         # which are nearly done, and fails if one has failed.
-        await rpc(self._fleet, replica, PREPARE_WEIGHTS, arguments | {"timeout_s": LAST_S})
+        await rpc(self._fleet, replica, names.PREPARE_WEIGHTS, arguments | {"timeout_s": LAST_S})
 
     async def _swap(
         self,
@@ -178,15 +169,17 @@ class Updates:
         try:
             # Prefixes are cached by version: clear those of other weights with the same number.
             pause = self._pause if newer else self._pause.replace("cache=false", "cache=true")
-            await post(self._fleet, replica, f"{PAUSE}?{pause}")
+            await post(self._fleet, replica, f"{names.PAUSE}?{pause}")
             touched = True
-            await post(self._fleet, replica, START_UPDATE)
+            await post(self._fleet, replica, names.START_UPDATE)
             if meeting is not None:
                 await meeting.arrive()
-            await post(self._fleet, replica, LOAD_UPDATE, encode({"update_info": dict(update)}))
+            await post(
+                self._fleet, replica, names.LOAD_UPDATE, encode({"update_info": dict(update)})
+            )
             label = self._fleet.labels.name(version)
-            await post(self._fleet, replica, FINISH_UPDATE, encode({"weight_version": label}))
-            await post(self._fleet, replica, RESUME)
+            await post(self._fleet, replica, names.FINISH_UPDATE, encode({"weight_version": label}))
+            await post(self._fleet, replica, names.RESUME)
         except BaseException as error:
             if meeting is not None:
                 meeting.give_up()
@@ -197,7 +190,7 @@ class Updates:
             raise
         self._fleet.replicas.loaded(replica, label, version)
         self._fleet.tell()
-        return await rpc(self._fleet, replica, WEIGHT_RECEIPT, {})
+        return await rpc(self._fleet, replica, names.WEIGHT_RECEIPT, {})
 
     def _mark_failed(self, replica: Replica) -> None:
         """Stop using the replica, in this copy of the engine and, by its label, in others."""
@@ -212,8 +205,8 @@ class Updates:
     async def _resume(self, replica: Replica) -> None:
         try:
             async with asyncio.timeout(REPAIR_S):
-                await post(self._fleet, replica, RESUME)
-        except Exception as error:  # in the background, where nobody else would see it
+                await post(self._fleet, replica, names.RESUME)
+        except Exception as error:  # in the background: it has no other handler
             log.error("%s could not be resumed: %s", replica.url, summary(error))
 
     async def _label_failed(self, replica: Replica) -> None:
@@ -224,7 +217,7 @@ class Updates:
                 if replica.failed and replica.alive:  # a lost one may be restarted
                     try:
                         async with asyncio.timeout(REPAIR_S):
-                            await post(self._fleet, replica, SET_WEIGHT_VERSION, body)
+                            await post(self._fleet, replica, names.SET_WEIGHT_VERSION, body)
                             return
                     except Exception as error:  # in the background, as above
                         log.error(
@@ -236,7 +229,7 @@ class Updates:
         label = self._fleet.labels.name(version)
         if replica.failed or replica.label == FAILED:
             raise RuntimeError(f"{replica.url} failed to load weights: publish to it")
-        await post(self._fleet, replica, SET_WEIGHT_VERSION, encode({"new_version": label}))
+        await post(self._fleet, replica, names.SET_WEIGHT_VERSION, encode({"new_version": label}))
         self._fleet.replicas.loaded(replica, label, version)
         self._fleet.tell()
 

@@ -36,8 +36,8 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 class RequireKey:
     """ASGI middleware that answers 401 to requests without the server's key.
 
-    The key is read from standard input where ``PRIMERL_API_KEY_FROM=stdin`` says so, as
-    ``serve_vllm`` does: an environment is inherited, and can be read in ``/proc``. Otherwise it is
+    With ``PRIMERL_API_KEY_FROM=stdin``, which ``serve_vllm`` sets, the key is read from standard
+    input, because an environment is inherited and can be read in ``/proc``. Otherwise it is
     ``PRIMERL_API_KEY``.
 
     Args:

@@ -1,4 +1,4 @@
-"""Environments that change what they share with others, hide processes and ask for secrets."""
+"""Environments that change shared state, hide processes and read secrets."""
 
 import os
 import signal
@@ -124,7 +124,7 @@ def run(tmp_path):
     yield start
     for pid in filter(alive, known):
         os.kill(pid, signal.SIGKILL)
-    # Whatever ended, and however: no file of the user is gone, and none of ours is left.
+    # However the run ended: no file of the user is gone, and none of ours is left.
     assert (tmp_path / "home" / "papers" / "thesis.tex").read_text() == "years of work"
     assert os.listdir(tmp_path / "home") == ["papers"]
     assert os.listdir(tmp_path / "tmp") == []

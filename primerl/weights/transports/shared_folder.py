@@ -1,4 +1,4 @@
-"""Folders in a host's shared memory that vanish with their last user."""
+"""Folders in a host's shared memory, removed by their last user."""
 
 import fcntl
 import os
@@ -14,15 +14,15 @@ _USERS = ".users"
 
 
 def shared_memory() -> Path:
-    """Where files are memory: ``/dev/shm``, or the folder for temporary files without one."""
+    """``/dev/shm``, or the folder for temporary files where there is none."""
     return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
 
-class HostFolder:
+class SharedFolder:
     """A folder that processes of one user share; the last to close it removes it.
 
-    Each user holds a lock that the kernel takes back when its process ends, however it ends; what
-    killed processes leave is removed when another folder is opened.
+    Each user holds a lock, which the kernel releases when the process ends in any way; what killed
+    processes leave is removed when another folder is opened.
 
     Args:
         name: of the folder; the same name is the same folder.
@@ -52,7 +52,7 @@ class HostFolder:
             os.close(self._users)
 
     def close(self) -> None:
-        """Leave the folder; the last one out removes it."""
+        """Close the folder; its last user removes it."""
         if self._users >= 0:
             os.close(self._users)
             self._users = -1

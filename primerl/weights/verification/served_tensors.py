@@ -1,9 +1,9 @@
-"""What an engine holds after loading, compared with the trainer's tensors.
+"""The tensors that an engine computes with, compared with the trainer's.
 
 An engine answers with *readings*: digests of the tensors that it computes with, each with the part
-of the published tensor that it should be. The trainer makes the same digest of its own tensor. So
-the comparison is bit for bit, whatever the learning rate and the precision, and it needs to know
-nothing of how the engine has stored it.
+of the published tensor that it should equal. The trainer computes the same digest of its own
+tensor. So the comparison is bit for bit, at any learning rate and precision, however the engine
+stores it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,7 +42,7 @@ class Part:
 
 @attrs.frozen(kw_only=True)
 class Reading:
-    """What an engine computes with in place of ``parts``, one or several that it has merged."""
+    """A digest of what an engine computes with in place of ``parts``, several if it merged them."""
 
     parts: tuple[Part, ...]
     kind: str
@@ -54,7 +54,7 @@ class Reading:
 
 @attrs.frozen(kw_only=True)
 class Comparison:
-    """What became of the published tensors in one replica."""
+    """How the tensors of one replica compare with the published ones."""
 
     published: int
     """Tensors that the trainer has."""
@@ -76,15 +76,15 @@ def rearranged_reading(tensor: Tensor, parts: Sequence[Part]) -> Reading:
 
 
 def as_builtins(readings: Iterable[Reading]) -> list[dict[str, Any]]:
-    """Readings as JSON can hold them."""
+    """Readings in JSON's types."""
     return [attrs.asdict(one) for one in readings]
 
 
 def from_builtins(rows: Iterable[Mapping[str, Any]]) -> list[Reading]:
-    """What ``as_builtins`` gave.
+    """The readings that ``as_builtins`` encoded.
 
     Raises:
-        RuntimeError: it is something else.
+        RuntimeError: they are malformed.
     """
     try:
         return [_reading(row) for row in rows]
@@ -98,12 +98,12 @@ def compare(
     *,
     wire: torch.dtype,
 ) -> dict[str, Comparison]:
-    """Compare each replica's readings with the tensors that were published, to the last one.
+    """Compare each replica's readings with all tensors that were published.
 
     Args:
         tensors: of the trainer, by the names and in the shapes of the checkpoint.
         replicas: the readings of each.
-        wire: the dtype that parameters may have been rounded to on their way.
+        wire: the dtype that parameters may have been rounded to when they were sent.
     """
     wanted: dict[str, list[tuple[str, Reading, Part]]] = {}
     for replica, readings in replicas.items():
@@ -148,7 +148,7 @@ def compare(
 
 
 def _held(own: Tensor, dtype: str, wire: torch.dtype) -> list[Tensor]:
-    """What an engine holds of the trainer's tensor in ``dtype``; rounded on the way, or not."""
+    """What an engine may hold of the trainer's tensor in ``dtype``: rounded when sent, or not."""
     held = [own.to(getattr(torch, dtype))]
     if own.is_floating_point() and wire.itemsize < held[0].dtype.itemsize:
         held.append(own.to(wire).to(held[0].dtype))

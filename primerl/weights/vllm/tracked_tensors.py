@@ -1,4 +1,4 @@
-"""Which of the tensors that were handed to a loader it did anything with."""
+"""Tensors that record whether a loader used them."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 
-class HandedOver:
-    """Named tensors on their way to a loader, and the names of those that it ignored.
+class TrackedTensors:
+    """Named tensors for a loader, and the names of those that it ignored.
 
-        handed = HandedOver(tensors)
-        model.load_weights(handed)
-        assert not handed.ignored
+        tracked = TrackedTensors(tensors)
+        model.load_weights(tracked)
+        assert not tracked.ignored
 
-    A loader that skips a tensor by its name never reads its elements; every other applies some
-    operation of torch to it. That needs no knowledge of the names that the loader maps it to.
+    A loader that skips a tensor by its name never reads its elements; to any other it applies some
+    torch operation. So the names that the loader maps tensors to need not be known.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -26,18 +26,18 @@ class HandedOver:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._tensors:
             self._names.append(name)
-            watched = tensor.as_subclass(_Watched)
-            watched.name_in_checkpoint, watched.used = name, self._used
-            yield name, watched
+            tracked = tensor.as_subclass(_Tracked)
+            tracked.name_in_checkpoint, tracked.used = name, self._used
+            yield name, tracked
 
     @property
     def ignored(self) -> list[str]:
-        """Names of tensors that nothing was done with."""
+        """Names of tensors that were not used."""
         return sorted(set(self._names) - self._used)
 
 
-class _Watched(Tensor):
-    """A tensor that notes its name when something is done with it; the results are plain."""
+class _Tracked(Tensor):
+    """A tensor that records its name when an operation uses it; results are plain tensors."""
 
     name_in_checkpoint: str
     used: set[str]
@@ -48,7 +48,7 @@ class _Watched(Tensor):
     ) -> Any:
         for one in (*args, *(kwargs or {}).values()):
             for part in one if isinstance(one, list | tuple) else (one,):
-                if isinstance(part, _Watched) and "used" in part.__dict__:
+                if isinstance(part, _Tracked) and "used" in part.__dict__:
                     part.used.add(part.name_in_checkpoint)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

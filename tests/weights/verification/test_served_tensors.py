@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from primerl import models, testing, weights
 from primerl._digests import content_of, digest_of_contents
 from primerl.weights.transports.receipts import check_receipts
-from primerl.weights.verification.readback import (
+from primerl.weights.verification.served_tensors import (
     Part,
     as_builtins,
     compare,
@@ -20,7 +20,7 @@ from primerl.weights.verification.readback import (
     reading_of,
     rearranged_reading,
 )
-from primerl.weights.vllm.handed_over import HandedOver
+from primerl.weights.vllm.tracked_tensors import TrackedTensors
 
 SIZES = {"count": 3, "length": 40, "new_tokens": 6}
 
@@ -94,7 +94,7 @@ def test_contents_are_sums_modulo_2_to_the_64():
     assert digest_of_contents([(-2, 34), (2, 2**64)]) == f"{0:016x}{34:016x}"
 
 
-def test_what_was_rounded_on_the_way_is_right_in_a_wider_dtype_and_so_is_what_was_not():
+def test_rounded_and_unrounded_values_both_pass_in_a_wider_dtype():
     own = matrix()
     for held in (own, own.bfloat16().float()):
         part = Part(name="w")
@@ -104,7 +104,7 @@ def test_what_was_rounded_on_the_way_is_right_in_a_wider_dtype_and_so_is_what_wa
         assert compared({"w": own}, [reading_of(held, part)], torch.bfloat16).wrong == ("w",)
 
 
-def test_readings_cross_as_json():
+def test_readings_survive_json():
     held = matrix()
     readings = [
         reading_of(held[:2], Part(name="a", rows=(0, 2, 1))),
@@ -146,7 +146,7 @@ def test_a_change_far_below_the_noise_is_seen_in_any_tensor(dtype):
     assert "tensors are the trainer's bit for bit" in verdict.reason
     assert "by scores alone, a fault of" in verdict.reason
     (one,) = verdict.replicas
-    assert one.read_back == one.tensors == len(dict(models.checkpoint_tensors(model)))
+    assert one.compared_tensors == one.tensors == len(dict(models.checkpoint_tensors(model)))
 
 
 def test_one_stale_layer_at_1e_6_is_seen_in_bfloat16():
@@ -162,7 +162,7 @@ def test_one_stale_layer_at_1e_6_is_seen_in_bfloat16():
     assert {name.split(".")[2] for name in verdict.replicas[0].wrong_tensors} == {"1"}
 
 
-def test_an_engine_that_cannot_read_back_is_judged_by_its_scores(caplog):
+def test_an_engine_without_read_weights_is_checked_by_its_scores_alone(caplog):
     class Unable(ReadableEngine):
         def read_weights(self, names, *, turn=0, timeout_s=60.0):
             raise RuntimeError("there is no such method")
@@ -171,9 +171,9 @@ def test_an_engine_that_cannot_read_back_is_judged_by_its_scores(caplog):
     watch = weights.Canary(model, Unable(model), **SIZES)
 
     for version in range(2):
-        assert "no tensor was read back" in watch.check(version).reason
+        assert "no tensor was compared" in watch.check(version).reason
     assert [one.message for one in caplog.records] == [
-        "the engine's tensors can't be read back, only its scores: there is no such method"
+        "the engine's tensors can't be read, so scores alone are compared: there is no such method"
     ]
 
 
@@ -182,7 +182,7 @@ def test_an_engine_that_cannot_read_back_is_judged_by_its_scores(caplog):
 
 def test_tensors_that_a_loader_skips_are_named():
     kept = {name: torch.zeros(2, 2) for name in ("a", "b", "c", "d")}
-    handed = HandedOver((name, torch.ones(2, 2)) for name in (*kept, "skipped", "inv_freq"))
+    handed = TrackedTensors((name, torch.ones(2, 2)) for name in (*kept, "skipped", "inv_freq"))
     for name, tensor in handed:
         if name == "a":
             kept[name].copy_(tensor)

@@ -1,4 +1,4 @@
-"""What the canary concludes from what a replica showed."""
+"""What the canary concludes from the answers of a replica."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,22 +9,22 @@ import attrs
 import numpy as np
 import torch
 
-from primerl.weights.verification.readback import Comparison
 from primerl.weights.verification.scoring import movement, rms
+from primerl.weights.verification.served_tensors import Comparison
 
 NOISE_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.3, torch.float16: 0.3}
 NOISE_LEAST = {torch.float32: 3e-6, torch.bfloat16: 3e-3, torch.float16: 3e-3}
-ABOVE_NOISE = 3.0  # the tolerance: so many times the noise
-# In 16 bits a router's near ties fall otherwise now and then, which moves whole tokens.
+ABOVE_NOISE = 3.0  # times the noise: the tolerance
+# In 16 bits, near ties of a router are sometimes decided differently, which changes whole tokens.
 ENDS_ABOVE_NOISE = {torch.float32: 3.0, torch.bfloat16: 6.0, torch.float16: 6.0}
-EASED = 2.0  # where the bytes vouch for the weights, scores in 16 bits watch for gross faults
-PEAK = 24.0  # a single token may differ by so many times the noise
+RELAXED = 2.0  # of the tolerance in 16 bits where all bytes match: for gross faults alone
+PEAK = 24.0  # times the noise: the most that a single token may differ
 SHIFT = 8.0  # standard errors of a mean that is not noise
-SURE = 0.2  # the largest standard error of ``moved`` from which anything is concluded
+CONCLUSIVE = 0.2  # the largest standard error of ``moved`` that allows a conclusion
 MOVED = 0.5
-OWN_NOISE = 4.5  # a predicted change is that of weights where it is so many times the rounding
+ABOVE_ROUNDING = 4.5  # times the rounding: a predicted change that allows a conclusion
 HISTORY = 16  # checks that passed, whose median is the noise
-BLOCK = 32  # tokens whose noise may hang together
+BLOCK = 32  # tokens whose noise may be correlated
 
 
 @attrs.frozen(kw_only=True)
@@ -46,7 +46,7 @@ class ReplicaVerdict:
     """The smallest ``shift`` that would have failed."""
     tensors: int
     """That the trainer publishes."""
-    read_back: int
+    compared_tensors: int
     """Of these, those whose bytes were compared with what the engine computes with."""
     wrong_tensors: tuple[str, ...]
     """Of these, those that differ."""
@@ -59,7 +59,7 @@ class ReplicaVerdict:
 
 @attrs.frozen(kw_only=True)
 class Observation:
-    """What one replica showed, and what the trainer expected."""
+    """One replica's logprobs, and those that the trainer expected."""
 
     expected: np.ndarray
     """The trainer's logprobs of the sequences' tokens."""
@@ -78,10 +78,10 @@ class Observation:
 def observations(
     rows: Sequence[Mapping[str, Any]], expected: Sequence[np.ndarray], prompts: Sequence[int]
 ) -> dict[str, Observation]:
-    """By replica, what it answered to all sequences (``probing.probed``), and what was expected.
+    """By replica, its answers to all sequences (``probing.probed``), and what was expected.
 
-    ``prompts`` are the lengths of the sequences. Differences of logprobs are those of logits over
-    the temperature, so that times the temperature they are alike at all.
+    ``prompts`` are the lengths of the sequences. Differences of logprobs are multiplied by the
+    temperature, which makes them comparable at all temperatures.
     """
     parts: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     for row, own, prompt in zip(rows, expected, prompts, strict=True):
@@ -98,8 +98,8 @@ def observations(
     }
 
 
-class Judge:
-    """Judges replicas check by check, and remembers those that passed.
+class ReplicaChecks:
+    """Verdicts on replicas, check by check, with the history of those that passed.
 
     Args:
         dtype: that the engine computes in.
@@ -116,14 +116,14 @@ class Judge:
         self._last: Mapping[str, Observation] | None = None
         self._anchor: Mapping[str, Observation] | None = None
 
-    def judge(
+    def verdicts(
         self,
         observed: Mapping[str, Observation],
         compared: Mapping[str, Comparison],
         *,
-        own_noise: float,
+        rounding: float,
     ) -> list[ReplicaVerdict]:
-        """What is to be said of each replica.
+        """The verdict on each replica.
 
         Raises:
             RuntimeError: at the first check, the difference is too large to be noise.
@@ -132,8 +132,7 @@ class Judge:
         if not self._given:
             self.tolerance = ABOVE_NOISE * self._noise(noise)
         found = [
-            self._replica(name, one, compared.get(name), own_noise)
-            for name, one in observed.items()
+            self._replica(name, one, compared.get(name), rounding) for name, one in observed.items()
         ]
         if all(one.passed for one in found):
             self._noises = [*self._noises, noise][-HISTORY:]
@@ -143,20 +142,20 @@ class Judge:
         return found
 
     def _noise(self, now: float) -> float:
-        """Of the checks before; at the first one of this, if it can be noise."""
+        """From the checks before; at the first check from this one, if it can be noise."""
         bound = NOISE_BOUND[self._dtype]
         if not self._noises and not now <= bound:
             raise RuntimeError(
                 f"at the first check, engine and trainer differ by {now:.2g} nats (root mean "
                 f"square), more than {bound:g}, the most that {self._dtype} explains: the engine "
-                "does not hold the trainer's weights, or computes otherwise (pass dtype= of the "
+                "does not hold the trainer's weights, or computes differently (pass dtype= of the "
                 "engine, or tolerance= if the difference is known)"
             )
         usual = median(self._noises) if self._noises else now
         return min(max(usual, NOISE_LEAST[self._dtype]), bound)
 
     def _replica(
-        self, name: str, one: Observation, compared: Comparison | None, own_noise: float
+        self, name: str, one: Observation, compared: Comparison | None, rounding: float
     ) -> ReplicaVerdict:
         assert self.tolerance is not None
         noise = self.tolerance / ABOVE_NOISE
@@ -164,10 +163,10 @@ class Judge:
         continuation = rms(one.ends) if len(one.ends) else math.nan
         largest = float(np.abs(np.concatenate([one.differences, one.ends])).max())
         shift, visible = self._shift(name, one)
-        moved, error = self._moved(name, one, own_noise)
+        moved, error = self._moved(name, one, rounding)
         tensors = Comparison(published=0, compared=0, wrong=()) if compared is None else compared
-        vouched = self._rough and 0 < tensors.published == tensors.compared and not tensors.wrong
-        tolerance = self.tolerance * (EASED if vouched else 1.0)
+        relaxed = self._rough and 0 < tensors.published == tensors.compared and not tensors.wrong
+        tolerance = self.tolerance * (RELAXED if relaxed else 1.0)
         reasons = []
         if tensors.wrong:
             reasons.append(f"tensors differ from the trainer's: {_some(tensors.wrong)}")
@@ -185,7 +184,7 @@ class Judge:
             reasons.append(f"a token differs by {largest:.2g} nats")
         if not abs(shift) <= visible:
             reasons.append(f"scores shifted by {shift:.2g} nats since the last check")
-        if moved is not None and not moved > MOVED and not vouched:
+        if moved is not None and not moved > MOVED and not relaxed:
             reasons.append(f"{moved:.0%} of the change since an earlier check arrived: old weights")
         passed = not reasons
         if passed:
@@ -200,14 +199,14 @@ class Judge:
             shift=shift,
             visible_shift=visible,
             tensors=tensors.published,
-            read_back=tensors.compared,
+            compared_tensors=tensors.compared,
             wrong_tensors=tensors.wrong,
             moved=moved,
             moved_error=None if math.isinf(error) else error,
         )
 
     def _shift(self, name: str, one: Observation) -> tuple[float, float]:
-        """The mean change of the differences since the last check, and the least that is seen."""
+        """The mean change of the differences since the last check, and the least visible one."""
         before = None if self._last is None else self._last.get(name)
         if before is None or self._given:
             return 0.0, math.inf
@@ -218,7 +217,7 @@ class Judge:
         error = float(blocks.std(ddof=1)) / math.sqrt(len(blocks)) if len(blocks) > 1 else math.inf
         return float(change.mean()), max(SHIFT * error, NOISE_LEAST[self._dtype])
 
-    def _moved(self, name: str, one: Observation, own_noise: float) -> tuple[float | None, float]:
+    def _moved(self, name: str, one: Observation, rounding: float) -> tuple[float | None, float]:
         """The share of the change seen since the last check, or since the last conclusive one."""
         error = math.inf
         for reference in (self._last, self._anchor):
@@ -229,7 +228,7 @@ class Judge:
             before = reference[name].scores if name in reference else earlier.expected
             predicted = one.expected - earlier.expected
             moved, error = movement(predicted, one.scores - before)
-            if error < SURE and rms(predicted) > OWN_NOISE * own_noise:
+            if error < CONCLUSIVE and rms(predicted) > ABOVE_ROUNDING * rounding:
                 return moved, error
         return None, error
 
@@ -241,12 +240,12 @@ def _reach(
     tolerance: float,
     visible_shift: float,
 ) -> str:
-    """What was seen, and what would have been."""
+    """What was seen, and which faults would have been."""
     change = "too little changed to tell" if moved is None else f"{moved:.0%} of the change seen"
     bytes_of = (
         f"{tensors.compared} of {tensors.published} tensors are the trainer's bit for bit"
         if tensors.compared
-        else "no tensor was read back"
+        else "no tensor was compared"
     )
     shift = "" if math.isinf(visible_shift) else f" or a shift of {visible_shift:.2g}"
     return (

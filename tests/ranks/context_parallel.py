@@ -15,7 +15,7 @@ from primerl.types import NOT_SAMPLED, TrainingSample
 
 # One document is longer than any rank's rows, and some have one token.
 LENGTHS = [62, 5, 1, 21, 2, 44, 9, 1, 13, 40, 3, 8]
-STEPS = 3
+STEPS = 2
 MANY_HEADS = {"num_attention_heads": 12, "num_key_value_heads": 6}
 ODD_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 CASES = {

@@ -182,7 +182,7 @@ def test_sync_grpo_runs_on_a_real_model(root, smollm2_folder, tmp_path):
     assert check_run_folder(tmp_path / "run")["staleness_max"] == 0
 
 
-def test_a_copy_of_async_grpo_runs_against_the_built_wheel(root, smollm2_folder, tmp_path):
+def test_a_copy_of_async_grpo_runs_against_the_built_wheel(root, tiny_chat_model, tmp_path):
     wheels, site, elsewhere = (tmp_path / name for name in ("wheels", "site", "elsewhere"))
     elsewhere.mkdir()
     run("-m", "build", "--wheel", "--no-isolation", "--outdir", wheels, root, cwd=tmp_path)
@@ -193,10 +193,11 @@ def test_a_copy_of_async_grpo_runs_against_the_built_wheel(root, smollm2_folder,
 
     used = run("-c", "import primerl; print(primerl.__file__)", cwd=elsewhere, env=env).stdout
     run(
+        root / "tests/helpers/recipe_with_signal.py",
         "mine.py",
         *SMALL,
         "--model",
-        smollm2_folder,
+        tiny_chat_model,
         "--eval-tasks",
         "4",
         "--run-dir",

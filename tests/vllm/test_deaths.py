@@ -90,4 +90,4 @@ def test_kill_one_restart_it_and_kill_both(pair, tied_experts, tmp_path):
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=f"(?s){first.url} is down.*{second.url} is down"):
             run(engine.generate([5], SamplingParams(max_tokens=1)))
-        assert time.monotonic() - began < DOWN_S + 2.0
+        assert time.monotonic() - began < DOWN_S + 20.0

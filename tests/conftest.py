@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 import attrs
-import hypothesis
 import numpy as np
 import pytest
 from beartype import BeartypeConf, beartype
@@ -28,10 +27,6 @@ from primerl import types
 from primerl.types import NOT_SAMPLED, Completion, Group, Rollout, Sample
 
 HELPERS = Path(__file__).parent / "helpers"
-
-# The time that an example takes depends on what else the machine does.
-hypothesis.settings.register_profile("primerl", deadline=None)
-hypothesis.settings.load_profile("primerl")
 
 settings.register_profile("primerl", deadline=None)  # a busy machine is no failure
 settings.load_profile("primerl")

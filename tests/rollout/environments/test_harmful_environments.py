@@ -23,7 +23,7 @@ from primerl import rollout, testing
 from primerl.types import SamplingParams
 
 FOLDER, ISOLATION, WHAT = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-rollout.worker_hosts.BLOCKED_S = 1.0
+rollout.processes.hosts.BLOCKED_S = 1.0
 
 def hide(kind):
     '''A process that leaves the session, and its parent.'''

@@ -39,7 +39,8 @@ def packs(draw, parts):
     """Positions of documents, some of which share tokens of the last that began at 0."""
     rows, found, whole = draw(st.integers(1, 12)) * parts, [], 0
     while len(found) < rows:
-        first = draw(st.integers(1, whole)) if whole and draw(st.booleans()) else 0
+        longest = min(whole, found[-1] + 1) if found else 0  # of the document before, too
+        first = draw(st.integers(1, longest)) if longest and draw(st.booleans()) else 0
         if found and found[-1] + 1 == first:
             first = 0
         length = min(draw(st.integers(1, 20)), rows - len(found))

@@ -211,8 +211,8 @@ def refusals(world):
 
     mine = [[Whole(torch.ones(2))]] if world.is_first else None
     found["no split"] = refusal(lambda: parallel.scatter(mine, Whole, mesh))
-    # The others would wait for the first rank's batches, had they not one too many.
-    lists = [[], []] if world.is_first else [[]]
+    # The others would wait for the first rank's batches, had they none of their own.
+    lists = [[], []] if world.is_first else [["a batch"]]
     found["lists"] = refusal(lambda: parallel.scatter(lists, packing.PackedBatch, mesh))
     return found
 

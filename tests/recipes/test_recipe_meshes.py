@@ -10,9 +10,9 @@ from conftest import torchrun
 
 from primerl import testing
 
-STEPS = 12
+STEPS = 15
 ARGUMENTS = ["--steps", STEPS, "--groups-per-step", 8, "--group-size", 8, "--max-tokens", 8]
-ARGUMENTS += ["--lr", 0.01, "--eval-tasks", 2, "--pack-tokens", 256]
+ARGUMENTS += ["--lr", 0.015, "--max-staleness", 1, "--eval-tasks", 2, "--pack-tokens", 256]
 
 
 def rewards(folder):
@@ -36,7 +36,7 @@ def test_four_ranks_with_ep_2_and_cp_2_learn_the_curve_of_one_process(root, tmp_
 
     expected, ours = rewards(tmp_path / "alone"), rewards(tmp_path / "ranks")
     assert expected[0] < 0.15
-    assert min(expected[-1], ours[-1]) > 0.8
+    assert min(expected[-1], ours[-1]) > 0.6
     # When rollouts see new weights is up to the clock, so not exactly.
-    assert ours == pytest.approx(expected, abs=0.25)
-    assert sum(ours) / STEPS == pytest.approx(sum(expected) / STEPS, abs=0.08)
+    assert ours == pytest.approx(expected, abs=0.3)
+    assert sum(ours) / STEPS == pytest.approx(sum(expected) / STEPS, abs=0.12)

@@ -153,7 +153,7 @@ def main(args: Args) -> None:
 
         parallel.shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-        transport = weights.transport_to(model, engine, worker=rollouts)
+        transport = None if args.groups else weights.transport_to(model, engine, worker=rollouts)
         before = exact_match()
         for step in range(steps):
             if world.is_first and args.groups:
@@ -170,7 +170,8 @@ def main(args: Args) -> None:
             parallel.clip_gradients(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            transport.publish(step + 1)  # into the engine, while rollouts are in flight
+            if transport is not None:
+                transport.publish(step + 1)  # into the engine, while rollouts are in flight
 
             metrics = statistics.summary(parallel.all_sum)
             run.log(step, groups, samples, metrics=metrics, totals=rollouts.stats())

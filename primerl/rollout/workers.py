@@ -79,8 +79,8 @@ def worker(
         timeout_s: how long a wait may see no further group that its step can use, and how long the
             engine may fail every request, before that is an error.
         await_verification: whether a version is provisional until ``Worker.mark_version`` has named
-            it, the one that is served at the start included. None: if the engine can be probed, as
-            vLLM's servers can, to which ``weights.transport_to(..., worker=)`` publishes.
+            it, the one that is served at the start included. None: from the first call of it on,
+            which a transport that verifies makes (``weights.transport_to(..., worker=)``).
         state: what ``Worker.state`` returned, to resume from there; refused where its groups or
             tasks are not what this worker would make (another ``group_size``, say).
         isolation: ``"process"``: in a process of its own, so that environments never take the
@@ -111,9 +111,7 @@ def worker(
         quarantine_after=quarantine_after,
         group_timeout_s=group_timeout_s,
         timeout_s=timeout_s,
-        await_verification=(
-            hasattr(engine, "probe") if await_verification is None else await_verification
-        ),
+        await_verification=await_verification,
     )
     _check(plan, engine, tasks, isolation)
     arguments: dict[str, Any] = {

@@ -65,9 +65,9 @@ class Buffer:
         buffer.put(group)
         groups = buffer.take(version=0)  # None until there are enough for a step
 
-    With ``await_verification``, ``take`` returns no group with a token of a version that
-    ``mark_version`` has not named yet: it stays buffered. A group with a token of a rejected
-    version is dropped as ``"unverified"``.
+    With ``await_verification``, or from the first ``mark_version`` on (None), ``take`` returns no
+    group with a token of a version that ``mark_version`` has not named yet: it stays buffered. A
+    group with a token of a rejected version is dropped as ``"unverified"``.
 
     Steps are counted from the first ``take``, so a run that begins at version 1000 starts no more
     groups than one that begins at 0. ``tokens`` counts the sampled tokens of trained groups under
@@ -81,7 +81,7 @@ class Buffer:
         max_staleness: int,
         keep: Sequence[Callable[[Group], bool]] = (),
         on_stale: str = "drop",
-        await_verification: bool = False,
+        await_verification: bool | None = None,
     ) -> None:
         if on_stale not in ON_STALE:
             raise ValueError(f"on_stale={on_stale!r}; expected one of {', '.join(ON_STALE)}")
@@ -178,7 +178,7 @@ class Buffer:
         """Record whether a version is verified; groups with tokens of a rejected one are dropped.
 
         Raises:
-            ValueError: the buffer was made without ``await_verification``.
+            ValueError: the buffer was made with ``await_verification=False``.
         """
         self.verification.mark(version, verified=verified)
         if not verified:

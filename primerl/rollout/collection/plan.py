@@ -19,4 +19,4 @@ class Plan:
     quarantine_after: int
     group_timeout_s: float
     timeout_s: float
-    await_verification: bool = False
+    await_verification: bool | None = None

@@ -15,10 +15,10 @@ class VersionVerification:
     """Which versions are verified and which rejected; all others are provisional.
 
     Args:
-        required: if not, every version counts as verified.
+        required: if not, every version counts as verified. None: from the first ``mark`` on.
     """
 
-    def __init__(self, *, required: bool) -> None:
+    def __init__(self, *, required: bool | None) -> None:
         self.required = required
         self._verified: set[PolicyVersion] = set()
         self._rejected: set[PolicyVersion] = set()
@@ -29,10 +29,11 @@ class VersionVerification:
         Raises:
             ValueError: no verification is required.
         """
-        if not self.required:
+        if self.required is False:
             raise ValueError(
                 "await_verification=False: every version counts as verified, so none can be marked"
             )
+        self.required = True
         if verified:
             self._verified.add(version)
             self._rejected.discard(version)
@@ -56,16 +57,22 @@ class VersionVerification:
         return set(versions) - self._verified - self._rejected if self.required else set()
 
     def versions_of(self, group: Group) -> frozenset[PolicyVersion]:
-        """Every version that sampled a token of the group; empty where none is required."""
-        if not self.required:
+        """Every version that sampled a token of the group; empty where none is ever required."""
+        if self.required is False:
             return frozenset()
         found = {int(v) for sample in group.samples for v in np.unique(sample.versions)}
         return frozenset(found - {NOT_SAMPLED})
 
     def state(self) -> dict[str, Any]:
         """The outcomes, as builtins."""
-        return {"verified": sorted(self._verified), "rejected": sorted(self._rejected)}
+        return {
+            "required": self.required,
+            "verified": sorted(self._verified),
+            "rejected": sorted(self._rejected),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from ``state``."""
         self._verified, self._rejected = set(state["verified"]), set(state["rejected"])
+        if self.required is None:
+            self.required = state["required"]

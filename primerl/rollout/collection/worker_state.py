@@ -55,7 +55,7 @@ def _require_same_plan(saved: Mapping[str, Any], plan: Plan) -> None:
     }
     if saved["min_group"] < plan.min_group:
         refused["min_group"] = "its finished groups may have fewer rollouts"
-    if saved["await_verification"] and not plan.await_verification:
+    if saved["await_verification"] and plan.await_verification is False:
         refused["await_verification"] = "its unverified groups would be trained"
     for name, why in refused.items():
         if saved[name] != getattr(plan, name):

@@ -392,3 +392,23 @@ def test_no_token_of_bad_weights_is_ever_trained(seed, bound, on_stale, interrup
                     break
             state = rollouts.state()
     assert balanced(rollouts.stats())
+
+
+def test_the_first_mark_makes_every_other_version_provisional_also_what_came_before():
+    held = buffer(await_verification=None)
+    stored(held, 0, 1)
+    assert held.awaiting_verification == {}
+    held.mark_version(0, verified=True)
+
+    assert held.awaiting_verification == {1: 1}
+
+
+def test_without_a_mark_nothing_waits_and_a_resumed_buffer_remembers_the_first():
+    held = buffer(await_verification=None)
+    stored(held, 0)
+    held.mark_version(5, verified=True)
+
+    resumed = buffer(await_verification=None)
+    resumed.restore(held.state())
+
+    assert resumed.awaiting_verification == {0: 1}

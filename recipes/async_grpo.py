@@ -177,8 +177,8 @@ def backward(
 
 
 def main(args: Args) -> None:
-    # On a computer with few cores, more threads slow down the engine beside the trainer.
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # on few cores, more would slow down the engine beside the trainer
     world = parallel.process_group(seed=args.seed)
     model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
@@ -191,9 +191,8 @@ def main(args: Args) -> None:
     # the worker and the run do nothing.
     run = track.IdleRun()
     if world.is_first:
-        view = track.LiveView(
-            "GRPO", steps=args.steps
-        )  # another sink: track.wandb_sink("mine", args)
+        # Beside the view, or in its place: track.wandb_sink("project", args).
+        view = track.LiveView("GRPO", steps=args.steps)
         run = track.Run(
             args.resume or args.run_dir,
             args=args,

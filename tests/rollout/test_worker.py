@@ -618,7 +618,7 @@ SAVED = {"group_size": 3, "min_group": 2, "groups_per_step": 2, "max_staleness":
         ({"group_size": 2}, "group_size=3, not 2"),
         ({"groups_per_step": 3}, "groups_per_step=2, not 3"),
         ({"min_group": 3}, "min_group=2, not 3"),
-        ({"await_verification": False}, "await_verification=True, not False"),
+        ({"await_verification": False}, "its unverified groups would be trained"),
         ({"tasks": [{"prompt": f"other {n}"} for n in range(5)]}, "taken after another task"),
         ({"tasks": TASKS[:1]}, "and now there are 1"),
         ({"tasks": rollout.Shuffled(TASKS, seed=0)}, "the state does not fit"),
@@ -846,3 +846,14 @@ def test_without_an_engine_the_worker_does_nothing():
         assert rollouts.stats() == {}
         assert rollouts.members() == []
         assert rollouts.state() is None
+
+
+def test_a_state_whose_versions_await_verification_since_the_first_mark_is_not_resumed_without():
+    engine = FakeEngine(delay_s=0)
+    with make_worker(engine, **SAVED) as rollouts:
+        rollouts.mark_version(0, verified=True)
+        state = rollouts.state()
+
+    with pytest.raises(ValueError, match="its unverified groups would be trained"):
+        make_worker(engine, state=state, **SAVED, await_verification=False)
+    assert make_worker(engine, state=state, **SAVED)

@@ -8,7 +8,7 @@ import msgspec
 from primerl.rollout.collection.plan import Plan
 
 STATE_FORMAT = 3
-_SAVED_SETTINGS = ("group_size", "min_group", "groups_per_step", "await_verification")
+_SAVED_SETTINGS = ("group_size", "min_group", "groups_per_step")
 
 
 def encode_state(plan: Plan, parts: Mapping[str, Any]) -> bytes:
@@ -45,6 +45,12 @@ def decode_state(content: bytes, plan: Plan) -> dict[str, Any]:
             "was written by another version of primerl"
         )
     _require_same_plan(state["plan"], plan)
+    if state["buffer"]["verification"]["required"] and plan.await_verification is False:
+        raise ValueError(
+            "the state was taken where versions await verification: with await_verification=False "
+            "its unverified groups would be trained; resume without that, or without the worker's "
+            "state"
+        )
     return state
 
 
@@ -55,8 +61,6 @@ def _require_same_plan(saved: Mapping[str, Any], plan: Plan) -> None:
     }
     if saved["min_group"] < plan.min_group:
         refused["min_group"] = "its finished groups may have fewer rollouts"
-    if saved["await_verification"] and plan.await_verification is False:
-        refused["await_verification"] = "its unverified groups would be trained"
     for name, why in refused.items():
         if saved[name] != getattr(plan, name):
             raise ValueError(

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from primerl.attention import find_documents
-from primerl.parallel.balancing import divide_attention
-from primerl.parallel.context import row_spans
+from primerl.parallel.context_parallel.balancing import divide_attention
+from primerl.parallel.context_parallel.sharing import row_spans
 
 ROWS = 65_536
 

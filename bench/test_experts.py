@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from primerl import parallel
-from primerl.parallel.experts import grouped_matmul
+from primerl.parallel.expert_parallel.experts import grouped_matmul
 
 TOKENS, HIDDEN, INNER, EXPERTS, CHOICES = 4096, 512, 256, 32, 4
 RANKS, ROUNDS = 4, 9

@@ -5,14 +5,14 @@ one rank, no process group is made and models are left as they are.
 """
 
 from primerl.parallel.activation import recompute
-from primerl.parallel.deep_ep import DeepEP
 from primerl.parallel.device_mesh import Mesh, mesh
-from primerl.parallel.dispatch import AllToAll
-from primerl.parallel.expert_load import balance_experts, load_statistics
-from primerl.parallel.experts import divide_experts, take_expert_counts
+from primerl.parallel.expert_parallel.deep_ep import DeepEP
+from primerl.parallel.expert_parallel.dispatch import AllToAll
+from primerl.parallel.expert_parallel.experts import divide_experts, take_expert_counts
+from primerl.parallel.expert_parallel.load import balance_experts, load_statistics
 from primerl.parallel.freezing import freeze_indexer
 from primerl.parallel.gradients import clip_gradients
-from primerl.parallel.launch import World, process_group
+from primerl.parallel.launch.world import World, process_group
 from primerl.parallel.scattering import all_sum, scatter
 from primerl.parallel.sharding import shard
 from primerl.parallel.updates import UpdateGuard

@@ -356,7 +356,7 @@ class Worker:
         try:
             while not self._done(future, deadline):
                 silent = time.monotonic() - self._host.last_heartbeat
-                if silent > self._plan.timeout_s:
+                if silent > max(self._plan.timeout_s, BLOCKED_S):
                     raise RuntimeError(
                         f"{what}: the worker's event loop has been blocked for {silent:.0f} s; "
                         "an environment, a reward or a filter does blocking work (run the "

@@ -24,14 +24,9 @@ from primerl.loss import logprobs
 from primerl.models import pretrained
 from primerl.optim import muon
 from primerl.packing import PackedBatch, batch
-from primerl.parallel import (
-    context,
-    context_attention,
-    dispatch,
-    gradients,
-    scattering,
-    sharding,
-)
+from primerl.parallel import gradients, scattering, sharding
+from primerl.parallel.context_parallel import attention, sharing
+from primerl.parallel.expert_parallel import dispatch
 from primerl.parity.checks import Finding, MeshPlan, on_mesh
 from primerl.parity.reference import sampled, train
 from primerl.parity.training import model_documents
@@ -147,7 +142,7 @@ def _(patch):
 
 @fault("documents see those before them, over ranks", ULYSSES)
 def _(patch):
-    around(patch, context, "find_documents", as_one_document)
+    around(patch, sharing, "find_documents", as_one_document)
 
 
 @fault("context ranks count positions from their own first row", GATHERED)
@@ -167,7 +162,7 @@ def _(patch):
         keys, values = real(key, value, group)
         return [keys.roll(key.shape[2], 0), values.roll(key.shape[2], 0)]
 
-    around(patch, context_attention, "gather_rows", rolled)
+    around(patch, attention, "gather_rows", rolled)
 
 
 @fault("heads come back to the wrong rank", ULYSSES)
@@ -175,7 +170,7 @@ def _(patch):
     def swapped(real, x, sent, received, group):
         return real(x.roll(sent[0], 0), sent, received, group)
 
-    around(patch, context_attention, "exchange", swapped)
+    around(patch, attention, "exchange", swapped)
 
 
 @fault("a packed sample is trained twice", PREFIXES)
@@ -262,7 +257,7 @@ def _(patch):
     def own_only(_real, out, x, *, group):
         out.copy_(x.chunk(dist.get_world_size(group))[dist.get_rank(group)])
 
-    around(patch, context_attention, "reduce_scatter", own_only)
+    around(patch, attention, "reduce_scatter", own_only)
 
 
 @fault("gradients of gathered keys are averaged", GATHERED)
@@ -271,7 +266,7 @@ def _(patch):
         real(out, x, group=group)
         out.div_(dist.get_world_size(group))
 
-    around(patch, context_attention, "reduce_scatter", averaged)
+    around(patch, attention, "reduce_scatter", averaged)
 
 
 @fault("gradients are averaged over ranks", FSDP)

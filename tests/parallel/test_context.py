@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from primerl import packing, parallel, testing
 from primerl.attention import find_documents
-from primerl.parallel.balancing import divide_attention
-from primerl.parallel.context import row_spans, share_context
+from primerl.parallel.context_parallel.balancing import divide_attention
+from primerl.parallel.context_parallel.sharing import row_spans, share_context
 from primerl.types import NOT_SAMPLED, TrainingSample
 
 TWO = parallel.Mesh(replicate=1, fsdp=1, ep=1, cp=2)
@@ -315,7 +315,7 @@ def test_another_method_is_refused():
 
 
 def test_a_model_that_is_called_in_parts_explains_how_to_call_it():
-    from primerl.parallel.context_attention import _ulysses
+    from primerl.parallel.context_parallel.attention import _ulysses
 
     rows = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match="Linear is not given the documents"):

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from primerl import _forward_passes as forward_passes
 from primerl import loss, models, parallel, testing
 from primerl.models.placement import Piece, pieces
-from primerl.parallel.dispatch import AllToAll
-from primerl.parallel.experts import divide_experts, grouped_matmul
+from primerl.parallel.expert_parallel.dispatch import AllToAll
+from primerl.parallel.expert_parallel.experts import divide_experts, grouped_matmul
 from primerl.testing.families import tiny_family
 
 RANKS = 4

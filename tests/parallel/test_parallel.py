@@ -10,8 +10,8 @@ from conftest import make_sample, torchrun
 from forked_ranks import forked_ranks
 
 from primerl import loss, packing, parallel, testing
-from primerl.parallel.launch import _first_failure
-from primerl.parallel.stop_signals import StoppedError
+from primerl.parallel.launch.stop_signals import StoppedError
+from primerl.parallel.launch.world import _first_failure
 from primerl.types import TrainingSample
 
 FAMILIES = ["llama", "llama, tied", "qwen3", "qwen3_moe"]

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from primerl import parallel, track
-from primerl.parallel.stop_signals import StoppedError, StopSignals
+from primerl.parallel.launch.stop_signals import StoppedError, StopSignals
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from primerl import loss, packing, parallel, testing
-from primerl.parallel.context import share_context
+from primerl.parallel.context_parallel.sharing import share_context
 from primerl.types import NOT_SAMPLED, TrainingSample
 
 # One document is longer than any rank's rows, and some have one token.

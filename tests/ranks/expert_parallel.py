@@ -12,8 +12,8 @@ import transformers
 
 from primerl import loss, models, parallel, testing
 from primerl._ranks import whole
-from primerl.parallel.dispatch import AllToAll
-from primerl.parallel.experts import divide_experts, expert_modules
+from primerl.parallel.expert_parallel.dispatch import AllToAll
+from primerl.parallel.expert_parallel.experts import divide_experts, expert_modules
 
 TOKENS, EXPERTS, CHOICES, HIDDEN = 12, 8, 2, 16
 ROUTES = ["even", "all to one rank", "one rank has no tokens"]

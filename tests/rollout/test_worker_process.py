@@ -348,7 +348,8 @@ def read_pids(folder):
 
 
 def test_a_blocked_event_loop_is_an_error_that_names_the_cause(monkeypatch):
-    monkeypatch.setattr("primerl.rollout.processes.hosts.BLOCKED_S", 1.0)
+    for module in ("workers", "processes.hosts"):
+        monkeypatch.setattr(f"primerl.rollout.{module}.BLOCKED_S", 1.0)
 
     async def blocks(task, engine, params):
         time.sleep(3600)
@@ -359,6 +360,21 @@ def test_a_blocked_event_loop_is_an_error_that_names_the_cause(monkeypatch):
         (member,) = rollouts._host.members()
 
     assert gone([member["pid"]])
+
+
+def test_a_busy_event_loop_is_not_taken_for_a_blocked_one():
+    """On a loaded computer a loop is late by more than a short deadline."""
+
+    async def late(task, engine, params):
+        time.sleep(1.5)
+        await asyncio.sleep(3600)
+
+    with make_worker(environment=late, timeout_s=0.2, groups_per_step=1, group_size=1) as rollouts:
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            in_flight = rollouts.stats()["in_flight"]
+
+    assert in_flight > 0
 
 
 def test_torchruns_variables_are_stripped_and_threads_are_budgeted(monkeypatch):

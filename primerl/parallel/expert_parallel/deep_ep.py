@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from primerl._optional import require
-from primerl.parallel.dispatch import Compute
+from primerl.parallel.expert_parallel.dispatch import Compute
 
 INSTALL = (
     "build it from https://github.com/deepseek-ai/DeepEP (see docs/parallel.md); the packages of "

@@ -13,7 +13,7 @@ from primerl.attention.documents import Document, Layout
 from primerl.attention.kernels import attend
 from primerl.attention.packed import not_passed_on, refuse_other_attention
 from primerl.parallel.collectives import all_gather, reduce_scatter
-from primerl.parallel.dispatch import exchange
+from primerl.parallel.expert_parallel.dispatch import exchange
 
 
 @attrs.frozen(eq=False)

@@ -24,11 +24,11 @@ from primerl.attention.admission import (
 )
 from primerl.attention.documents import Document, Span, find_documents, lay_out
 from primerl.attention.packed import no_mask
-from primerl.parallel.balancing import divide_attention
 from primerl.parallel.collectives import all_gather
-from primerl.parallel.context_attention import ATTENTION, Exchange, SharedRows
+from primerl.parallel.context_parallel.attention import ATTENTION, Exchange, SharedRows
+from primerl.parallel.context_parallel.balancing import divide_attention
+from primerl.parallel.context_parallel.sparse_attention import share_sparse_context
 from primerl.parallel.device_mesh import Mesh
-from primerl.parallel.sparse_context import share_sparse_context
 
 
 def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:

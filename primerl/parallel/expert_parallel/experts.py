@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module
 
 from primerl._forward_passes import Attempt, current_attempt, recomputing
 from primerl._optional import require
-from primerl.parallel.dispatch import AllToAll, Dispatch
+from primerl.parallel.expert_parallel.dispatch import AllToAll, Dispatch
 
 IMPLEMENTATION = "primerl_experts"
 

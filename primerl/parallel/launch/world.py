@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from primerl.parallel.rank_liveness import dead_ranks, register_rank
+from primerl.parallel.launch.rank_liveness import dead_ranks, register_rank
+from primerl.parallel.launch.stop_signals import StoppedError, StopSignals
 from primerl.parallel.scattering import all_sum
-from primerl.parallel.stop_signals import StoppedError, StopSignals
 
 FAILURE = "primerl/failure"
 

@@ -16,7 +16,7 @@ from primerl.attention.admission import CONTEXT_SPARSE_ATTENTION
 from primerl.attention.documents import spans_within
 from primerl.attention.sparse import attend_sparsely, attend_to_chosen
 from primerl.parallel.collectives import all_gather
-from primerl.parallel.context_attention import SharedRows, checked_rows, gather_rows
+from primerl.parallel.context_parallel.attention import SharedRows, checked_rows, gather_rows
 
 
 def share_sparse_context(model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -1,0 +1,1 @@
+"""Context parallelism: the rows of long documents divided among ranks."""

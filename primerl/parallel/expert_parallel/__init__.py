@@ -1,0 +1,1 @@
+"""Expert parallelism: the experts of each layer divided among ranks."""

@@ -1,0 +1,1 @@
+"""Joining the other ranks, stopping on a signal, and noticing dead ranks."""

@@ -20,7 +20,7 @@ class Matrices:
     a belong to one and the next b to the other. So ``(n / 2, n / 2)`` of n outputs are two halves,
     ``(1, 1)`` alternate, and ``(size,) * heads`` is a matrix for each head.
 
-    Args:
+    Attributes:
         split: sizes, repeated until the outputs end; None for one matrix.
         transposed: whether the parameter is ``[.., inputs, outputs]``.
         names: of the parts, for display.

@@ -17,7 +17,7 @@ from pathlib import Path
 import attrs
 import numpy as np
 import pytest
-from beartype import BeartypeConf, beartype
+import runtime_types
 from character_codes import CharacterCodes
 from forked_ranks import forked_ranks
 from hypothesis import settings
@@ -33,10 +33,9 @@ settings.load_profile("primerl")
 
 # The import hook of jaxtyping (--jaxtyping-packages in pyproject.toml) checks the arguments of
 # functions and the fields of dataclasses, but not those of attrs classes, so wrap their __init__.
-checker = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float
 for value in vars(types).values():
     if isinstance(value, type) and attrs.has(value):
-        value.__init__ = jaxtyped(typechecker=checker)(value.__init__)
+        value.__init__ = jaxtyped(typechecker=runtime_types.checked)(value.__init__)
 
 
 def make_sample(prompt=3, completion=4, *, version=0, kind=Sample, seed=0, **fields):

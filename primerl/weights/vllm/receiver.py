@@ -158,7 +158,7 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
             self._discard_half_loaded()  # started, and never sent: see WeightReceiver
             return
         started = time.perf_counter()
-        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        finalize_layerwise_reload(self.model, self.model_config)
         self._repack_tied_head(self.model)
         self._repack_experts(self.model)
         self._half_loaded = False
@@ -178,7 +178,7 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
             if info.can_load():
                 info.loaded_weights.clear()
                 info.load_numel = 0
-        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        finalize_layerwise_reload(self.model, self.model_config)
         self._half_loaded = False
         self._release()
 

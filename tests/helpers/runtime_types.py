@@ -1,0 +1,14 @@
+"""What jaxtyping's import hook wraps functions of the package in: see pyproject.toml."""
+
+from beartype import BeartypeConf, beartype
+
+_checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float
+
+
+def checked(function):
+    """Types are checked when the function is called.
+
+    Not those of a function within a function, which would be wrapped at every call of the outer
+    one: that took half of the time of all tests.
+    """
+    return function if "<locals>" in function.__qualname__ else _checked(function)

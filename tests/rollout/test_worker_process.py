@@ -109,16 +109,22 @@ def interrupted(after_s):
     """Raise ``Interrupted`` in the body after a time, if it then waits for the worker."""
 
     def interrupt(_signal, frame):
-        while frame is not None:
+        # Elsewhere Python itself may lose a lock, a coroutine or the exception.
+        blocked = frame.f_code.co_qualname == "Condition.wait"
+        while frame is not None and blocked:
             if frame.f_code.co_qualname == "Worker._wait":
                 raise Interrupted
             frame = frame.f_back
+        if inside:
+            signal.setitimer(signal.ITIMER_REAL, 0.0001)
 
+    inside = True
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, after_s)
     try:
         yield
     finally:
+        inside = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
@@ -148,14 +154,16 @@ def test_a_take_that_is_interrupted_at_any_moment_loses_no_group(isolation):
     tasks = [{"id": str(n), "prompt": "a"} for n in range(500)]
     plan = {"on_stale": "wait", "group_size": 1, "isolation": isolation}
     engine = testing.ScriptedEngine(latency=0.002)
-    trained, interruptions = [], 0
+    trained, interruptions, seconds = [], 0, 0.05
     with make_worker(engine, environment, tasks, **plan) as rollouts:
         for step in range(8):
             groups = None
             while groups is None:
+                began = time.monotonic()
                 try:
-                    with interrupted(0.0005 + 0.06 * draw.random() ** 2):
+                    with interrupted(0.0002 + seconds * draw.random()):
                         groups = rollouts.take(version=step)
+                    seconds = time.monotonic() - began  # of one that was not interrupted
                 except Interrupted:
                     interruptions += 1
                     stats = rollouts.stats()
@@ -169,7 +177,7 @@ def test_a_take_that_is_interrupted_at_any_moment_loses_no_group(isolation):
             assert stats["trained"] == len(trained) == 3 * (step + 1)
             assert balanced(stats)
 
-    assert interruptions > 2 or isolation == "thread"
+    assert interruptions > 2
     assert stats["dropped"] == 0
     assert len({group.task_id for group in trained}) == 24
     assert max(int(group.task_id) for group in trained) < 24 + 6

@@ -147,7 +147,7 @@ def backward(
     """
     total = 0.0
     for batch in batches:
-        logprobs = loss.model_logprobs(
+        logprobs, entropy = loss.model_logprobs_and_entropy(
             model,
             batch.token_ids,
             batch.position_ids,
@@ -170,6 +170,7 @@ def backward(
             batch.loss_mask,
             batch.versions,
             loss=objective,
+            entropy=entropy.detach(),
             aux=aux,
         )
         total += objective.detach()
@@ -265,6 +266,8 @@ def main(args: Args) -> None:
 
                 receipt = transport.publish(step + 1)
                 metrics = receipt.metrics | statistics.summary(parallel.all_sum)
+                metrics["grad_norm"] = norm  # of the last minibatch, before it was clipped
+                metrics["lr"] = args.lr
                 metrics["skipped_updates"] = guard.skipped
                 run.log(step, groups, samples, metrics=metrics, totals=rollouts.stats())
                 stopping = world.should_stop()

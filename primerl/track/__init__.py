@@ -1,8 +1,9 @@
-"""Tracking: a run's folder, metrics, trained rollouts and live view."""
+"""Tracking: a run's folder, metrics, trained rollouts, live view and report."""
 
 from primerl.track.arguments import instead_of, new_file, number
 from primerl.track.live import LiveView
 from primerl.track.mismatch_gate import MismatchGate
+from primerl.track.report import write_report
 from primerl.track.runs import IdleRun, Run
 from primerl.track.sinks import Sink, wandb_sink
 
@@ -16,4 +17,5 @@ __all__ = [
     "new_file",
     "number",
     "wandb_sink",
+    "write_report",
 ]

@@ -2,9 +2,10 @@
 
 import fcntl
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -69,6 +70,18 @@ def _step_of(path: Path, number: int, line: bytes) -> int:
     return step
 
 
+def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Where each line begins, and the line; not the last one, if a process died while it wrote."""
+    if not path.is_file():
+        return
+    start = 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield start, line
+            start += len(line)
+
+
 def move_tail(path: Path, end: int, target: Path) -> None:
     """Move what a file holds after its first ``end`` bytes into a new file, if it holds more."""
     if path.stat().st_size <= end:
@@ -99,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def write_line(file: TextIO, record: Mapping[str, Any]) -> None:
+def write_line(file: TextIO, record: Any) -> None:
     """Add a line."""
     file.write(json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n")
 
@@ -108,3 +121,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a file, all or nothing."""
     with whole_or_nothing(path) as file:
         file.write((json.dumps(value, indent=2, default=str) + "\n").encode())
+
+
+def plain(value: Any) -> Any:
+    """A tensor or numpy number as Python's own; a number that JSON lacks as null."""
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

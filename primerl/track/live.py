@@ -9,8 +9,14 @@ from primerl._optional import require
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = (
     ("reward", "{:.3f}"),
+    ("reward_std", "{:.3f}"),
     ("evaluation", "{:.3f}"),
+    ("completion_tokens_mean", "{:.1f}"),
+    ("truncated", "{:.1%}"),
     ("loss", "{:.6f}"),
+    ("grad_norm", "{:.3f}"),
+    ("lr", "{:.1e}"),
+    ("entropy", "{:.3f}"),
     ("staleness_max", "{:.0f}"),
     ("staleness_mean", "{:.2f}"),
     ("mismatch_kl", "{:.1e}"),

@@ -17,8 +17,10 @@ from primerl.track.json_files import (
 )
 
 ARGS, SUMMARY, METRICS, ROLLOUTS = "args.json", "summary.json", "metrics.jsonl", "rollouts.jsonl"
+TOKENS = "tokens.jsonl"  # a line [id, text] for each token of the rollouts
+REPORT = "report.html"  # made of the others, at any time
 FINAL, CHECKPOINTS = "final", "checkpoints"  # written by other packages
-FILES = (ARGS, SUMMARY, METRICS, ROLLOUTS, FINAL, CHECKPOINTS)
+FILES = (ARGS, SUMMARY, METRICS, ROLLOUTS, TOKENS, FINAL, CHECKPOINTS)
 
 
 class RunFolder:
@@ -114,6 +116,7 @@ class RunFolder:
         try:
             lock(self.metrics)
             self.rollouts = open_lines(self.path / ROLLOUTS, new=new)
+            self.tokens = open_lines(self.path / TOKENS, new=new)
         except BaseException:
             self.metrics.close()
             raise
@@ -136,6 +139,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Let another process have the run."""
+        self.tokens.close()
         self.rollouts.close()
         self.metrics.close()
 

@@ -14,8 +14,10 @@ from typing import Any
 import attrs
 import numpy as np
 
-from primerl.track.json_files import write_json, write_line
+from primerl.track.json_files import plain, write_json, write_line
 from primerl.track.mismatch_gate import MismatchGate
+from primerl.track.report import write_report
+from primerl.track.rollout_records import RolloutRecords
 from primerl.track.run_folder import FINAL, SUMMARY, RunFolder, fresh_folder
 from primerl.track.sinks import Sink
 from primerl.types import Group, Rollout, TrainingSample
@@ -25,6 +27,7 @@ OUTCOME = ("eval_before", "eval_after", "steps", "wall_s", "staleness_max", "mis
 RATES = ("rollout_tokens",)
 SHARES = ("trainer_wait_s", "rollout_wait_s")
 GAUGES = ("loop_lag_p99_s",)
+CUT_SHORT = ("length", "context")  # how rollouts end that had no room for more
 
 
 class Run:
@@ -38,10 +41,13 @@ class Run:
 
     - ``args.json``: what the run was asked to do.
     - ``metrics.jsonl``: a line for each step, with an ``alarm`` while ``gate`` has one.
-    - ``rollouts.jsonl``: every trained sequence with its text, reward and per-token arrays.
+    - ``rollouts.jsonl``: every trained sequence with its text, reward and per-token arrays;
+      ``tokens.jsonl``: the text of each token.
     - ``summary.json``: the outcome, also of a run that failed or was killed, whose ``error`` says
       so and which is not ``finished``; null where a metric does not apply.
       What is put into ``summary`` before appears there, too.
+    - ``report.html``: curves and rollouts, for a browser; ``python -m primerl.track FOLDER`` makes
+      it of a run that has not ended or was killed.
     - ``final/``, for the trained model: ``final_folder``.
 
     Making a ``Run`` only checks; entering it claims the folder for this process. With ``state``, a
@@ -54,6 +60,7 @@ class Run:
             default the next free ``runs/NAME-NNN``.
         args: an attrs value or a mapping.
         decode: token ids to text.
+        record_rollouts: the share of groups whose rollouts are recorded; 0 for none.
         sinks: functions ``(step, metrics) -> None``.
         gate: watches ``mismatch_kl``.
         state: what ``Run.state`` returned, to resume that run in its folder.
@@ -73,6 +80,7 @@ class Run:
         *,
         args: Any = None,
         decode: Callable[[list[int]], str] | None = None,
+        record_rollouts: float = 1.0,
         sinks: Sequence[Sink] = (),
         gate: MismatchGate | None = None,
         state: Mapping[str, Any] | None = None,
@@ -95,7 +103,7 @@ class Run:
         """Trained tokens by staleness, over the run."""
         self.summary: dict[str, Any] = dict.fromkeys(OUTCOME) | known.get("summary", {})
         self.summary["finished"] = False
-        self._decode = decode
+        self._rollouts = RolloutRecords(self._files, decode=decode, share=record_rollouts)
         self._sinks = tuple(sinks)
         self._steps: int = known.get("steps", 0)
         self._writes = state is None
@@ -146,6 +154,10 @@ class Run:
             self.summary["error"] = f"{type(error).__name__}: {error}"
         if self._writes:
             write_json(self.folder / SUMMARY, self.summary)
+            try:
+                write_report([self.folder])
+            except OSError as problem:  # which would hide the error of the run
+                sys.stderr.write(f"{self.folder} has no report: {problem}\n")
         self._files.close()
         for sink in self._sinks:
             close = getattr(sink, "close", None)
@@ -203,7 +215,7 @@ class Run:
         self._begin_writing()
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
-        line = {"step": step, **_batch_metrics(step, groups, samples)}
+        line = {"step": step, "time": time.time(), **_batch_metrics(step, groups, samples)}
         growth = self._growth(totals or {})
         line["step_s"] = seconds
         line["train_tokens_per_s"] = line["tokens"] / max(
@@ -215,12 +227,12 @@ class Run:
         line |= {name: totals[name] for name in GAUGES if totals and name in totals}
         if self._evaluation is not None:
             line["evaluation"], self._evaluation = self._evaluation, None
-        line |= {"mismatch_kl": None} | {n: _plain(value) for n, value in (metrics or {}).items()}
+        line |= {"mismatch_kl": None} | {n: plain(value) for n, value in (metrics or {}).items()}
         line["alarm"] = self._watch_mismatch(metrics or {})
         for sample in samples:
             stale = step - sample.versions[sample.loss_mask]
             self.staleness.update(stale.tolist())
-        self._write_rollouts(step, groups, samples)
+        self._rollouts.write(step, groups, samples)
         write_line(self._files.metrics, line)
         self.summary["steps"] = self._steps = step + 1
         self.summary["staleness_max"] = max(self.staleness, default=None)
@@ -247,7 +259,7 @@ class Run:
     def finish(self, **summary: Any) -> None:
         """Record that all steps were taken, and further entries of the summary."""
         self._begin_writing()
-        self.summary |= {name: _plain(value) for name, value in summary.items()}
+        self.summary |= {name: plain(value) for name, value in summary.items()}
         self.summary["finished"] = True
 
     def report(self) -> str:
@@ -278,33 +290,6 @@ class Run:
             self._mismatch[1] += tokens
             self.summary["mismatch_kl_mean"] = self._mismatch[0] / self._mismatch[1]
         return self._gate.alarm
-
-    def _write_rollouts(
-        self, step: int, groups: Sequence[Group], samples: Sequence[TrainingSample]
-    ) -> None:
-        trained = iter(samples)
-        for group in groups:
-            for rollout in group.rollouts:
-                for sample in rollout.samples:
-                    if not sample.loss_mask.any():
-                        continue
-                    one = next(trained)
-                    record = {
-                        "step": step,
-                        "task_id": group.task_id,
-                        "environment": group.environment,
-                        "reward": rollout.reward,
-                        "stop": rollout.stop,
-                        "metrics": {name: _plain(x) for name, x in rollout.metrics.items()},
-                        "text": self._decode(one.token_ids.tolist()) if self._decode else None,
-                        "temperature": one.temperature,
-                        "token_ids": one.token_ids.tolist(),
-                        "loss_mask": one.loss_mask.astype(int).tolist(),
-                        "behavior_logprobs": one.behavior_logprobs.tolist(),
-                        "versions": one.versions.tolist(),
-                        "advantages": one.advantages.tolist(),
-                    }
-                    write_line(self._files.rollouts, record)
 
 
 class IdleRun:
@@ -343,9 +328,15 @@ def _batch_metrics(
     stale = [step - sample.versions[sample.loss_mask] for sample in samples]
     staleness = np.concatenate(stale) if stale else np.zeros(0, np.int64)
     named = {group.environment for group in groups} - {""}
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [sum(sample.loss_mask.sum() for sample in one.samples) for one in rollouts]
     return {
         "reward": float(rewards.mean()) if len(rewards) else None,
+        "reward_std": float(rewards.std()) if len(rewards) else None,
         **{f"reward/{name}": _mean_reward(groups, name) for name in sorted(named)},
+        "completion_tokens_mean": float(np.mean(lengths)) if lengths else None,
+        "completion_tokens_max": int(max(lengths)) if lengths else None,
+        "truncated": fmean(one.stop in CUT_SHORT for one in rollouts) if rollouts else None,
         "tokens": sum(len(sample.token_ids) for sample in samples),
         "trained_tokens": len(staleness),
         "staleness_max": int(staleness.max()) if len(staleness) else None,
@@ -360,9 +351,3 @@ def _mean_reward(groups: Sequence[Group], environment: str) -> float:
 
 def _arrow(before: float | None, after: float | None) -> str:
     return " -> ".join("-" if score is None else f"{score:.4f}" for score in (before, after))
-
-
-def _plain(value: Any) -> Any:
-    """A tensor or numpy number as Python's own; a number that JSON lacks as null."""
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,5 +1,6 @@
 import json
 import math
+import time
 
 import attrs
 import numpy as np
@@ -78,6 +79,10 @@ def test_a_line_of_metrics_for_each_step(tmp_path):
     assert first["reward"] == 0.5
     assert first["tokens"] == 14
     assert first["trained_tokens"] == 8
+    assert first["reward_std"] == 0.5
+    assert first["completion_tokens_mean"] == first["completion_tokens_max"] == 4
+    assert first["truncated"] == 0.0
+    assert 0 <= time.time() - first["time"] < 600
     assert (first["staleness_max"], second["staleness_max"]) == (0, 1)
     assert second["staleness_mean"] == 1.0
     assert first["mismatch_kl"] == 0.05
@@ -95,7 +100,7 @@ def test_every_trained_rollout_is_written_with_its_text_and_arrays(tmp_path):
 
     bad, good = lines(tmp_path / "rollouts.jsonl")
     assert (bad["reward"], good["reward"]) == (0.0, 1.0)
-    assert good["text"] == "7 tokens"
+    assert (good["prompt"], good["completion"]) == ("3 tokens", "4 tokens")
     assert good["task_id"] == "t0"
     assert good["advantages"] == [0, 0, 0, 0.5, 0.5, 0.5, 0.5]
     assert good["loss_mask"] == [0, 0, 0, 1, 1, 1, 1]
@@ -243,7 +248,7 @@ def test_a_run_goes_on_in_its_folder_from_a_state(tmp_path):
     assert again.staleness == whole.staleness
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         ours, theirs = (lines(tmp_path / folder / name) for folder in ("run", "whole"))
-        timed = {key for key in theirs[0] if key.endswith("_s")}
+        timed = {"time", *(key for key in theirs[0] if key.endswith("_s"))}
         assert [{k: v for k, v in line.items() if k not in timed} for line in ours] == [
             {k: v for k, v in line.items() if k not in timed} for line in theirs
         ]

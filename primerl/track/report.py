@@ -1,0 +1,174 @@
+"""The report of runs: one HTML file with their curves and rollouts, which needs no server.
+
+What a run has recorded is compressed into the page, the rollouts in chunks that the page unpacks
+when one of them is opened. ``report_page.html`` is the page itself.
+"""
+
+import base64
+import gzip
+import itertools
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from primerl._files import whole_or_nothing
+from primerl.track.json_files import complete_lines, read_json
+from primerl.track.run_folder import ARGS, METRICS, REPORT, ROLLOUTS, SUMMARY, TOKENS
+
+CHUNK_BYTES = 1 << 19
+"""Of rollouts as they were recorded, that the page unpacks at once."""
+
+# What a chunk has of a rollout; the list in front of it has the rest.
+ARRAYS = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages")
+
+
+@attrs.frozen
+class _Line:
+    """Where a rollout was recorded, and what a list of rollouts shows of it."""
+
+    start: int
+    length: int
+    step: int
+    task: str
+    environment: str
+    reward: float
+    stop: str
+    tokens: int
+    trained: int
+
+
+def write_report(
+    runs: Sequence[str | os.PathLike[str]],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    max_rollouts: int = 10_000,
+    max_bytes: int = 1 << 28,
+) -> Path:
+    """Write the report of one run, or of several to compare, as one HTML file.
+
+    The runs may be finished, running or dead: what is recorded so far is shown.
+
+    Args:
+        runs: their folders.
+        path: of the file; ``report.html`` in the first run's folder by default.
+        max_rollouts: the most rollouts of a run that the report has. Of more, whole groups are
+            left out evenly over the run, and the report says how many there were.
+        max_bytes: the most of a run's ``rollouts.jsonl`` that the report has, in the same way.
+
+    Raises:
+        ValueError: no folders are given, or one holds no run.
+    """
+    if not runs:
+        raise ValueError("no run is given; expected the folder of at least one")
+    folders = [Path(run) for run in runs]
+    parts: list[str] = []
+    for number, folder in enumerate(folders):
+        lines = _chosen(_rollout_lines(folder), max_rollouts, max_bytes)
+        chunks = list(_chunks(lines))
+        parts.append(_embedded(f"run-{number}", _overview(folder, chunks)))
+        for place, chunk in enumerate(chunks):
+            parts.append(_embedded(f"run-{number}-chunk-{place}", _arrays(folder, chunk)))
+    page = files("primerl.track").joinpath("report_page.html").read_text(encoding="utf-8")
+    to = folders[0] / REPORT if path is None else Path(path)
+    with whole_or_nothing(to) as file:
+        file.write(page.replace("<!-- data -->", "\n".join(parts)).encode())
+    return to
+
+
+def _overview(folder: Path, chunks: Sequence[Sequence[_Line]]) -> dict[str, Any]:
+    """What the page shows of a run before a rollout is opened."""
+    lines = [line for chunk in chunks for line in chunk]
+    chunk_of = [number for number, chunk in enumerate(chunks) for _ in chunk]
+    summary = folder / SUMMARY
+    return {
+        "name": folder.resolve().name,
+        "args": read_json(folder / ARGS),
+        "summary": read_json(summary) if summary.exists() else {},
+        "metrics": _by_name(json.loads(line) for _, line in complete_lines(folder / METRICS)),
+        "tokens": dict(json.loads(line) for _, line in complete_lines(folder / TOKENS)),
+        "recorded": sum(1 for _ in complete_lines(folder / ROLLOUTS)),
+        "rollouts": {
+            "step": [line.step for line in lines],
+            "task": [line.task for line in lines],
+            "environment": [line.environment for line in lines],
+            "reward": [line.reward for line in lines],
+            "stop": [line.stop for line in lines],
+            "tokens": [line.tokens for line in lines],
+            "trained": [line.trained for line in lines],
+            "chunk": chunk_of,
+        },
+    }
+
+
+def _by_name(lines: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
+    """A column for each metric; None at the steps that lack it."""
+    steps = list(lines)
+    names = dict.fromkeys(name for line in steps for name in line)
+    return {name: [line.get(name) for line in steps] for name in names}
+
+
+def _rollout_lines(folder: Path) -> list[_Line]:
+    lines = []
+    for start, text in complete_lines(folder / ROLLOUTS):
+        record = json.loads(text)
+        line = _Line(
+            start=start,
+            length=len(text),
+            step=record["step"],
+            task=record["task_id"],
+            environment=record["environment"],
+            reward=record["reward"],
+            stop=record["stop"],
+            tokens=len(record["token_ids"]),
+            trained=sum(record["loss_mask"]),
+        )
+        lines.append(line)
+    return lines
+
+
+def _chosen(lines: list[_Line], max_rollouts: int, max_bytes: int) -> list[_Line]:
+    """As many groups as the bounds allow, evenly over the run."""
+    groups: dict[tuple[int, str], list[_Line]] = defaultdict(list)
+    for line in lines:
+        groups[line.step, line.task].append(line)
+    rollouts = max_rollouts / max(1, len(lines))
+    size = max_bytes / max(1, sum(line.length for line in lines))
+    share = min(1.0, rollouts, size)
+    chosen: list[_Line] = []
+    seen = 0
+    for group in groups.values():
+        seen += len(group)
+        if len(chosen) + len(group) <= seen * share:
+            chosen += group
+    return chosen
+
+
+def _chunks(lines: Sequence[_Line]) -> Iterator[list[_Line]]:
+    """Neighbors of about ``CHUNK_BYTES`` together."""
+    ends = itertools.accumulate(line.length for line in lines)
+    numbered = zip(ends, lines, strict=True)
+    for _, some in itertools.groupby(numbered, key=lambda pair: pair[0] // CHUNK_BYTES):
+        yield [line for _, line in some]
+
+
+def _arrays(folder: Path, lines: Sequence[_Line]) -> list[dict[str, Any]]:
+    found = []
+    with (folder / ROLLOUTS).open("rb") as file:
+        for line in lines:
+            file.seek(line.start)
+            record = json.loads(file.read(line.length))
+            found.append({name: record[name] for name in ARRAYS})
+    return found
+
+
+def _embedded(name: str, value: Any) -> str:
+    """Data as an element of the page that the browser does not run, in letters and digits only."""
+    packed = gzip.compress(json.dumps(value, separators=(",", ":")).encode(), compresslevel=6)
+    text = base64.b64encode(packed).decode()
+    return f'<script type="application/gzip" id="{name}">{text}</script>'

@@ -1,0 +1,78 @@
+"""What a run records of the rollouts that it trains."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from primerl.track.json_files import plain, write_line
+from primerl.track.run_folder import RunFolder
+from primerl.types import Group, Rollout, TrainingSample
+
+Decode = Callable[[list[int]], str]
+
+
+class RolloutRecords:
+    """Writes a line for each trained sequence, and one for each token that it is the first to have.
+
+    Args:
+        files: of the run.
+        decode: token ids to text; without it no text is recorded.
+        share: of the groups that are recorded, evenly over the run; 0 records none.
+
+    Raises:
+        ValueError: ``share`` is not between 0 and 1.
+    """
+
+    def __init__(self, files: RunFolder, *, decode: Decode | None, share: float) -> None:
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"record_rollouts is {share}; expected a share from 0 to 1")
+        self._files = files
+        self._decode = decode
+        self._share = share
+        self._due = 0.0
+        self._tokens: set[int] = set()
+
+    def write(self, step: int, groups: Sequence[Group], samples: Sequence[TrainingSample]) -> None:
+        """Record the groups of a step with what ``advantage.assign`` made of them."""
+        trained = iter(samples)
+        for group in groups:
+            before, self._due = int(self._due), self._due + self._share
+            recorded = int(self._due + 1e-9) > before
+            for rollout in group.rollouts:
+                for sample in rollout.samples:
+                    if not sample.loss_mask.any():
+                        continue
+                    one = next(trained)
+                    if recorded:
+                        self._write(step, group, rollout, one)
+
+    def _write(self, step: int, group: Group, rollout: Rollout, one: TrainingSample) -> None:
+        ids: list[int] = one.token_ids.tolist()
+        begin = int(one.loss_mask.argmax())
+        record: dict[str, Any] = {
+            "step": step,
+            "task_id": group.task_id,
+            "environment": group.environment,
+            "reward": rollout.reward,
+            "stop": rollout.stop,
+            "metrics": {name: plain(value) for name, value in rollout.metrics.items()},
+            "prompt": None if self._decode is None else self._decode(ids[:begin]),
+            "completion": None if self._decode is None else self._decode(ids[begin:]),
+            "temperature": one.temperature,
+            "token_ids": ids,
+            "loss_mask": one.loss_mask.astype(int).tolist(),
+            "behavior_logprobs": one.behavior_logprobs.tolist(),
+            "versions": one.versions.tolist(),
+            "advantages": one.advantages.tolist(),
+        }
+        write_line(self._files.rollouts, record)
+        if self._decode is not None:
+            for token in sorted(set(ids) - self._tokens):
+                write_line(self._files.tokens, [token, text_of(token, self._decode)])
+            self._tokens.update(ids)
+
+
+def text_of(token: int, decode: Decode) -> str:
+    """A token's own text, with the space before it that many tokenizers drop at the beginning."""
+    alone = decode([token])
+    twice = decode([token, token])
+    return twice[len(alone) :] if twice.startswith(alone) else alone

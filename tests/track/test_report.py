@@ -1,0 +1,265 @@
+"""The report of runs: what it has of them, and the page in a browser, if there is a Chromium."""
+
+import asyncio
+import base64
+import gzip
+import json
+import re
+import subprocess
+import sys
+
+import browser
+import numpy as np
+import pytest
+
+from primerl import advantage, track
+from primerl.track.rollout_records import text_of
+from primerl.types import Group, Rollout, Sample
+
+WORDS = ["</script>", " zwölf", " &lt;b>", "\n", "a", " 東", '"', "\\"]
+
+
+def decode(ids):
+    """As tokenizers do that drop the space at the beginning."""
+    return "".join(WORDS[token] for token in ids).removeprefix(" ")
+
+
+def sample(ids, prompt, version):
+    mask = np.arange(len(ids)) >= prompt
+    return Sample(
+        token_ids=ids,
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, -0.5, 0.0),
+        versions=np.where(mask, version, -1),
+        temperature=1.0,
+    )
+
+
+def record(folder, *, steps=3, groups=2, size=4, seed=0, **settings):
+    draw = np.random.default_rng(seed)
+    with track.Run(folder, args={"lr": 0.1, "seed": seed}, decode=decode, **settings) as run:
+        for step in range(steps):
+            taken = []
+            for number in range(groups):
+                ids = [draw.integers(0, len(WORDS), 12) for _ in range(size)]
+                rollouts = [
+                    Rollout(samples=[sample(one, 4, step)], reward=float(draw.random()), stop=stop)
+                    for one, stop in zip(ids, ["stop", "length"] * size, strict=False)
+                ]
+                taken.append(Group(task_id=f"task {number}", rollouts=rollouts))
+            samples = advantage.assign(taken, advantage.centered)
+            run.log(step, taken, samples, metrics={"loss": 0.1 * step}, totals={})
+        run.finish()
+    return folder
+
+
+def embedded(path):
+    """The data in a page, by the id of its element."""
+    found = re.findall(
+        r'<script type="application/gzip" id="(.*?)">(.*?)</script>', path.read_text()
+    )
+    return {name: json.loads(gzip.decompress(base64.b64decode(text))) for name, text in found}
+
+
+def test_a_run_ends_with_a_report_of_its_metrics_and_rollouts(tmp_path):
+    folder = record(tmp_path / "run")
+
+    data = embedded(folder / "report.html")
+    run, chunk = data["run-0"], data["run-0-chunk-0"]
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert run["name"] == "run"
+    assert run["args"] == {"lr": 0.1, "seed": 0}
+    assert run["summary"]["finished"] is True
+    assert run["metrics"]["step"] == [0, 1, 2]
+    assert run["metrics"]["loss"] == [0.0, 0.1, 0.2]
+    assert run["metrics"]["truncated"] == [0.5, 0.5, 0.5]
+    assert run["recorded"] == len(lines) == len(chunk) == 24
+    assert run["rollouts"]["reward"] == [line["reward"] for line in lines]
+    assert run["rollouts"]["trained"] == [8] * 24
+    assert [one["token_ids"] for one in chunk] == [line["token_ids"] for line in lines]
+    texts = {int(token): text for token, text in run["tokens"].items()}
+    assert texts == dict(enumerate(WORDS))
+    for line in lines:
+        text = "".join(texts[token] for token in line["token_ids"][4:])
+        assert line["completion"] == text.removeprefix(" ")
+
+
+def test_no_text_of_a_model_is_read_as_html(tmp_path):
+    page = (record(tmp_path) / "report.html").read_text()
+
+    assert "zwölf" not in page
+    assert page.count("</script>") == page.count("<script")
+    assert "default-src 'none'" in page
+
+
+def test_a_token_keeps_the_space_that_a_tokenizer_drops_at_the_beginning():
+    assert [text_of(token, decode) for token in range(len(WORDS))] == WORDS
+
+
+def test_chunks_are_of_bounded_size_and_hold_every_rollout(tmp_path, monkeypatch):
+    monkeypatch.setattr(track.report, "CHUNK_BYTES", 3000)
+    folder = record(tmp_path, steps=4)
+
+    data = embedded(folder / "report.html")
+    chunks = [value for name, value in data.items() if "chunk" in name]
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert len(chunks) > 4
+    assert max(len(json.dumps(chunk)) for chunk in chunks) < 6000
+    chunk_of = data["run-0"]["rollouts"]["chunk"]
+    assert chunk_of == [n for n, chunk in enumerate(chunks) for _ in chunk]
+    held = [one["token_ids"] for chunk in chunks for one in chunk]
+    assert held == [line["token_ids"] for line in lines]
+
+
+@pytest.mark.parametrize("bound", [{"max_rollouts": 21}, {"max_bytes": 10_000}])
+def test_of_too_many_rollouts_whole_groups_are_left_out_evenly(tmp_path, bound):
+    folder = record(tmp_path, steps=10, groups=4, size=2)
+    size = (folder / "rollouts.jsonl").stat().st_size
+
+    run = embedded(track.write_report([folder], **bound))["run-0"]
+
+    steps = run["rollouts"]["step"]
+    limit = 21 if "max_rollouts" in bound else 80 * 10_000 / size
+    assert limit - 2 < len(steps) <= limit
+    assert all(
+        run["rollouts"]["task"].count(task) % 2 == 0 for task in set(run["rollouts"]["task"])
+    )
+    assert {step // 2 for step in steps} == set(range(5))
+    assert run["recorded"] == 80
+
+
+def test_a_run_that_is_killed_while_it_writes_has_a_report(tmp_path):
+    folder = record(tmp_path)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write('{"step": 3, "rew')
+    (folder / "summary.json").unlink()
+
+    run = embedded(track.write_report([folder], tmp_path / "r.html"))["run-0"]
+
+    assert run["metrics"]["step"] == [0, 1, 2]
+    assert len(run["rollouts"]["step"]) == 24
+
+
+def test_a_run_that_fails_has_a_report_that_says_why(tmp_path):
+    with pytest.raises(ZeroDivisionError), track.Run(tmp_path):
+        raise ZeroDivisionError("half way")
+
+    run = embedded(tmp_path / "report.html")["run-0"]
+    assert run["summary"]["error"] == "ZeroDivisionError: half way"
+
+
+@pytest.mark.parametrize(("share", "recorded"), [(0.0, 0), (0.25, 2), (0.5, 4), (1.0, 8)])
+def test_a_share_of_the_groups_is_recorded(tmp_path, share, recorded):
+    folder = record(tmp_path, steps=4, record_rollouts=share)
+
+    assert len((folder / "rollouts.jsonl").read_text().splitlines()) == 4 * recorded
+
+
+def test_a_share_out_of_range_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"record_rollouts is 1\.5; expected a share from 0 to 1"):
+        track.Run(tmp_path / "run", record_rollouts=1.5)
+
+
+def test_the_command_writes_one_file_for_several_runs(tmp_path):
+    one, two = record(tmp_path / "one"), record(tmp_path / "two", seed=1)
+    command = [sys.executable, "-m", "primerl.track"]
+
+    done = subprocess.run(
+        [*command, one, two, "--output", tmp_path / "both.html"], capture_output=True, text=True
+    )
+    missing = subprocess.run([*command, tmp_path], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "both.html")
+    data = embedded(tmp_path / "both.html")
+    assert [data[f"run-{n}"]["name"] for n in (0, 1)] == ["one", "two"]
+    assert missing.returncode == 1
+    assert missing.stderr == f"{tmp_path / 'args.json'} is missing\n"
+
+
+def test_no_run_is_refused():
+    with pytest.raises(ValueError, match="no run is given"):
+        track.write_report([])
+
+
+# ---- in a browser ----
+
+needs_chromium = pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a Chromium")
+
+
+def in_browser(file, folder, steps, **settings):
+    """Run ``steps(page)`` in a page that shows a file, which must not complain."""
+
+    async def visit():
+        async with browser.opened(file, folder / "profile", **settings) as page:
+            await page.until("document.body?.dataset.ready === 'true'")
+            await steps(page)
+            assert page.errors == []
+
+    asyncio.run(asyncio.wait_for(visit(), 120))
+
+
+@needs_chromium
+def test_curves_are_drawn_and_rollouts_open_by_click_and_by_key(tmp_path):
+    folder = record(tmp_path / "run")
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+    async def steps(page):
+        curves = await page.run("document.querySelectorAll('#charts .curve').length")
+        assert curves >= 5
+        text = "document.querySelector('article .text')?.textContent"
+        await page.click("#row-1")
+        await page.until(f"{text} !== undefined")
+        assert await page.run(text) == "".join(WORDS[token] for token in lines[1]["token_ids"])
+        assert await page.run("document.querySelectorAll('article b').length") == 0
+
+        await page.run("document.getElementById('list').focus()")
+        await page.press("ArrowDown")
+        await page.until(
+            f"{text} === {json.dumps(''.join(WORDS[t] for t in lines[2]['token_ids']))}"
+        )
+        await page.press("g")
+        await page.until("document.querySelectorAll('article').length === 4")
+        for color in ("logprob", "version", "advantage"):
+            await page.press("c")
+            assert await page.run("document.getElementById('color').value") == color
+        await page.press("n")
+        await page.until("document.querySelectorAll('rt').length === 4 * 8")
+
+    in_browser(folder / "report.html", tmp_path, steps)
+
+
+@needs_chromium
+def test_filters_select_rollouts_and_two_runs_share_their_charts(tmp_path):
+    one, two = record(tmp_path / "one"), record(tmp_path / "two", seed=1)
+    report = track.write_report([one, two])
+
+    async def steps(page):
+        reward = "document.querySelector('#charts figure')"
+        assert await page.run(f"{reward}.querySelectorAll('.curve').length") == 2
+        for name, value in (("step-from", 1), ("step-to", 1), ("task", "TASK 1")):
+            field = f"document.getElementById('{name}')"
+            await page.run(f"{field}.value = '{value}'; {field}.dispatchEvent(new Event('input'))")
+        assert await page.run("document.getElementById('count').textContent") == "4 of 24 rollouts"
+        assert await page.run("document.querySelectorAll('#list .row').length") == 4
+        rows = "[...document.querySelectorAll('.differs th')].map(row => row.textContent)"
+        differing = await page.run(rows)
+        assert "seed" in differing
+        assert "lr" not in differing
+
+    in_browser(report, tmp_path, steps, dark=True)
+
+
+@needs_chromium
+def test_ten_thousand_rollouts_open_at_once(tmp_path):
+    folder = record(tmp_path / "run", steps=25, groups=50, size=8)
+
+    async def steps(page):
+        assert "10,000 of 10,000" in await page.run("document.getElementById('count').textContent")
+        assert await page.run("document.querySelectorAll('#list .row').length") < 100
+        await page.run("document.getElementById('list').focus()")
+        await page.press("End")
+        await page.until("document.querySelectorAll('article').length === 1")
+
+    in_browser(folder / "report.html", tmp_path, steps)

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import attrs
 import torch
-import tyro
 
 from primerl import (
     advantage,
@@ -284,4 +283,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(track.command_line(Args, description=__doc__))

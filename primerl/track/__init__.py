@@ -1,6 +1,6 @@
 """Tracking: a run's folder, metrics, trained rollouts, live view and report."""
 
-from primerl.track.arguments import instead_of, new_file, number
+from primerl.track.arguments import command_line, instead_of, new_file, number
 from primerl.track.live import LiveView
 from primerl.track.mismatch_gate import MismatchGate
 from primerl.track.report import write_report
@@ -13,6 +13,7 @@ __all__ = [
     "MismatchGate",
     "Run",
     "Sink",
+    "command_line",
     "instead_of",
     "new_file",
     "number",

@@ -1,13 +1,58 @@
-"""The arguments of a script: what their values may be, as validators of ``attrs`` fields."""
+"""The arguments of a script, and what their values may be: validators of ``attrs`` fields."""
 
 import math
 import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import attrs
+import msgspec
 
+from primerl._optional import require
+from primerl.track.json_files import read_json
+from primerl.track.run_folder import ARGS
+
+Arguments = TypeVar("Arguments")
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
+
+
+def command_line(kind: type[Arguments], *, description: str | None = None) -> Arguments:
+    """The arguments of this script from its command line; with ``--resume``, those of that run.
+
+    A resumed run's folder has the arguments that it was begun with: they are the defaults, so only
+    what is to change need be given again. What may not change, ``Run`` refuses (``fixed``).
+
+    Args:
+        kind: an ``attrs`` class with a field for each flag, and the fields ``run_dir`` and
+            ``resume`` (https://brentyi.github.io/tyro/).
+        description: for ``--help``.
+
+    Raises:
+        ValueError: the folder to resume is missing, or its arguments are not those of this script.
+        SystemExit: after ``--help``, or for flags that do not fit.
+    """
+    tyro: Any = require("tyro", extra="recipes")
+    folder = _resumed_folder(sys.argv[1:])
+    if folder is None:
+        return tyro.cli(kind, description=description)  # type: ignore[no-any-return]
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder} to resume from")
+    begun = read_json(folder / ARGS) | {"run_dir": None, "resume": str(folder)}
+    try:
+        defaults = msgspec.convert(begun, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{folder} is no run of this script: {ARGS}: {error}") from None
+    return tyro.cli(kind, description=description, default=defaults)  # type: ignore[no-any-return]
+
+
+def _resumed_folder(words: list[str]) -> Path | None:
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, given, value = word.partition("=")
+        if name == "--resume":
+            return Path(value if given else following)
+    return None
 
 
 def number(

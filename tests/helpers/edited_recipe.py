@@ -6,7 +6,7 @@ python edited_recipe.py RECIPE [its arguments]
 import importlib.util
 import sys
 
-import tyro
+from primerl import track
 
 
 def tasks(seed):
@@ -22,4 +22,4 @@ if __name__ == "__main__":
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
     recipe.build_tasks, recipe.reward = tasks, reward
-    recipe.main(tyro.cli(recipe.Args))
+    recipe.main(track.command_line(recipe.Args))

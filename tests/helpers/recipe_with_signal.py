@@ -4,7 +4,7 @@ import importlib.util
 import sys
 import zlib
 
-import tyro
+from primerl import track
 
 path = sys.argv.pop(1)
 spec = importlib.util.spec_from_file_location("recipe", path)
@@ -14,4 +14,4 @@ spec.loader.exec_module(recipe)
 recipe.reward = lambda task, reply: float(zlib.crc32(reply.encode()) % 2)
 
 if __name__ == "__main__":
-    recipe.main(tyro.cli(recipe.Args))
+    recipe.main(track.command_line(recipe.Args))

@@ -21,9 +21,12 @@ def model(tiny_chat_model):
 def command(root, model, folder, *, steps, ranks, more=()):
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     words = [*(launch if ranks > 1 else []), root / "tests/helpers/recipe_with_signal.py"]
-    words += [root / "recipes" / "async_grpo.py", "--model", model, "--steps", steps]
-    words += ["--groups-per-step", 2, "--group-size", 4, "--eval-tasks", 4, "--lr", 1e-3]
-    words += ["--save-every", 1000, "--resume" if folder.exists() else "--run-dir", folder, *more]
+    words += [root / "recipes" / "async_grpo.py", "--steps", steps]
+    if folder.exists():
+        words += ["--resume", folder, *more]  # the other arguments are the run's
+    else:
+        words += ["--model", model, "--groups-per-step", 2, "--group-size", 4, "--eval-tasks", 4]
+        words += ["--lr", 1e-3, "--save-every", 1000, "--run-dir", folder, *more]
     return [sys.executable, *map(str, words)]
 
 

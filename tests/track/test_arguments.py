@@ -1,0 +1,89 @@
+"""The command line of a script, of a new run and of one that is resumed."""
+
+import json
+from typing import Literal
+
+import attrs
+import pytest
+
+from primerl import track
+
+
+@attrs.frozen
+class Args:
+    model: str
+    lr: float = attrs.field(default=0.1, validator=track.number(at_least=0))
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    urls: tuple[str, ...] = ()
+    vllm: dict[str, bool | str] = attrs.field(factory=dict)
+    env: str | None = None
+    run_dir: str | None = None
+    resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
+
+
+BEGUN = Args(
+    model="m", lr=0.5, dtype="bfloat16", urls=("http://a", "http://b"), vllm={"a": "1"}, env="e"
+)
+
+
+@pytest.fixture
+def given(monkeypatch):
+    def read(*words):
+        monkeypatch.setattr("sys.argv", ["script.py", *map(str, words)])
+        return track.command_line(Args)
+
+    return read
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with track.Run(tmp_path / "run", args=attrs.evolve(BEGUN, run_dir=str(tmp_path / "run"))):
+        return tmp_path / "run"
+
+
+def test_a_new_run_has_the_flags_and_the_defaults(given):
+    assert given("--model", "n", "--lr", "0.2") == Args(model="n", lr=0.2)
+
+
+@pytest.mark.parametrize("form", ["{}", "={}"])
+def test_a_resumed_run_has_its_own_arguments(given, folder, form):
+    words = ["--resume", folder] if form == "{}" else [f"--resume={folder}"]
+
+    assert given(*words) == attrs.evolve(BEGUN, resume=str(folder))
+
+
+def test_a_resumed_run_takes_what_is_given_again(given, folder):
+    found = given("--lr", "0.7", "--resume", folder, "--urls", "http://c")
+
+    assert found == attrs.evolve(BEGUN, lr=0.7, urls=("http://c",), resume=str(folder))
+
+
+def test_a_folder_that_was_moved_is_resumed_where_it_is(given, folder, tmp_path):
+    folder.rename(tmp_path / "moved")
+
+    assert given("--resume", tmp_path / "moved").resume == str(tmp_path / "moved")
+
+
+def test_what_is_no_run_of_this_script_is_refused(given, folder, tmp_path):
+    with pytest.raises(ValueError, match="there is no folder mistyped to resume from"):
+        given("--resume", "mistyped")
+    with pytest.raises(ValueError, match=r"args\.json is missing"):
+        given("--resume", tmp_path)
+    arguments = json.loads((folder / "args.json").read_text())
+    for wrong in ({"lr": "high"}, {"dtype": "int8"}):
+        (folder / "args.json").write_text(json.dumps(arguments | wrong))
+        with pytest.raises(
+            ValueError, match=r"is no run of this script: args\.json: .*\$\.(lr|dt)"
+        ):
+            given("--resume", folder)
+    del arguments["model"]
+    (folder / "args.json").write_text(json.dumps(arguments))
+    with pytest.raises(ValueError, match="is no run of this script.*`model`"):
+        given("--resume", folder)
+
+
+def test_flags_that_do_not_fit_end_the_script_with_status_2(given, folder):
+    for words in (["--lr", "-1", "--model", "m"], ["--resume", folder, "--dtype", "int8"]):
+        with pytest.raises(SystemExit) as ended:
+            given(*words)
+        assert ended.value.code == 2

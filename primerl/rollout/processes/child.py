@@ -76,7 +76,7 @@ class Child:
         self._channel: Channel | None = None
         self._serving: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._folder: str | None = None
+        self._folder = ""
         self._cause = ""
 
     @property
@@ -171,7 +171,7 @@ class Child:
             await self._wait_until_over(STOP_S)
         if self._serving is not None:
             await asyncio.wait([self._serving], timeout=STOP_S)
-        self._remove_folder()
+        remove_folder(self._folder)
 
     def kill(self, why: str = "") -> None:
         """Kill the process and everything that it started; ``why`` is given in error messages."""
@@ -182,12 +182,8 @@ class Child:
     def kill_and_wait(self) -> None:
         """``kill``, and wait without an event loop until all processes have ended."""
         self.kill()
-        if self._process is not None and self._folder is not None:
+        if self._process is not None:
             launch.wait_until_over(self._process, self._folder, timeout_s=STOP_S)
-        self._remove_folder()
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
             remove_folder(self._folder)
 
     async def _watch(self, process: "subprocess.Popen[bytes]", channel: Channel) -> None:
@@ -198,15 +194,13 @@ class Child:
         channel.close()
 
     async def _wait_until_over(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while not (over := self._is_over()) and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        return over
-
-    def _is_over(self) -> bool:
         assert self._process is not None
-        assert self._folder is not None
-        return self._process.poll() is not None and launch.is_over(self._folder)
+        deadline = time.monotonic() + timeout_s
+        while self._process.poll() is None or not launch.is_over(self._folder):
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(0.01)
+        return True
 
     async def _cause_of_death(self) -> str:
         assert self._process is not None

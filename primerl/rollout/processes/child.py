@@ -84,22 +84,13 @@ class Child:
         """Whether it is running and can be called."""
         return self.pid is not None and self._serving is not None and not self._serving.done()
 
-    async def start(
-        self,
-        arguments: Mapping[str, bytes],
-        handlers: Handlers,
-        *,
-        timeout_s: float = START_S,
-    ) -> None:
+    async def start(self, arguments: Mapping[str, bytes], handlers: Handlers) -> None:
         """Start the process and wait until its object is made.
 
-        Args:
-            arguments: of the object, from ``pickle_arguments``.
-            handlers: what the child may call here.
-            timeout_s: how long starting may take.
+        The object's ``arguments`` are from ``pickle_arguments``; the child may call ``handlers``.
 
         Raises:
-            RuntimeError: it was started before, it died, or it took longer than ``timeout_s``.
+            RuntimeError: it was started before, it died, or it took longer than ``START_S``.
                 What making the object raises is raised.
         """
         if self._process is not None:
@@ -122,12 +113,12 @@ class Child:
         self._watching = asyncio.create_task(self._watch(self._process, self._channel))
         path = (self._served.__module__, self._served.__qualname__)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(START_S):
                 self.pid = await self.call("process_id")
                 await self.call("make", *path, dict(arguments))
         except TimeoutError:
             await self.close(grace_s=0)
-            raise RuntimeError(f"{self.name} did not start within {timeout_s:.0f} s") from None
+            raise RuntimeError(f"{self.name} did not start within {START_S:.0f} s") from None
         except BaseException:
             await self.close(grace_s=0)
             raise

@@ -3,9 +3,6 @@
 Everything that knows verifiers is in this package; it is imported on first use.
 """
 
-from primerl.rollout.environments.verifiers_adapter.environment import (
-    VerifiersEnvironment,
-    verifiers,
-)
+from primerl.rollout.environments.verifiers_adapter.environment import verifiers
 
-__all__ = ["VerifiersEnvironment", "verifiers"]
+__all__ = ["verifiers"]

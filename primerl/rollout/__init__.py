@@ -1,7 +1,7 @@
 """Rollouts: engines that sample, environments that play tasks, and the worker that runs both.
 
 The only package that is asynchronous. ``TransformersEngine``, its one torch-dependent part, and
-``VLLMEngine`` load on first use, so a process that only collects rollouts never imports torch.
+``VLLMEngine``, a client, load on first use: a process that only collects rollouts needs neither.
 """
 
 import importlib

@@ -232,9 +232,7 @@ class Collector:
         error = self._scheduler.error
         if error is not None:
             raise RuntimeError(f"rollouts stopped: {message(error)}") from error
-        if self._health.reason is not None:
-            raise RuntimeError(f"step {version} cannot be filled: {self._health.reason}")
-        reason = unfillable(
+        reason = self._health.reason or unfillable(
             version,
             served=self._engine.version,
             buffer=self._buffer,

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from primerl.rollout.collection.rollouts import Progress, play
@@ -74,12 +74,12 @@ async def run_group(
     pending = set(rollouts)
     failures: list[BaseException] = []
     deadline = _Deadline(timeout_s, health)
-    engine_silent = False
+    reason = FAILED
     try:
         while pending and size - len(failures) >= needed:
             left_s = deadline.left_s
             if left_s is not None and left_s <= 0:
-                engine_silent = progress.ignored_by_engine
+                reason = ENGINE if progress.ignored_by_engine else TIMEOUT
                 break
             done, pending = await asyncio.wait(
                 pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
@@ -93,10 +93,12 @@ async def run_group(
     finally:
         await cancel_all(pending, timeout_s=CANCEL_S)
     if len(survivors) < needed:
-        late = size - len(survivors) - len(failures)
         text = f"task {task_id!r}: {len(failures)} of {size} rollouts failed"
-        reason = _reason(failures, size=size, needed=needed, engine_silent=engine_silent)
-        if size - len(failures) >= needed:
+        if reason == FAILED:
+            their_own = sum(not isinstance(error, EngineFailed) for error in failures)
+            reason = ENGINE if size - their_own >= needed else FAILED
+        else:
+            late = size - len(survivors) - len(failures)
             text += f" and {late} had not ended after {timeout_s:g} s"
         if failures:
             text += f"; the last: {summary(failures[-1])}"
@@ -134,15 +136,6 @@ async def evaluate(
             "has ended, or evaluate with an engine that nothing is published to (engine=)"
         )
     return rollouts
-
-
-def _reason(
-    failures: Sequence[BaseException], *, size: int, needed: int, engine_silent: bool
-) -> str:
-    if size - len(failures) >= needed:
-        return ENGINE if engine_silent else TIMEOUT
-    without_engine = sum(not isinstance(error, EngineFailed) for error in failures)
-    return ENGINE if engine_silent or size - without_engine >= needed else FAILED
 
 
 class _Deadline:

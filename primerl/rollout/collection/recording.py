@@ -166,5 +166,4 @@ def _array(name: str, encoded: _Array) -> np.ndarray:
         raise ValueError(
             f"{name} has {len(encoded.data)} bytes, no whole number of {encoded.dtype}"
         )
-    values: np.ndarray = np.frombuffer(encoded.data, encoded.dtype)
-    return values
+    return np.frombuffer(encoded.data, encoded.dtype)

@@ -79,8 +79,7 @@ class StallTimer:
             text += f"; of the filters, {names}"
         if buffer.verification.newest_rejected:
             text += "; the newest version was rejected: publish it again and verify it"
-        if buffer.awaiting_verification:
-            waiting = buffer.awaiting_verification
+        if waiting := buffer.awaiting_verification:
             counts = ", ".join(f"{n} for version {v}" for v, n in waiting.items())
             text += (
                 f"; groups that wait for verification: {counts}: "

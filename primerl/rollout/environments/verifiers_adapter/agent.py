@@ -1,7 +1,4 @@
-"""The agents of a verifiers environment, sampled by an engine.
-
-Imported on first use: importing this module imports verifiers.
-"""
+"""The agents of a verifiers environment, sampled by an engine."""
 
 import contextlib
 import copy

@@ -1,7 +1,4 @@
-"""An engine as verifiers' model client.
-
-Imported on first use: importing this module imports verifiers.
-"""
+"""An engine as verifiers' model client."""
 
 import json
 from collections.abc import Mapping, Sequence

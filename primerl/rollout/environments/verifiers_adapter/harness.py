@@ -1,7 +1,4 @@
-"""verifiers' chat loop with tools, inside this process and without HTTP.
-
-Imported on first use: importing this module imports verifiers.
-"""
+"""verifiers' chat loop with tools, inside this process and without HTTP."""
 
 import contextlib
 import secrets

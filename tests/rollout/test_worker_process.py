@@ -154,7 +154,7 @@ def test_a_take_that_is_interrupted_at_any_moment_loses_no_group(isolation):
             groups = None
             while groups is None:
                 try:
-                    with interrupted(0.0005 + 0.06 * draw.random() ** 2):
+                    with interrupted(0.0005 + 0.015 * draw.random() ** 2):
                         groups = rollouts.take(version=step)
                 except Interrupted:
                     interruptions += 1

@@ -1,7 +1,7 @@
 """Rollouts: engines that sample, environments that play tasks, and the worker that runs both.
 
-The only package that is asynchronous. Its one torch-dependent part, ``TransformersEngine``, loads
-on first use, so a process that only collects rollouts never imports torch.
+The only package that is asynchronous. ``TransformersEngine``, its one torch-dependent part, and
+``VLLMEngine``, a client, load on first use: a process that only collects rollouts needs neither.
 """
 
 import importlib
@@ -12,10 +12,12 @@ from primerl.rollout.collection.groups import run_group
 from primerl.rollout.collection.recording import load_groups, save_groups
 from primerl.rollout.engines.contract import BadCompletion
 from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.engines.vllm.server.child import VLLMServer
+from primerl.rollout.engines.vllm.server.launch import serve_vllm
 from primerl.rollout.environments.conversation import Conversation
-from primerl.rollout.environments.environment import Environment, RewardError, single_turn
+from primerl.rollout.environments.environment import Environment, RewardError, route, single_turn
 from primerl.rollout.environments.isolation import isolated
-from primerl.rollout.environments.routing import route
+from primerl.rollout.environments.verifiers_adapter import verifiers
 from primerl.rollout.tasks.difficulty_pools import DifficultyPools
 from primerl.rollout.tasks.mixtures import Mixture
 from primerl.rollout.tasks.streams import InOrder, Shuffled, TaskStream
@@ -24,9 +26,6 @@ from primerl.rollout.workers import Evaluation, Worker, worker
 if TYPE_CHECKING:
     from primerl.rollout.engines.transformers.engine import TransformersEngine
     from primerl.rollout.engines.vllm.client.engine import VLLMEngine
-    from primerl.rollout.engines.vllm.server.child import VLLMServer
-    from primerl.rollout.engines.vllm.server.launch import serve_vllm
-    from primerl.rollout.environments.verifiers_adapter import verifiers
 
 __all__ = [
     "BadCompletion",
@@ -56,13 +55,9 @@ __all__ = [
     "worker",
 ]
 
-
 _LAZY = {
     "TransformersEngine": "engines.transformers.engine",
     "VLLMEngine": "engines.vllm.client.engine",
-    "VLLMServer": "engines.vllm.server.child",
-    "serve_vllm": "engines.vllm.server.launch",
-    "verifiers": "environments.verifiers_adapter",
 }
 
 

@@ -1,6 +1,16 @@
-"""Text for exceptions, including those whose ``__str__`` fails."""
+"""Exceptions: their text, also where ``__str__`` fails, and their way to another process."""
 
+import itertools
+import pickle
 import traceback
+from typing import TypeAlias
+
+import cloudpickle
+
+_MOST_CAUSES = 20
+
+ErrorChain: TypeAlias = list[tuple[bytes | None, str, str]]
+"""An exception and its causes, outermost first, each as (pickle, summary, traceback)."""
 
 
 def message(error: BaseException) -> str:
@@ -14,3 +24,43 @@ def message(error: BaseException) -> str:
 def summary(error: BaseException) -> str:
     """``Name: message``, as the last line of a traceback."""
     return traceback.format_exception_only(error)[0].strip()
+
+
+def describe_error(error: BaseException) -> ErrorChain:
+    """The exception and its causes, ready to be sent."""
+    chain: ErrorChain = []
+    seen: set[int] = set()  # an exception may be its own cause
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen and len(seen) < _MOST_CAUSES:
+        seen.add(id(link))
+        text = "".join(traceback.format_exception(link, chain=False))
+        chain.append((_pickled(link), summary(link), text))
+        link = link.__cause__
+    return chain
+
+
+def rebuild_error(chain: ErrorChain) -> BaseException:
+    """The exception, with its causes and the other process's tracebacks as notes."""
+    errors: list[BaseException] = []
+    for content, short, text in chain:
+        try:
+            error = RuntimeError(short) if content is None else pickle.loads(content)
+        except Exception:  # its module may not exist in this process
+            error = RuntimeError(short)
+        error.add_note(f"in the other process:\n{text}")
+        errors.append(error)
+    for error, cause in itertools.pairwise(errors):
+        error.__cause__ = cause
+    return errors[0]
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """The exception's pickle, if it can be loaded again, which ``__init__`` often prevents."""
+    if not isinstance(error, Exception):
+        return None  # re-raised as itself, it would bypass handlers of ``Exception``
+    try:
+        content: bytes = cloudpickle.dumps(error)
+        str(pickle.loads(content))
+    except Exception:  # code of a user's exception may fail in any way
+        return None
+    return content

@@ -1,13 +1,12 @@
 """The worker: collects rollouts while the trainer trains, within the staleness bound."""
 
-import asyncio
 import itertools
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from types import TracebackType
 from typing import Any
 
 from primerl.rollout.collection.buffer import ON_STALE
@@ -15,14 +14,14 @@ from primerl.rollout.collection.plan import Plan
 from primerl.rollout.collection.staleness import check_schedule
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, Task
+from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.rollout.processes.hosts import BLOCKED_S, InProcess, InThread
 from primerl.rollout.processes.pickling import pickle_arguments
-from primerl.rollout.tasks.streams import InOrder, TaskStream
+from primerl.rollout.tasks.streams import TaskStream, as_task_stream
 from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
 JOIN_S = 45.0
 log = logging.getLogger(__name__)
-ISOLATION = ("process", "thread")
 
 
 def worker(
@@ -116,7 +115,7 @@ def worker(
     _check(plan, engine, tasks, isolation)
     arguments: dict[str, Any] = {
         "environment": environment,
-        "tasks": tasks if isinstance(tasks, TaskStream) else InOrder(tasks),
+        "tasks": as_task_stream(tasks),
         "keep": tuple(keep),
         "plan": plan,
         "state": state,
@@ -147,7 +146,7 @@ def _check_parts(engine: Any, environment: Any, params: Any, keep: Any, threads:
 
 
 def _check(plan: Plan, engine: Engine, tasks: Any, isolation: str) -> None:
-    if isolation not in ISOLATION:
+    if isolation not in ("process", "thread"):
         raise ValueError(f"isolation={isolation!r}; expected 'process' or 'thread'")
     if plan.on_stale not in ON_STALE:
         raise ValueError(f"on_stale={plan.on_stale!r}; expected one of {', '.join(ON_STALE)}")
@@ -191,36 +190,26 @@ class Worker:
         self._engine = engine
         self._host = host
         self._plan = plan
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._loop: BackgroundLoop | None = None
         self._last_stats: dict[str, Any] | None = None
         self._taking = threading.Lock()
         self._deliveries = itertools.count(1)
 
     def __enter__(self) -> "Worker":
-        if self._thread is not None:
+        if self._loop is not None:
             raise RuntimeError(
                 "this worker was entered before; make another: rollout.worker(..., state=) resumes "
                 "from what state() returned"
             )
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="primerl-rollouts", daemon=True
-        )
-        self._thread.start()
+        self._loop = BackgroundLoop("primerl-rollouts")
         try:
-            self._submit(self._host.start()).result()
+            self._loop.submit(self._host.start()).result()
         except BaseException:
             self._stop()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._loop is not None:
             self._last_stats = self._stop()
         if kind is KeyboardInterrupt and self._host.interrupted:
@@ -338,23 +327,23 @@ class Worker:
         return [*self._host.members(), *self._wait("members")]
 
     def _call(self, name: str, *args: Any) -> "Future[Any]":
-        if self._loop is None or self._thread is None or not self._thread.is_alive():
+        if self._loop is None or not self._loop.alive:
             raise RuntimeError("the worker is not running; use `with rollout.worker(...) as ...`")
-        return self._submit(self._host.call(name, *args))
+        return self._loop.submit(self._host.call(name, *args))
 
     def _notify(self, name: str, *args: Any) -> None:
         """Call a method without waiting for it; it comes before whatever is called next."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._host.notify, name, *args)
+        if self._loop is not None and self._loop.alive:
+            self._loop.call_soon(self._host.notify, name, *args)
 
     def _wait(self, name: str, *args: Any) -> Any:
         return self._finish(self._call(name, *args), f"{name!r} was not answered", None)
 
     def _finish(self, future: "Future[Any]", what: str, timeout_s: float | None) -> Any:
         """The future's result; raises where the event loop that should set it is blocked."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
-            while not self._done(future, deadline):
+            while not wait([future], max(0.0, min(1.0, deadline - time.monotonic()))).done:
                 silent = time.monotonic() - self._host.last_heartbeat
                 if silent > max(self._plan.timeout_s, BLOCKED_S):
                     raise RuntimeError(
@@ -362,9 +351,9 @@ class Worker:
                         "an environment, a reward or a filter does blocking work (run the "
                         "environment with rollout.isolated, or await what it waits for)"
                     )
-                if self._thread is None or not self._thread.is_alive():
+                if self._loop is None or not self._loop.alive:
                     raise RuntimeError(f"{what}: the worker's event loop has ended")
-                if deadline is not None and time.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     raise RuntimeError(f"{what} than {timeout_s:.0f} s")
             return future.result()
         except CancelledError:
@@ -373,31 +362,18 @@ class Worker:
             future.cancel()
             raise
 
-    def _done(self, future: "Future[Any]", deadline: float | None) -> bool:
-        left = 1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic()))
-        return bool(wait([future], timeout=left).done)
-
-    def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
     def _stop(self) -> dict[str, Any] | None:
-        loop, thread, self._loop = self._loop, self._thread, None
-        assert loop is not None
-        assert thread is not None
+        assert self._loop is not None
         blocked = time.monotonic() - self._host.last_heartbeat > BLOCKED_S
         patience_s = 1.0 if blocked else JOIN_S
-        stopping = asyncio.run_coroutine_threadsafe(self._host.stop(), loop)
+        stopping = self._loop.submit(self._host.stop())
         try:
             if not wait([stopping], timeout=patience_s).done:
                 log.error("the rollout worker did not stop within %.0f s", patience_s)
         finally:
             if not stopping.done():  # out of patience, or interrupted
                 self._host.kill()
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join(patience_s)
-        if not thread.is_alive():
-            loop.close()
+            self._loop.end(patience_s)
         return stopping.result() if stopping.done() else None
 
 
@@ -410,7 +386,7 @@ class IdleWorker(Worker):
     def __enter__(self) -> "IdleWorker":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def take(self, version: PolicyVersion) -> list[Group]:  # noqa: ARG002
@@ -419,17 +395,6 @@ class IdleWorker(Worker):
 
     def mark_version(self, version: PolicyVersion, *, verified: bool) -> None:
         """Nothing to release or drop."""
-
-    def evaluate(
-        self,
-        tasks: Iterable[Task],  # noqa: ARG002
-        params: SamplingParams,  # noqa: ARG002
-        *,
-        engine: Engine | None = None,  # noqa: ARG002
-        timeout_s: float = 600.0,  # noqa: ARG002
-    ) -> list[Rollout]:
-        """No rollouts: rank 0 has them."""
-        return []
 
     def start_evaluation(
         self,

@@ -19,15 +19,7 @@ from primerl.rollout.collection.verification import UNVERIFIED, VersionVerificat
 from primerl.rollout.errors import summary
 from primerl.types import Group, PolicyVersion
 
-STALE = "stale"
-"""The name under which ``take`` counts groups that are too old."""
-
-FUTURE = "future"
-"""The name under which ``take`` counts groups sampled by weights newer than the trainer's."""
-
 ON_STALE = ("drop", "wait", "mask_tokens")
-
-
 _BY_AGE = operator.attrgetter("oldest")
 
 
@@ -151,7 +143,7 @@ class Buffer:
             self.drop("empty")
             return False
         if self.has_rejected_tokens(group):
-            self._count_dropped(group, UNVERIFIED)
+            self.drop(UNVERIFIED, tokens=len(group.versions))
             return False
         for name, keeps in zip(self.filters, self._keep, strict=True):
             try:
@@ -159,13 +151,13 @@ class Buffer:
             except Exception as error:  # user code may raise anything
                 raise RuntimeError(f"the filter {name!r} raised {summary(error)}") from error
             if not kept:
-                self._count_dropped(group, name)
+                self.drop(name, tokens=len(group.versions))
                 return False
         self._store(group)
         return True
 
     def drop(self, reason: str, *, tokens: int = 0) -> None:
-        """Account for a started group that will never be stored, and for its sampled tokens."""
+        """Account for a started group that will never be trained, and for its sampled tokens."""
         self._require_in_flight()
         self.dropped[reason] += 1
         self.tokens[reason] += tokens
@@ -208,7 +200,7 @@ class Buffer:
         self.give_back()
         if self.first_version is None:
             self.first_version = version
-        self._retain(lambda one: one.group.versions.max() <= version, FUTURE)
+        self._retain(lambda one: one.group.versions.max() <= version, "future")
         self._expire(version - self.max_staleness)
         ready = [one for one in self._finished if not self._provisional(one)]
         step = ready[: self.groups_per_step]
@@ -300,7 +292,7 @@ class Buffer:
             masks = self.on_stale == "mask_tokens"
             masked = without_stale_tokens(one.group, oldest) if masks else None
             if masked is None or oldest_version(masked) is None:
-                self._count_dropped(one.group, STALE)
+                self.drop("stale", tokens=len(one.group.versions))
             else:
                 self.masked_tokens += len(one.group.versions) - len(masked.versions)
                 self._store(masked, one.versions)  # versions of masked tokens still count
@@ -312,11 +304,7 @@ class Buffer:
             gone = set(dropped)
             self._finished = [one for one in self._finished if one not in gone]
             for one in dropped:
-                self._count_dropped(one.group, reason)
-
-    def _count_dropped(self, group: Group, reason: str) -> None:
-        self.dropped[reason] += 1
-        self.tokens[reason] += len(group.versions)
+                self.drop(reason, tokens=len(one.group.versions))
 
     def _require_in_flight(self) -> None:
         if self.in_flight < 1:

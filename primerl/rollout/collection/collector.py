@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from primerl.rollout.collection.buffer import Buffer
-from primerl.rollout.collection.evaluation import evaluate
-from primerl.rollout.collection.plan import Plan
+from primerl.rollout.collection.groups import cancel_all, evaluate
+from primerl.rollout.collection.plan import Plan, decode_state, encode_state
 from primerl.rollout.collection.scheduler import GroupScheduler
 from primerl.rollout.collection.stalls import StallTimer, unfillable
-from primerl.rollout.collection.worker_state import decode_state, encode_state
 from primerl.rollout.engines.health import EngineHealth
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.engines.remote import EngineAddress, RemoteEngines
@@ -71,7 +70,7 @@ class Collector:
         self._ended_delivery = 0  # takes up to this one have reached the trainer, or were given up
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._background: list[asyncio.Task[None]] = []
-        self._lag = LoopLag()
+        self.lag = LoopLag()
         self._trainer_wait_s = 0.0
         if state is not None:
             self._restore(state)
@@ -84,7 +83,7 @@ class Collector:
         """
         self._scheduler.draw_first()
         self._background = [
-            asyncio.create_task(self._lag.run()),
+            asyncio.create_task(self.lag.run()),
             asyncio.create_task(self._scheduler.run()),
         ]
         if self._channel is not None:
@@ -95,11 +94,7 @@ class Collector:
         for task in self._background:
             task.cancel()
         await asyncio.sleep(0)  # lets groups begin: before that they can't account for their end
-        waiting = [*self._scheduler.cancel_all(), *self._evaluations]
-        for evaluation in self._evaluations:
-            evaluation.cancel()
-        if waiting:
-            await asyncio.wait(waiting, timeout=CLOSE_S)
+        await cancel_all([*self._scheduler.in_flight, *self._evaluations], timeout_s=CLOSE_S)
         if hasattr(self._environment, "aclose"):  # it may be called again
             try:
                 await self._environment.aclose()
@@ -114,7 +109,7 @@ class Collector:
         one that was given up, before or while it runs, reserves nothing.
         """
         began = time.monotonic()
-        stall = StallTimer(self._plan.timeout_s, self._buffer.dropped)
+        stall = StallTimer(self._plan.timeout_s, self._buffer.dropped.copy())
         self._scheduler.cancel_unusable(version)
         while delivery > self._ended_delivery:
             in_flight = self._scheduler.oldest_versions()
@@ -197,8 +192,8 @@ class Collector:
             "awaiting_verification": buffer.awaiting_verification,
             "trainer_wait_s": self._trainer_wait_s,
             "rollout_wait_s": self._scheduler.idle_s,
-            "loop_lag_p99_s": self._lag.p99_s,
-            "loop_lag_max_s": self._lag.max_s,
+            "loop_lag_p99_s": self.lag.p99_s,
+            "loop_lag_max_s": self.lag.max_s,
         }
 
     def state(self) -> bytes:
@@ -220,11 +215,6 @@ class Collector:
         """The processes that the environment started."""
         return self._environment.members() if hasattr(self._environment, "members") else []
 
-    @property
-    def last_heartbeat(self) -> float:
-        """When the event loop last turned, by the monotonic clock."""
-        return self._lag.last_heartbeat
-
     def _restore(self, content: bytes) -> None:
         try:
             state = decode_state(content, self._plan)
@@ -242,9 +232,7 @@ class Collector:
         error = self._scheduler.error
         if error is not None:
             raise RuntimeError(f"rollouts stopped: {message(error)}") from error
-        if self._health.reason is not None:
-            raise RuntimeError(f"step {version} cannot be filled: {self._health.reason}")
-        reason = unfillable(
+        reason = self._health.reason or unfillable(
             version,
             served=self._engine.version,
             buffer=self._buffer,

@@ -9,22 +9,18 @@ from primerl.rollout.environments.environment import Task
 from primerl.types import Group
 
 MANY_FAILURES = 12  # groups in a row that stop even a run of small steps
+_NO_COUNTS = {"groups": 0, "failed": 0, "rollouts": 0, "tokens": 0, "reward_sum": 0.0}
 
 
 class Counters:
-    """Counts what the buffer does not: rollouts, errors, environments, and tasks that fail.
-
-    Args:
-        groups_per_step: a run stops after twice as many failed groups in a row.
-        quarantine_after: groups of a task that fail, without a success, put it in quarantine.
-    """
+    """Counts what the buffer does not: rollouts, errors, environments, and tasks that fail."""
 
     def __init__(self, *, groups_per_step: int, quarantine_after: int) -> None:
         self.tokens = 0
         self.retried = 0
         self.skipped = 0
         self.errors: Counter[str] = Counter()
-        self.environments: dict[str, dict[str, float]] = defaultdict(_no_counts)
+        self.environments: dict[str, dict[str, float]] = defaultdict(_NO_COUNTS.copy)
         self._quarantine_after = quarantine_after
         self._too_many = max(MANY_FAILURES, 2 * groups_per_step)
         self._failures: Counter[str] = Counter()
@@ -100,7 +96,3 @@ class Counters:
         self._failures.update(state["failures"])
         for name, counts in state["environments"].items():
             self.environments[name].update(counts)
-
-
-def _no_counts() -> dict[str, float]:
-    return {"groups": 0, "failed": 0, "rollouts": 0, "tokens": 0, "reward_sum": 0.0}

@@ -1,8 +1,9 @@
-"""Groups: several rollouts of one task, run together, with survivors and a deadline."""
+"""Rollouts that are run together: groups, with survivors and a deadline, and evaluations."""
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from primerl.rollout.collection.rollouts import Progress, play
 from primerl.rollout.engines.health import EngineFailed, EngineHealth
@@ -73,12 +74,12 @@ async def run_group(
     pending = set(rollouts)
     failures: list[BaseException] = []
     deadline = _Deadline(timeout_s, health)
-    engine_silent = False
+    reason = FAILED
     try:
         while pending and size - len(failures) >= needed:
             left_s = deadline.left_s
             if left_s is not None and left_s <= 0:
-                engine_silent = progress.ignored_by_engine
+                reason = ENGINE if progress.ignored_by_engine else TIMEOUT
                 break
             done, pending = await asyncio.wait(
                 pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
@@ -90,27 +91,51 @@ async def run_group(
                     raise error
         survivors = [one.result() for one in rollouts if one.done() and _failure(one) is None]
     finally:
-        await cancel_all(pending)
+        await cancel_all(pending, timeout_s=CANCEL_S)
     if len(survivors) < needed:
-        late = size - len(survivors) - len(failures)
         text = f"task {task_id!r}: {len(failures)} of {size} rollouts failed"
-        reason = _reason(failures, size=size, needed=needed, engine_silent=engine_silent)
-        if size - len(failures) >= needed:
+        if reason == FAILED:
+            their_own = sum(not isinstance(error, EngineFailed) for error in failures)
+            reason = ENGINE if size - their_own >= needed else FAILED
+        else:
+            late = size - len(survivors) - len(failures)
             text += f" and {late} had not ended after {timeout_s:g} s"
         if failures:
             text += f"; the last: {summary(failures[-1])}"
         raise GroupFailed(text, reason=reason) from (failures[-1] if failures else None)
-    environment_name = str(task.get("environment", ""))
-    return Group(task_id=task_id, rollouts=survivors, environment=environment_name)
+    return Group(task_id=task_id, rollouts=survivors, environment=str(task.get("environment", "")))
 
 
-def _reason(
-    failures: Sequence[BaseException], *, size: int, needed: int, engine_silent: bool
-) -> str:
-    if size - len(failures) >= needed:
-        return ENGINE if engine_silent else TIMEOUT
-    without_engine = sum(not isinstance(error, EngineFailed) for error in failures)
-    return ENGINE if engine_silent or size - without_engine >= needed else FAILED
+async def evaluate(
+    environment: Environment,
+    tasks: Iterable[Task],
+    engine: Engine,
+    params: SamplingParams,
+    *,
+    retries: int,
+    health: EngineHealth,
+) -> list[Rollout]:
+    """Play each task once; returns the rollouts in the order of the tasks.
+
+    Raises:
+        RuntimeError: more than one version of the weights was served.
+    """
+    version = engine.version
+    playing = [
+        asyncio.create_task(play(environment, task, engine, params, retries=retries, health=health))
+        for task in tasks
+    ]
+    try:
+        rollouts = await asyncio.gather(*playing)
+    finally:  # if one has failed
+        await cancel_all(playing, timeout_s=CANCEL_S)
+    versions = {version, *Group(task_id="", rollouts=rollouts).versions.tolist()}
+    if len(versions) > 1:
+        raise RuntimeError(
+            f"weights {sorted(versions)} were served during one evaluation; publish when it "
+            "has ended, or evaluate with an engine that nothing is published to (engine=)"
+        )
+    return rollouts
 
 
 class _Deadline:
@@ -136,14 +161,13 @@ def _failure(task: "asyncio.Task[Rollout]") -> BaseException | None:
     return task.exception()
 
 
-async def cancel_all(tasks: Iterable["asyncio.Future[Rollout]"]) -> None:
+async def cancel_all(tasks: Collection["asyncio.Task[Any]"], *, timeout_s: float) -> None:
     """Cancel tasks and wait until they have cleaned up; one that does not end is abandoned."""
-    tasks = list(tasks)
     waiting = [task for task in tasks if not task.done()]
     for task in waiting:
         task.cancel()
     if waiting:
-        await asyncio.wait(waiting, timeout=CANCEL_S)
+        await asyncio.wait(waiting, timeout=timeout_s)
     for task in tasks:
         if task.done() and not task.cancelled():
             task.exception()  # retrieved, so that asyncio does not log it as never retrieved

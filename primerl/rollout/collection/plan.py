@@ -1,8 +1,14 @@
-"""How a worker collects: the arguments of ``worker`` that are plain values."""
+"""How a worker collects, and its state as bytes, refused where it does not fit the plan."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import attrs
+import msgspec
 
 from primerl.types import SamplingParams
+
+STATE_FORMAT = 3
 
 
 @attrs.frozen(kw_only=True)
@@ -20,3 +26,81 @@ class Plan:
     group_timeout_s: float
     timeout_s: float
     await_verification: bool | None = None
+
+
+def encode_state(plan: Plan, parts: Mapping[str, Any]) -> bytes:
+    """The state of a worker that collects by ``plan``; its parts are builtins by name.
+
+    Raises:
+        ValueError: a task in ``parts["again"]`` holds what can't be stored.
+    """
+    for task in parts["again"]:
+        _require_plain(task, f"task {task['id']!r}")
+    settings = ("group_size", "min_group", "groups_per_step")
+    saved = {name: getattr(plan, name) for name in settings}
+    return msgspec.msgpack.encode({"format": STATE_FORMAT, "plan": saved, **parts})
+
+
+def decode_state(content: bytes, plan: Plan) -> dict[str, Any]:
+    """The parts of a state that ``encode_state`` encoded, for a worker that collects by ``plan``.
+
+    Raises:
+        ValueError: it is not such a state, of another format, or of groups that this worker would
+            not have made.
+    """
+    try:
+        state: dict[str, Any] = msgspec.msgpack.decode(content)
+        known = state["format"] == STATE_FORMAT
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"this is no state of a rollout worker: {error}") from error
+    if not known:
+        raise ValueError(
+            f"the worker's state has format {state['format']}, expected {STATE_FORMAT}: it "
+            "was written by another version of primerl"
+        )
+    _require_same_plan(state["plan"], plan)
+    if state["buffer"]["verification"]["required"] and plan.await_verification is False:
+        raise ValueError(
+            "the state was taken where versions await verification: with await_verification=False "
+            "its unverified groups would be trained; resume without that, or without the worker's "
+            "state"
+        )
+    return state
+
+
+def _require_same_plan(saved: Mapping[str, Any], plan: Plan) -> None:
+    refused = {
+        "group_size": "its finished groups have another size, and are compared with each other",
+        "groups_per_step": "steps of another size can't continue its count",
+    }
+    if saved["min_group"] < plan.min_group:
+        refused["min_group"] = "its finished groups may have fewer rollouts"
+    for name, why in refused.items():
+        if saved[name] != getattr(plan, name):
+            raise ValueError(
+                f"the state was taken with {name}={saved[name]}, not {getattr(plan, name)}: "
+                f"{why}; resume with {name}={saved[name]}, or without the worker's state"
+            )
+
+
+def _require_plain(value: Any, where: str) -> None:
+    """Refuse what MessagePack would store as something else.
+
+    Raises:
+        ValueError: somewhere in ``value`` is neither text, number, bytes, list nor mapping.
+    """
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise ValueError(f"{where} has the key {name!r}, which can't be stored; use text")
+            _require_plain(item, f"{where}[{name!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _require_plain(item, f"{where}[{index}]")
+    elif type(value) not in (type(None), bool, int, float, str, bytes):
+        raise ValueError(
+            f"{where} is a {type(value).__name__}, which can't be stored in the worker's state; "
+            "tasks that are to survive a restart hold text, numbers, lists and mappings"
+        )
+    elif type(value) is int and not -(2**63) <= value < 2**64:
+        raise ValueError(f"{where} is {value}, which has more than 64 bits and can't be stored")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import msgspec
 import numpy as np
 
@@ -107,21 +108,12 @@ def encode_group(group: Group) -> dict[str, Any]:
     Raises:
         ValueError: a sample is of a subclass, whose additional fields would be lost.
     """
-    return {
-        "task_id": group.task_id,
-        "rollouts": [
-            {
-                "samples": [_encode_sample(sample) for sample in rollout.samples],
-                "reward": rollout.reward,
-                "metrics": dict(rollout.metrics),
-                "stop": rollout.stop,
-                "agent": rollout.agent,
-                "episode_id": rollout.episode_id,
-            }
-            for rollout in group.rollouts
-        ],
-        "environment": group.environment,
-    }
+    for sample in group.samples:
+        if type(sample) is not Sample:
+            raise ValueError(
+                f"a {type(sample).__name__} cannot be recorded; record groups as they were sampled"
+            )
+    return attrs.asdict(group, value_serializer=_plain)
 
 
 def decode_group(encoded: dict[str, Any]) -> Group:
@@ -136,16 +128,12 @@ def decode_group(encoded: dict[str, Any]) -> Group:
         raise ValueError(f"no encoded group: {error}") from error
 
 
-def _encode_sample(sample: Sample) -> dict[str, Any]:
-    if type(sample) is not Sample:
-        raise ValueError(
-            f"a {type(sample).__name__} cannot be recorded; record groups as they were sampled"
-        )
-    arrays = {
-        name: {"dtype": dtype, "data": getattr(sample, name).astype(dtype).tobytes()}
-        for name, dtype in DTYPES.items()
-    }
-    return {**arrays, "temperature": float(sample.temperature), "routes": sample.routes}
+def _plain(_: Any, field: Any, value: Any) -> Any:
+    """A value as builtins; ``field`` is None for an entry of a list or a mapping."""
+    if isinstance(value, np.ndarray):
+        dtype = DTYPES[field.name]
+        return {"dtype": dtype, "data": value.astype(dtype).tobytes()}
+    return float(value) if field is not None and field.name == "temperature" else value
 
 
 def _group(encoded: _Group) -> Group:
@@ -178,5 +166,4 @@ def _array(name: str, encoded: _Array) -> np.ndarray:
         raise ValueError(
             f"{name} has {len(encoded.data)} bytes, no whole number of {encoded.dtype}"
         )
-    values: np.ndarray = np.frombuffer(encoded.data, encoded.dtype)
-    return values
+    return np.frombuffer(encoded.data, encoded.dtype)

@@ -21,26 +21,12 @@ from primerl.rollout.tasks.streams import TaskStream
 from primerl.types import Group, PolicyVersion
 
 POLL_S = 0.01  # how soon a newly served version is noticed
-CANCELLED = "cancelled"
 
 log = logging.getLogger(__name__)
 
 
 class GroupScheduler:
-    """Draws tasks, runs their groups, and hands them to the buffer.
-
-    Args:
-        environment: plays the tasks.
-        tasks: where they come from.
-        engine: samples.
-        health: of the engine.
-        buffer: decides what may start, and stores what has ended.
-        plan: of the worker.
-
-    Attributes:
-        error: what has stopped the run, if anything has.
-        idle_s: time in which no group was in flight.
-    """
+    """Draws tasks, runs their groups, and hands them to the buffer, which says what may start."""
 
     def __init__(
         self,
@@ -53,7 +39,9 @@ class GroupScheduler:
         plan: Plan,
     ) -> None:
         self.error: Exception | None = None
+        """What has stopped the run, if anything has."""
         self.idle_s = 0.0
+        """Time in which no group was in flight."""
         self.counters = Counters(
             groups_per_step=plan.groups_per_step, quarantine_after=plan.quarantine_after
         )
@@ -68,6 +56,11 @@ class GroupScheduler:
         self._in_flight: dict[asyncio.Task[None], tuple[Task, Progress]] = {}
         self._last_failure: GroupFailed | None = None
         self._changed = asyncio.Event()
+
+    @property
+    def in_flight(self) -> list["asyncio.Task[None]"]:
+        """The groups that are being run."""
+        return list(self._in_flight)
 
     @property
     def tasks_exhausted(self) -> bool:
@@ -92,7 +85,10 @@ class GroupScheduler:
         try:
             while True:
                 while self.error is None and (task := self._next_task()) is not None:
-                    self._start(task)
+                    self._buffer.start()
+                    progress = Progress()
+                    group = asyncio.create_task(self._run_group(task, progress))
+                    self._in_flight[group] = (task, progress)
                     await asyncio.sleep(0)  # hundreds starting at once would block the event loop
                 idle = not self._in_flight
                 began = time.monotonic()
@@ -103,13 +99,6 @@ class GroupScheduler:
             raise
         except BaseException as error:  # of a task stream, say; take() raises it again
             self._stop(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-
-    def cancel_all(self) -> list["asyncio.Task[None]"]:
-        """Cancel every group in flight; returns their tasks."""
-        groups = list(self._in_flight)
-        for group in groups:
-            group.cancel()
-        return groups
 
     def cancel_unusable(self, version: PolicyVersion) -> None:
         """Cancel every group that is too old for the next step, ``version``."""
@@ -183,12 +172,6 @@ class GroupScheduler:
             f"({some} ...); errors: {dict(self.counters.errors)}; the last: {self._last_failure}"
         ) from self._last_failure
 
-    def _start(self, task: Task) -> None:
-        self._buffer.start()
-        progress = Progress()
-        group = asyncio.create_task(self._run_group(task, progress))
-        self._in_flight[group] = (task, progress)
-
     async def _run_group(self, task: Task, progress: Progress) -> None:
         """Run one group and store it; a failure is data, counted by name."""
         try:
@@ -209,7 +192,7 @@ class GroupScheduler:
                 health=self._health,
             )
         except asyncio.CancelledError:
-            reason = UNVERIFIED if progress.rejected else CANCELLED
+            reason = UNVERIFIED if progress.rejected else "cancelled"
             self._buffer.drop(reason, tokens=progress.tokens)
         except GroupFailed as failure:
             log.info("%s", failure)

@@ -37,12 +37,8 @@ def must_wait(
 ) -> bool:
     """Whether step ``version`` now would leave more groups behind than later steps can train.
 
-    Args:
-        behind: for each group that the step would leave, its oldest version, and whether it may
-            become ready only later.
-        version: of the step.
-        groups_per_step: that each step trains.
-        max_staleness: the bound, in policy steps.
+    ``behind`` has, for each group that the step would leave, its oldest version, and whether it may
+    become ready only later.
     """
     any_late = False
     for position, (oldest, late) in enumerate(sorted(behind), start=1):

@@ -17,13 +17,9 @@ from primerl.types import PolicyVersion
 def unfillable(
     version: PolicyVersion, *, served: PolicyVersion, buffer: Buffer, tasks_exhausted: bool
 ) -> str | None:
-    """Why no waiting could fill step ``version``, which lacks groups; None if waiting might.
+    """Why no waiting could fill step ``version``; None if waiting might.
 
-    Args:
-        version: of the step, for which ``buffer.reserve`` has just found too few groups.
-        served: the version that engines serve.
-        buffer: of the worker.
-        tasks_exhausted: there are no further tasks.
+    ``buffer.reserve`` has just found too few groups for it, and engines serve version ``served``.
     """
     if version - served > buffer.max_staleness:
         return (
@@ -53,21 +49,13 @@ def unfillable(
     return None
 
 
-def _copy(counts: Counter[str]) -> Counter[str]:
-    return counts.copy()
-
-
 @attrs.define
 class StallTimer:
-    """Measures how long a step has waited without progress.
-
-    Args:
-        timeout_s: how long that may be.
-        dropped: the buffer's counts at the beginning of the wait.
-    """
+    """Measures how long a step has waited without progress."""
 
     timeout_s: float
-    dropped: Counter[str] = attrs.field(converter=_copy)
+    dropped: Counter[str]
+    """The buffer's counts at the beginning of the wait."""
     _ready: int = 0
     _since: float = attrs.Factory(time.monotonic)
 
@@ -91,8 +79,7 @@ class StallTimer:
             text += f"; of the filters, {names}"
         if buffer.verification.newest_rejected:
             text += "; the newest version was rejected: publish it again and verify it"
-        if buffer.awaiting_verification:
-            waiting = buffer.awaiting_verification
+        if waiting := buffer.awaiting_verification:
             counts = ", ".join(f"{n} for version {v}" for v, n in waiting.items())
             text += (
                 f"; groups that wait for verification: {counts}: "

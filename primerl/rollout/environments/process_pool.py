@@ -8,15 +8,19 @@ from collections.abc import AsyncIterator, Mapping
 
 import attrs
 
-from primerl.rollout.environments.host import EnvironmentHost
-from primerl.rollout.processes.channel import Handlers
+from primerl.rollout.collection.rollouts import attempt
+from primerl.rollout.engines.remote import EngineAddress, RemoteEngines
+from primerl.rollout.environments.environment import Environment, Task
+from primerl.rollout.processes.channel import Channel, Handlers
 from primerl.rollout.processes.child import Child, ProcessDied
 from primerl.rollout.processes.launch import LaunchContext
+from primerl.types import PolicyVersion, Rollout, SamplingParams
 
 ANSWER_S = 5.0  # in which an event loop that is not blocked answers
 STABLE_S = 5.0  # a process that lived so long did not die of starting
 MAX_BACKOFF_S = 30.0
 MAX_BUILD_FAILURES, MAX_START_DEATHS = 3, 20  # in a row, before a slot is given up
+MAX_REPLY_BYTES = 1 << 31  # a larger rollout is a mistake, and would exhaust the worker's memory
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +39,7 @@ class _Slot:
 class ProcessPool:
     """Processes that each hold the same environment; they start when the first is asked for.
 
-    Args:
-        arguments: of ``EnvironmentHost``, pickled.
-        handlers: what the processes may call here.
-        processes: how many.
-        threads: of numerical libraries, in each.
-        most_each: rollouts at once in one process; any number by default.
+    Each plays at most ``most_each`` rollouts at once, any number by default.
     """
 
     def __init__(
@@ -159,3 +158,35 @@ async def _kill_if_blocked(child: Child) -> None:
             log.warning("%s is blocked and is killed", child.name)
             child.kill("was killed because it was blocked")
             await child.wait()
+
+
+class EnvironmentHost:
+    """What each process serves: it plays rollouts."""
+
+    def __init__(self, channel: Channel, *, environment: Environment) -> None:
+        channel.max_message_bytes = MAX_REPLY_BYTES
+        self._engines = RemoteEngines(channel)
+        self._environment = environment
+
+    async def astart(self) -> None:
+        """Do nothing: environments set themselves up."""
+
+    async def aclose(self) -> None:
+        """Close the environment."""
+        if hasattr(self._environment, "aclose"):
+            await self._environment.aclose()
+
+    async def play(self, task: Task, engine: EngineAddress, params: SamplingParams) -> Rollout:
+        """Play one rollout; completions come from the parent's engine."""
+        try:
+            return await attempt(self._environment, task, self._engines.find(engine), params)
+        finally:
+            self._engines.forget(engine)
+
+    def serves(self, index: int, version: PolicyVersion, newest: PolicyVersion) -> None:
+        """The parent reports the versions that an engine serves now."""
+        self._engines.serves(index, version, newest)
+
+    def ping(self) -> bool:
+        """Answer, which shows that the event loop is not blocked."""
+        return True

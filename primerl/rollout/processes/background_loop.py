@@ -17,6 +17,11 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._thread.is_alive()
+
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
         """Schedule a coroutine; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -27,11 +32,16 @@ class BackgroundLoop:
 
     def stop(self) -> None:
         """Cancel running coroutines and end the thread."""
-        if self._thread.is_alive():
+        if self.alive:
             self.submit(_cancel_others()).result(STOP_S)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(STOP_S)
-        if not self._thread.is_alive() and not self._loop.is_closed():
+        self.end(STOP_S)
+
+    def end(self, timeout_s: float) -> None:
+        """End the thread, whatever is running; one that is blocked for ``timeout_s`` is left."""
+        if self.alive:
+            self.call_soon(self._loop.stop)
+            self._thread.join(timeout_s)
+        if not self.alive and not self._loop.is_closed():
             self._loop.close()
 
 

@@ -8,12 +8,11 @@ import asyncio
 import contextlib
 import itertools
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from primerl.rollout.errors import summary
+from primerl.rollout.errors import describe_error, rebuild_error, summary
 from primerl.rollout.processes.messages import FRAME, IncomingMessage, Message, encode, frames
-from primerl.rollout.processes.remote_errors import describe_error, rebuild_error
 
 Handlers = Mapping[str, Callable[..., Any]]
 
@@ -54,7 +53,6 @@ class Channel:
         self._incoming: dict[int, IncomingMessage] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._closed = False
 
     @classmethod
     async def over(cls, sock: socket.socket, handlers: Handlers, **options: Any) -> "Channel":
@@ -98,9 +96,8 @@ class Channel:
 
     def close(self) -> None:
         """Close this end: pending calls fail, running handlers are cancelled."""
-        if not self._closed and not self._writer.is_closing():
+        if not self._writer.is_closing():
             self._writer.write_eof()  # a fork of this process may hold the socket open
-        self._closed = True
         self._writer.close()
         for answer in self._calls.values():
             if not answer.done():
@@ -153,14 +150,15 @@ class Channel:
 
     def _post(self, kind: str, number: int, name: str = "", content: Any = ()) -> None:
         """Send a short message without waiting."""
-        if not self._closed and not self._writer.is_closing():
-            for frame in self._frames(encode(kind, number, name, content)):
+        if not self._writer.is_closing():
+            parts = encode(kind, number, name, content)
+            for frame in frames(parts, next(self._message_numbers), FRAME_BYTES):
                 self._writer.writelines(frame)
 
     async def _send(
         self, kind: str, number: int, name: str, content: Any, *, by_value: bool = False
     ) -> None:
-        if self._closed or self._writer.is_closing():
+        if self._writer.is_closing():
             raise ChannelClosed("the other process is gone")
         try:
             parts = encode(kind, number, name, content, by_value=by_value)
@@ -175,7 +173,7 @@ class Channel:
             )
         message_number = next(self._message_numbers)
         try:
-            for frame in self._frames(parts, message_number):
+            for frame in frames(parts, message_number, FRAME_BYTES):
                 if self._writer.is_closing():
                     return  # serve() notices that the other end has closed
                 self._writer.writelines(frame)
@@ -185,10 +183,6 @@ class Channel:
             if not self._writer.is_closing():
                 self._writer.write(FRAME.pack(message_number, 0))
             raise
-
-    def _frames(self, parts: list[Any], number: int | None = None) -> Iterator[list[Any]]:
-        number = next(self._message_numbers) if number is None else number
-        return frames(parts, number=number, frame_bytes=FRAME_BYTES)
 
     async def _receive(self) -> Message:
         while True:

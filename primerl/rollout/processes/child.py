@@ -76,7 +76,7 @@ class Child:
         self._channel: Channel | None = None
         self._serving: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._folder: str | None = None
+        self._folder = ""
         self._cause = ""
 
     @property
@@ -84,22 +84,13 @@ class Child:
         """Whether it is running and can be called."""
         return self.pid is not None and self._serving is not None and not self._serving.done()
 
-    async def start(
-        self,
-        arguments: Mapping[str, bytes],
-        handlers: Handlers,
-        *,
-        timeout_s: float = START_S,
-    ) -> None:
+    async def start(self, arguments: Mapping[str, bytes], handlers: Handlers) -> None:
         """Start the process and wait until its object is made.
 
-        Args:
-            arguments: of the object, from ``pickle_arguments``.
-            handlers: what the child may call here.
-            timeout_s: how long starting may take.
+        The object's ``arguments`` are from ``pickle_arguments``; the child may call ``handlers``.
 
         Raises:
-            RuntimeError: it was started before, it died, or it took longer than ``timeout_s``.
+            RuntimeError: it was started before, it died, or it took longer than ``START_S``.
                 What making the object raises is raised.
         """
         if self._process is not None:
@@ -122,12 +113,12 @@ class Child:
         self._watching = asyncio.create_task(self._watch(self._process, self._channel))
         path = (self._served.__module__, self._served.__qualname__)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(START_S):
                 self.pid = await self.call("process_id")
                 await self.call("make", *path, dict(arguments))
         except TimeoutError:
             await self.close(grace_s=0)
-            raise RuntimeError(f"{self.name} did not start within {timeout_s:.0f} s") from None
+            raise RuntimeError(f"{self.name} did not start within {START_S:.0f} s") from None
         except BaseException:
             await self.close(grace_s=0)
             raise
@@ -171,7 +162,7 @@ class Child:
             await self._wait_until_over(STOP_S)
         if self._serving is not None:
             await asyncio.wait([self._serving], timeout=STOP_S)
-        self._remove_folder()
+        remove_folder(self._folder)
 
     def kill(self, why: str = "") -> None:
         """Kill the process and everything that it started; ``why`` is given in error messages."""
@@ -182,12 +173,8 @@ class Child:
     def kill_and_wait(self) -> None:
         """``kill``, and wait without an event loop until all processes have ended."""
         self.kill()
-        if self._process is not None and self._folder is not None:
+        if self._process is not None:
             launch.wait_until_over(self._process, self._folder, timeout_s=STOP_S)
-        self._remove_folder()
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
             remove_folder(self._folder)
 
     async def _watch(self, process: "subprocess.Popen[bytes]", channel: Channel) -> None:
@@ -198,15 +185,13 @@ class Child:
         channel.close()
 
     async def _wait_until_over(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while not (over := self._is_over()) and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        return over
-
-    def _is_over(self) -> bool:
         assert self._process is not None
-        assert self._folder is not None
-        return self._process.poll() is not None and launch.is_over(self._folder)
+        deadline = time.monotonic() + timeout_s
+        while self._process.poll() is None or not launch.is_over(self._folder):
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(0.01)
+        return True
 
     async def _cause_of_death(self) -> str:
         assert self._process is not None

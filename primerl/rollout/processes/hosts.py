@@ -33,7 +33,7 @@ class InThread:
     @property
     def last_heartbeat(self) -> float:
         """When the event loop last turned, by the monotonic clock."""
-        return self._collector.last_heartbeat
+        return self._collector.lag.last_heartbeat
 
     def members(self) -> list[dict[str, Any]]:
         """The running processes, without those of the environment."""

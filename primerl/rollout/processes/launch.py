@@ -50,11 +50,9 @@ class LaunchContext:
 
 
 def make_folder(prefix: str, *, within: str | None = None) -> str:
-    """A private folder for temporary files, marked so that ``supervisor.remove_folder`` knows it.
+    """A private folder in ``within`` (by default, that for temporary files).
 
-    Args:
-        prefix: of its name.
-        within: the parent folder; by default the one for temporary files.
+    It is marked so that ``supervisor.remove_folder`` knows it.
     """
     folder = os.path.abspath(tempfile.mkdtemp(prefix=prefix, dir=within))
     os.chmod(folder, 0o700)  # whatever the umask says
@@ -68,14 +66,10 @@ def start(
 ) -> "subprocess.Popen[bytes]":
     """Start a command under a supervisor, and return the supervisor's process.
 
-    SIGTERM ends the command and all that it started; the exit code is the command's, or 128 + the
-    number of the signal that killed the command.
-
-    Args:
-        command: the program and its arguments.
-        folder: from ``make_folder``. This process removes it; if it has died, the supervisor does.
-        grace_s: between asking the command to stop and killing it.
-        options: of ``subprocess.Popen``.
+    SIGTERM ends the command, by force after ``grace_s``, and all that it started; the exit code is
+    the command's, or 128 + the number of the signal that killed the command. ``folder`` is from
+    ``make_folder``. This process removes it; if it has died, the supervisor does. ``options`` are
+    those of ``subprocess.Popen``.
     """
     program = [sys.executable, "-I", "-S", supervisor.__file__]
     arguments = [str(os.getpid()), folder, str(grace_s)]

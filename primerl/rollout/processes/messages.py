@@ -61,10 +61,21 @@ def encode(kind: str, number: int, name: str, content: Any, *, by_value: bool = 
     return [header, envelope, sizes, pickled, *buffers]
 
 
-def frames(parts: list[Any], *, number: int, frame_bytes: int) -> Iterator[list[Any]]:
+def frames(parts: list[Any], number: int, frame_bytes: int) -> Iterator[list[Any]]:
     """An encoded message in frames of at most ``frame_bytes``, each a list of buffers to write."""
-    for pieces in _pieces(parts, frame_bytes):
-        yield [FRAME.pack(number, sum(len(piece) for piece in pieces)), *pieces]
+    pieces: list[memoryview] = []
+    room = frame_bytes
+    for part in parts:
+        rest = memoryview(part)
+        while rest:
+            piece = rest[:room]
+            pieces.append(piece)
+            rest, room = rest[len(piece) :], room - len(piece)
+            if room == 0:
+                yield [FRAME.pack(number, frame_bytes), *pieces]
+                pieces, room = [], frame_bytes
+    if pieces:
+        yield [FRAME.pack(number, frame_bytes - room), *pieces]
 
 
 class IncomingMessage:
@@ -108,20 +119,3 @@ def _decode() -> Generator[bytearray, None, Message]:
         buffers.append(buffer if writable else memoryview(buffer).toreadonly())
     kind, number, name = pickle.loads(envelope)
     return Message(kind, number, name, content, buffers)
-
-
-def _pieces(parts: list[Any], most: int) -> Iterator[list[Any]]:
-    """The bytes of ``parts`` in order, as lists of pieces that have ``most`` bytes together."""
-    pieces: list[memoryview] = []
-    room = most
-    for part in parts:
-        rest = memoryview(part)
-        while rest:
-            piece = rest[:room]
-            pieces.append(piece)
-            rest, room = rest[len(piece) :], room - len(piece)
-            if room == 0:
-                yield pieces
-                pieces, room = [], most
-    if pieces:
-        yield pieces

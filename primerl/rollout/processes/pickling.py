@@ -32,7 +32,6 @@ def pickle_arguments(**arguments: Any) -> dict[str, bytes]:
 
 def dumps(value: Any, *, buffer_callback: Callable[[Any], Any] | None = None) -> bytes:
     """Pickle, by value where a fresh interpreter can't import the code (a notebook's, a test's)."""
-    local: set[Any] = set()
     importable: dict[Any, bool] = {}
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -41,17 +40,17 @@ def dumps(value: Any, *, buffer_callback: Callable[[Any], Any] | None = None) ->
                 module = sys.modules.get(obj.__module__ or "")
                 if module is not None and module not in importable:
                     importable[module] = _importable(module)
-                if module is not None and module not in local and not importable[module]:
-                    cloudpickle.register_pickle_by_value(module)
-                    local.add(module)
+                    if not importable[module]:
+                        cloudpickle.register_pickle_by_value(module)
             return super().reducer_override(obj)
 
     file = io.BytesIO()
     try:
         Pickler(file, protocol=5, buffer_callback=buffer_callback).dump(value)
     finally:
-        for module in local:
-            cloudpickle.unregister_pickle_by_value(module)
+        for module, found in importable.items():
+            if not found:
+                cloudpickle.unregister_pickle_by_value(module)
     return file.getvalue()
 
 

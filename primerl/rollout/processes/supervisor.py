@@ -72,14 +72,10 @@ def main(owner: int, folder: str, grace_s: float, command: list[str]) -> int:
 def supervise(
     parent: int, run: Callable[[], int], lock: int, *, grace_s: float, orphan_grace_s: float
 ) -> int:
-    """Call ``run`` in a child until it or the process ``parent`` ends; returns its exit code.
+    """Call ``run`` in a child until it or this process's ``parent`` ends; returns its exit code.
 
-    Args:
-        parent: of this process.
-        run: what the child does; its result is the exit code.
-        lock: the file descriptor that is kept open.
-        grace_s: between SIGTERM and SIGKILL; with 0 the child is killed at once.
-        orphan_grace_s: the same, after ``parent`` has died.
+    ``grace_s``, or ``orphan_grace_s`` if ``parent`` has died, is between SIGTERM and SIGKILL; with
+    0 the child is killed at once. The file descriptor ``lock`` is kept open.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     child = _start(run)

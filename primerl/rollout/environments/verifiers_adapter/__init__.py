@@ -1,11 +1,9 @@
 """Environments of the ``verifiers`` library (0.4), sampled by our engines.
 
-Everything that knows verifiers is in this package; it is imported on first use.
+Everything that knows verifiers is in this package. Modules that import verifiers itself (``agent``,
+``client``, ``harness``, ``tools``) are imported when an environment is first played.
 """
 
-from primerl.rollout.environments.verifiers_adapter.environment import (
-    VerifiersEnvironment,
-    verifiers,
-)
+from primerl.rollout.environments.verifiers_adapter.environment import verifiers
 
-__all__ = ["VerifiersEnvironment", "verifiers"]
+__all__ = ["verifiers"]

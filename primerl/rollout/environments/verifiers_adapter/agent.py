@@ -1,10 +1,9 @@
-"""The agents of a verifiers environment, sampled by an engine.
-
-Imported on first use: importing this module imports verifiers.
-"""
+"""The agents of a verifiers environment, sampled by an engine."""
 
 import contextlib
 import copy
+import os
+import re
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from primerl._optional import require
-from primerl.rollout.environments.verifiers_adapter.port_files import remove_port_file
 
 vf: Any = require("verifiers.v1", extra="verifiers")
 _runtimes: Any = require("verifiers.v1.runtimes", extra="verifiers")
+_PORT_FILE = re.compile(r"/tmp/vf-port-[0-9a-f]{32}")
 
 
 class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
@@ -57,7 +56,7 @@ class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
         if self.used:
             await super().teardown()
         for path in self._port_files:
-            remove_port_file(path)
+            _remove_port_file(path)
 
     def cleanup(self) -> None:
         """The same without an event loop."""
@@ -65,7 +64,7 @@ class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         for path in self._port_files:
-            remove_port_file(path)
+            _remove_port_file(path)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -73,13 +72,7 @@ class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
 class EngineAgent(vf.Agent):  # type: ignore[misc]
     """An agent of an environment, sampled by the engine.
 
-    Args:
-        config: the agent's.
-        name: the agent's name.
-        harness: None keeps the one that ``config`` names.
-        interception: shared by all agents.
-        shared_tools: the taskset's tool servers, for tasks of ``task_type``.
-        task_type: of the taskset.
+    Tasks of ``task_type`` have ``shared_tools``; without a harness, the one of the config is kept.
     """
 
     def __init__(
@@ -173,3 +166,25 @@ class EngineAgent(vf.Agent):  # type: ignore[misc]
         finally:
             if box.used:
                 await box.stop()
+
+
+def _remove_port_file(path: str) -> None:
+    """Remove a port file; a path that can't be verifiers' is left alone."""
+    if _PORT_FILE.fullmatch(path):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def remove_port_files(runtime: Any) -> None:
+    """Remove the files in which a runtime's tool servers report their ports; verifiers leaves them.
+
+    Verifiers gives the path only to the server, so it is read from the environment variables with
+    which the server was started.
+    """
+    for process in getattr(runtime, "_background", []):
+        with contextlib.suppress(OSError):
+            variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            for variable in variables:
+                name, _, value = variable.partition(b"=")
+                if name == b"MCP_PORT_FILE":
+                    _remove_port_file(os.fsdecode(value))

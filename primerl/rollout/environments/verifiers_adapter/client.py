@@ -1,7 +1,4 @@
-"""An engine as verifiers' model client.
-
-Imported on first use: importing this module imports verifiers.
-"""
+"""An engine as verifiers' model client."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -41,10 +38,7 @@ class Reply:
 class EngineClient(vf.Client):  # type: ignore[misc]
     """verifiers' model client over one engine, for one episode.
 
-    Args:
-        engine: samples the replies.
-        params: of every reply; the renderer's stop tokens stop it as well.
-        renderer: from messages to tokens and back.
+    The renderer's stop tokens stop a reply as well as those of ``params``.
     """
 
     def __init__(self, engine: Engine, params: SamplingParams, renderer: Any) -> None:
@@ -64,14 +58,10 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         tools: Sequence[Any],
         session: str | None,
     ) -> Reply:
-        """The engine's reply to ``messages``.
+        """The engine's reply to ``messages``, the whole conversation.
 
-        Args:
-            messages: the whole conversation, in verifiers' types.
-            tail: those of them that are new since ``previous``.
-            previous: tokens of the last prompt and of the reply to it; with None, all is rendered.
-            tools: that the reply may call.
-            session: names the conversation to the engine.
+        ``tail`` is new since ``previous``, the tokens of the last prompt and of the reply to it;
+        with None, all is rendered.
 
         Raises:
             ContextFull: the prompt leaves no room for a reply.

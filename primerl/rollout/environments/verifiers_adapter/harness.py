@@ -1,7 +1,4 @@
-"""verifiers' chat loop with tools, inside this process and without HTTP.
-
-Imported on first use: importing this module imports verifiers.
-"""
+"""verifiers' chat loop with tools, inside this process and without HTTP."""
 
 import contextlib
 import secrets
@@ -24,18 +21,13 @@ CLIENT: ContextVar[EngineClient] = ContextVar("primerl_engine_client")
 class EngineInterception(_interception.Interception):  # type: ignore[misc]
     """Connects rollouts of this process with their model client.
 
-    Args:
-        http: also listen on a port, for stateful tool servers and harnesses that use HTTP.
-        state_secrets: of the shared tool servers.
+    With ``http`` it also listens on a port, for stateful tool servers and harnesses that use HTTP.
     """
 
     def __init__(self, *, http: bool, state_secrets: Sequence[str] = ()) -> None:
         super().__init__()
-        self._server = None
-        if http:
-            self._server = _interception.InterceptionServer(
-                state_service_secrets=tuple(state_secrets)
-            )
+        server = _interception.InterceptionServer
+        self._server = server(state_service_secrets=tuple(state_secrets)) if http else None
 
     async def start(self) -> None:
         """Start the HTTP server, if there is one."""
@@ -48,11 +40,7 @@ class EngineInterception(_interception.Interception):  # type: ignore[misc]
         client = CLIENT.get()
         async with contextlib.AsyncExitStack() as stack:
             if self._server is None:
-                slot = (
-                    "http://127.0.0.1:9",
-                    secrets.token_hex(8),
-                    "",
-                )  # nothing listens there
+                slot = ("http://127.0.0.1:9", secrets.token_hex(8), "")  # nothing listens there
                 stack.callback(session.release)
             else:
                 slot = await stack.enter_async_context(self._server.acquire(session))
@@ -63,12 +51,7 @@ class EngineInterception(_interception.Interception):  # type: ignore[misc]
 
 
 class EngineHarness(vf.Harness):  # type: ignore[misc]
-    """Plays as verifiers' ``null`` harness does, which starts a program for each rollout.
-
-    Args:
-        config: the agent's.
-        http: connections to tool servers, if there are any.
-    """
+    """Plays as verifiers' ``null`` harness does, which starts a program for each rollout."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True

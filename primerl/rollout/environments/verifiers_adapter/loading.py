@@ -8,8 +8,6 @@ from typing import Any
 from primerl._optional import require
 from primerl.rollout.environments.verifiers_adapter.template_renderer import TemplateRenderer
 
-SUPPORTED = ((0, 4), (0, 5))  # from, and up to but without
-
 
 def load(
     name: str,
@@ -19,13 +17,8 @@ def load(
     max_turns: int | None,
     tool_timeout_s: float,
 ) -> Any:
-    """Verifiers' ``Env`` for ``name``; its agents run on this machine unless it says otherwise.
-
-    Raises:
-        ImportError: verifiers is missing or of another version.
-        ValueError: there is no such environment, or the config is not one it takes.
-    """
-    check_version()
+    """Verifiers' ``Env`` for ``name``; its agents run on this machine unless it says otherwise."""
+    _check_version()
     vf: Any = require("verifiers.v1", extra="verifiers")
     package, colon, dataset = name.partition(":")
     if colon and not dataset:
@@ -69,7 +62,7 @@ def load_renderer(tokenizer: Any, chosen: Any) -> Any:
     return require("renderers", extra="verifiers").create_renderer(tokenizer, chosen)
 
 
-def check_version() -> None:
+def _check_version() -> None:
     """Raise ``ImportError`` unless the installed verifiers is one that this adapter knows."""
     try:
         version = importlib.metadata.version("verifiers")
@@ -77,8 +70,7 @@ def check_version() -> None:
         raise ImportError(
             "verifiers is not installed; run: pip install 'primerl[verifiers]'", name="verifiers"
         ) from None
-    low, high = SUPPORTED
-    if not low <= tuple(int(part) for part in version.split(".")[:2]) < high:
+    if version.split(".")[:2] != ["0", "4"]:
         raise ImportError(
             f"verifiers {version} is installed, expected >=0.4,<0.5; run: "
             "pip install 'primerl[verifiers]'"

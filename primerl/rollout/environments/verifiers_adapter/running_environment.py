@@ -5,19 +5,12 @@ import contextlib
 from typing import Any
 
 from primerl._optional import require
-from primerl.rollout.environments.verifiers_adapter.port_files import remove_port_files
 
 CLOSE_S = 30.0
 
 
 class RunningEnvironment:
-    """The agents of a verifiers environment on the running event loop, with what they share.
-
-    Args:
-        env: verifiers' environment.
-        renderer: turns messages into tokens and back.
-        startup_timeout_s: within which the shared tool servers have to answer.
-    """
+    """The agents of a verifiers environment on the running event loop, with what they share."""
 
     def __init__(self, env: Any, renderer: Any, *, startup_timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -70,18 +63,14 @@ class RunningEnvironment:
             await self._closing.wait()
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
-        from primerl.rollout.environments.verifiers_adapter.agent import EngineAgent
-        from primerl.rollout.environments.verifiers_adapter.harness import (
-            EngineHarness,
-            EngineInterception,
-        )
+        from primerl.rollout.environments.verifiers_adapter import agent, harness
 
         vf = require("verifiers.v1", extra="verifiers")
         env = self._env
         task_type = type(env.taskset).task_type()
         shared = await stack.enter_async_context(env.shared_tools())
         for tool in shared.values():
-            remove_port_files(tool.runtime)  # the ports have been read
+            agent.remove_port_files(tool.runtime)  # the ports have been read
         specs = {name: spec for name, spec in env.config if isinstance(spec, vf.AgentConfig)}
         in_process = {
             name: spec.harness is not None and spec.harness.id == "null"
@@ -91,28 +80,25 @@ class RunningEnvironment:
         # Agents outside this process need it, and tools that ask for the task's state.
         http = tools or not all(in_process.values()) or type(env) is not vf.SingleAgentEnv
         interception = await stack.enter_async_context(
-            EngineInterception(
+            harness.EngineInterception(
                 http=http,
                 state_secrets=[tool.state_secret for tool in shared.values() if tool.state_secret],
             )
         )
-        connections = await stack.enter_async_context(_connections()) if tools else None
+        connections = None
+        if tools:
+            from primerl.rollout.environments.verifiers_adapter import tools as mcp
+
+            connections = await stack.enter_async_context(mcp.connections())
         stack.push_async_callback(env.stop)
         await env.start()
         for name, spec in specs.items():
-            self._agents[name] = EngineAgent(
+            ours = harness.EngineHarness(spec.harness, connections) if in_process[name] else None
+            self._agents[name] = agent.EngineAgent(
                 spec,
                 name=name,
-                harness=EngineHarness(spec.harness, connections) if in_process[name] else None,
+                harness=ours,
                 interception=interception,
                 shared_tools=shared,
                 task_type=task_type,
             )
-
-
-def _connections() -> Any:
-    from primerl.rollout.environments.verifiers_adapter.tools import (
-        connections,  # loads MCP, which few need
-    )
-
-    return connections()

@@ -12,6 +12,7 @@ from primerl.rollout.environments.conversation import text_after_reply, without_
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
+_CACHED_TEXTS = 512  # rollouts of a task share their prompt
 _CACHED_CHARACTERS = 20_000  # longer texts rarely occur twice
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _TOOLS = """You may call these functions; each line describes one:
@@ -56,20 +57,15 @@ class TemplateRenderer:
     the next; sampled tokens are never tokenized again. Without one, messages are concatenated
     unchanged. Function calls are Hermes' JSON in ``<tool_call>`` tags; for a template without
     support for functions they are described in the system message.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        cache_size: number of rendered texts that are cached: rollouts of a task share their prompt.
     """
 
-    def __init__(self, tokenizer: Any, *, cache_size: int = 512) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         # The Rust tokenizer encodes the same, without the overhead of its wrapper.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         template = getattr(tokenizer, "chat_template", None)
         self._template = None if template is None else str(template)
         self._tokens: dict[tuple[str, bool], list[int]] = {}
-        self._cache_size = cache_size
 
     def get_stop_token_ids(self) -> list[int]:
         """The tokens that end a reply."""
@@ -163,7 +159,7 @@ class TemplateRenderer:
             else:
                 tokens = self._backend.encode(text, add_special_tokens=special).ids
             if len(text) <= _CACHED_CHARACTERS:
-                if len(self._tokens) >= self._cache_size:
+                if len(self._tokens) >= _CACHED_TEXTS:
                     self._tokens.pop(next(iter(self._tokens)))  # the oldest
                 self._tokens[text, special] = tokens
         return tokens

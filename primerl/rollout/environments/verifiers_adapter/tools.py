@@ -60,12 +60,7 @@ class _Bounded(_http.AsyncByteStream):  # type: ignore[misc]
 async def toolbox(
     urls: Mapping[str, str], http: Any, *, timeout_s: float
 ) -> AsyncIterator["Toolbox"]:
-    """The tools of the servers at ``urls``, by their servers' names.
-
-    Args:
-        urls: of the servers, by name.
-        http: ``connections``.
-        timeout_s: of each call.
+    """The tools of the servers at ``urls``, by their names, over ``connections``.
 
     Raises:
         verifiers.v1.ToolsetError: a server does not answer within ``timeout_s``, or two tools have
@@ -103,10 +98,7 @@ async def toolbox(
 class Toolbox:
     """Tools that the policy may call.
 
-    Args:
-        tools: their descriptions.
-        owners: for each name, the server's client and its own name for the tool.
-        timeout_s: of one call.
+    ``owners`` has, for each name, the server's client and its own name for the tool.
     """
 
     def __init__(

@@ -298,12 +298,13 @@ class Worker:
         count for each reason. ``rollout_tokens`` were sampled for groups that ended well;
         ``tokens_by`` for trained groups and for each reason of dropped ones. Rollouts: ``retried``
         and, by the error's name, ``errors``; requests that the engine failed: ``engine_errors``.
-        Tasks: ``quarantined``, and how often one was drawn
-        and ``skipped``. ``environments``: by name, groups, rollouts, tokens, failed groups and
-        the sum of rewards. ``awaiting_verification``: for each provisional version, the finished
-        groups that wait for it. ``trainer_wait_s``: time in ``take``. ``rollout_wait_s``: time in
-        which the bound let no group run. ``loop_lag_p99_s``, ``loop_lag_max_s``: how late the
-        worker's event loop was, in the last two minutes and ever.
+        Tasks: ``quarantined``, and how often one was drawn and ``skipped``. ``environments``: by
+        name, groups, rollouts, tokens, failed groups and the sum of rewards.
+        ``awaiting_verification``: for each provisional version, the finished groups that wait for
+        it. ``trainer_wait_s``: time in ``take``, and ``evaluation_wait_s``, for the results of
+        evaluations. ``rollout_wait_s``: time in which the bound let no group run.
+        ``loop_lag_p99_s``, ``loop_lag_max_s``: how late the worker's event loop was, in the last
+        two minutes and ever.
         """
         if self._last_stats is not None:
             return self._last_stats
@@ -381,7 +382,7 @@ class IdleWorker(Worker):
     """The worker on ranks other than 0: does nothing, so that a loop needs no test of its rank."""
 
     def __init__(self) -> None:
-        pass
+        self._loop = None
 
     def __enter__(self) -> "IdleWorker":
         return self
@@ -439,7 +440,9 @@ class Evaluation:
             RuntimeError: it took longer than ``timeout_s`` from now (it is then cancelled), or
                 more than one version of the weights sampled. What an environment raises is raised.
         """
+        began = time.monotonic()
         rollouts: list[Rollout] = self._owner._finish(
             self._future, "the evaluation took longer", timeout_s
         )
+        self._owner._notify("waited_for_evaluation", time.monotonic() - began)
         return rollouts

@@ -25,7 +25,7 @@ from primerl.types import Group, Rollout, TrainingSample
 OUTCOME = ("eval_before", "eval_after", "steps", "wall_s", "staleness_max", "mismatch_kl_mean")
 # Totals that become a rate per second, and those that become the step's own share.
 RATES = ("rollout_tokens",)
-SHARES = ("trainer_wait_s", "rollout_wait_s")
+SHARES = ("trainer_wait_s", "rollout_wait_s", "evaluation_wait_s")
 GAUGES = ("loop_lag_p99_s",)
 CUT_SHORT = ("length", "context")  # how rollouts end that had no room for more
 
@@ -214,14 +214,17 @@ class Run:
         """
         self._begin_writing()
         now = time.perf_counter()
-        seconds, self._step_began = now - self._step_began, now
         line = {"step": step, "time": time.time(), **_batch_metrics(step, groups, samples)}
         growth = self._growth(totals or {})
-        line["step_s"] = seconds
+        evaluation_s = growth.pop("evaluation_wait_s", 0.0)
+        elapsed, self._step_began = now - self._step_began, now
+        line["step_s"] = step_s = max(0.0, elapsed - evaluation_s)
+        if evaluation_s:
+            line["evaluation_s"] = evaluation_s
         line["train_tokens_per_s"] = line["tokens"] / max(
-            seconds - growth.get("trainer_wait_s", 0.0), 1e-9
+            step_s - growth.get("trainer_wait_s", 0.0), 1e-9
         )
-        line |= {f"{name}_per_s": growth[name] / seconds for name in RATES if name in growth}
+        line |= {f"{name}_per_s": growth[name] / elapsed for name in RATES if name in growth}
         line |= {name: growth[name] for name in SHARES if name in growth}
         line |= {name: count for name, count in growth.items() if name.startswith("dropped/")}
         line |= {name: totals[name] for name in GAUGES if totals and name in totals}

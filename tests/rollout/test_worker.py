@@ -106,9 +106,15 @@ def test_evaluation_plays_each_task_once_in_order_beside_training():
         CharacterCodes(), reward=lambda task, reply: float(task["id"])
     )
     with make_worker(environment=environment) as rollouts:
+        began = time.monotonic()
         results = rollouts.evaluate(TASKS, SamplingParams(max_tokens=3, temperature=0))
+        elapsed = time.monotonic() - began
+        waited, state = rollouts.stats()["evaluation_wait_s"], rollouts.state()
+    with make_worker(environment=environment, state=state) as resumed:
+        assert resumed.stats()["evaluation_wait_s"] == waited
 
     assert [result.reward for result in results] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert 0.0 < waited <= elapsed
 
 
 def test_a_reward_that_raises_stops_the_run_and_names_itself_and_the_task():

@@ -95,6 +95,21 @@ def test_a_line_of_metrics_for_each_step(tmp_path):
     assert second["trainer_wait_s"] == 0.0
 
 
+def test_evaluation_is_apart_from_the_seconds_of_a_step(tmp_path):
+    groups = [make_group([0.0, 1.0], version=0)]
+    samples = advantage.assign(groups, advantage.centered)
+    with track.Run(tmp_path) as run:
+        run.log(0, groups, samples, totals={"evaluation_wait_s": 7.0})
+        before = time.perf_counter()
+        time.sleep(0.3)
+        run.log(1, groups, samples, totals={"evaluation_wait_s": 7.25})
+        elapsed = time.perf_counter() - before
+
+    first, second = lines(tmp_path / "metrics.jsonl")
+    assert (first["evaluation_s"], second["evaluation_s"]) == (7.0, 0.25)
+    assert 0.05 <= second["step_s"] <= elapsed - 0.25 + 1e-3
+
+
 def test_every_trained_rollout_is_written_with_its_text_and_arrays(tmp_path):
     record(tmp_path, steps=1)
 

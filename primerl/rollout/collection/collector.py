@@ -72,6 +72,7 @@ class Collector:
         self._background: list[asyncio.Task[None]] = []
         self.lag = LoopLag()
         self._trainer_wait_s = 0.0
+        self._evaluation_wait_s = 0.0
         if state is not None:
             self._restore(state)
 
@@ -191,6 +192,7 @@ class Collector:
             "masked_tokens": buffer.masked_tokens,
             "awaiting_verification": buffer.awaiting_verification,
             "trainer_wait_s": self._trainer_wait_s,
+            "evaluation_wait_s": self._evaluation_wait_s,
             "rollout_wait_s": self._scheduler.idle_s,
             "loop_lag_p99_s": self.lag.p99_s,
             "loop_lag_max_s": self.lag.max_s,
@@ -201,7 +203,7 @@ class Collector:
         parts = {
             **self._scheduler.state(),
             "buffer": self._buffer.state(),
-            "waits": [self._trainer_wait_s, self._scheduler.idle_s],
+            "waits": [self._trainer_wait_s, self._evaluation_wait_s, self._scheduler.idle_s],
             "engine_errors": dict(self._health.errors),
         }
         return encode_state(self._plan, parts)
@@ -210,6 +212,10 @@ class Collector:
         """The trainer's side reports the versions that an engine serves now."""
         self._engines.serves(index, version, newest)
         self._scheduler.notify_change()
+
+    def waited_for_evaluation(self, seconds: float) -> None:
+        """The trainer waited that long for the result of an evaluation."""
+        self._evaluation_wait_s += seconds
 
     def members(self) -> list[dict[str, Any]]:
         """The processes that the environment started."""
@@ -221,7 +227,8 @@ class Collector:
             self._buffer.restore(state["buffer"])
             self._scheduler.restore(state)
             self._health.errors.update(state["engine_errors"])
-            self._trainer_wait_s, self._scheduler.idle_s = state["waits"]
+            waits = state["waits"]
+            self._trainer_wait_s, self._evaluation_wait_s, self._scheduler.idle_s = waits
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"the state does not fit: {type(error).__name__}: {error}; it is damaged, or of a "

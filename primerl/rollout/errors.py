@@ -2,12 +2,19 @@
 
 import itertools
 import pickle
+import sysconfig
 import traceback
+from pathlib import Path
 from typing import TypeAlias
 
 import cloudpickle
 
+import primerl
+
 _MOST_CAUSES = 20
+
+_PACKAGE = str(Path(primerl.__file__).parent)
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 ErrorChain: TypeAlias = list[tuple[bytes | None, str, str]]
 """An exception and its causes, outermost first, each as (pickle, summary, traceback)."""
@@ -24,6 +31,18 @@ def message(error: BaseException) -> str:
 def summary(error: BaseException) -> str:
     """``Name: message``, as the last line of a traceback."""
     return traceback.format_exception_only(error)[0].strip()
+
+
+def located(error: BaseException) -> str:
+    """``summary``, and the line of the user's code that raised the error, or led to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [one for one in frames if not one.filename.startswith((_PACKAGE, "<"))]
+    own = [one for one in foreign if not one.filename.startswith(_INSTALLED)]
+    if not foreign:
+        return summary(error)
+    frame = (own or foreign)[-1]
+    where = f"{frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}"
+    return f"{summary(error)} ({where})"
 
 
 def describe_error(error: BaseException) -> ErrorChain:

@@ -1,7 +1,9 @@
 """The worker on a thread, with an engine that samples at random."""
 
 import asyncio
+import inspect
 import itertools
+import re
 import threading
 import time
 
@@ -117,14 +119,23 @@ def test_evaluation_plays_each_task_once_in_order_beside_training():
     assert 0.0 < waited <= elapsed
 
 
+def lines_of(function):
+    """A pattern of the place and the text of a function's own ``raise``, at the end."""
+    lines, start = inspect.getsourcelines(function)
+    (number, line), *_ = [(start + n, one) for n, one in enumerate(lines) if "raise" in one]
+    where = f"({__file__}, line {number}, in {function.__name__}: {line.strip()})"
+    return re.escape(where) + "$"
+
+
 def test_a_reward_that_raises_stops_the_run_and_names_itself_and_the_task():
     def broken(task, reply):
         raise KeyError("gold")
 
     environment = rollout.single_turn(CharacterCodes(), reward=broken)
     with make_worker(environment=environment) as rollouts:
-        with pytest.raises(RuntimeError, match="'broken' for the task .*task .*KeyError: 'gold'"):
+        with pytest.raises(RuntimeError, match=lines_of(broken)) as error:
             rollouts.take(version=0)
+    assert re.search("'broken' for the task .*task .*KeyError: 'gold' ", str(error.value))
 
 
 def test_a_reward_that_fails_on_one_task_alone_stops_the_run_too():
@@ -182,10 +193,9 @@ def test_a_filter_that_raises_stops_the_run():
         raise ZeroDivisionError("in a filter")
 
     with make_worker(keep=[broken]) as rollouts:
-        with pytest.raises(
-            RuntimeError, match="the filter 'broken' raised ZeroDivisionError: in a filter"
-        ):
+        with pytest.raises(RuntimeError, match=lines_of(broken)) as error:
             rollouts.take(version=0)
+    assert "the filter 'broken' raised ZeroDivisionError: in a filter (" in str(error.value)
 
 
 def test_waiting_has_a_deadline_that_names_what_it_waits_for():
@@ -204,8 +214,9 @@ def test_filters_that_refuse_everything_are_an_error_with_their_count():
         return False
 
     with make_worker(FakeEngine(delay_s=0), keep=[impossible], timeout_s=1.0) as rollouts:
-        with pytest.raises(RuntimeError, match="no group was kept for .*'impossible': [0-9]+"):
+        with pytest.raises(RuntimeError, match="no group was kept for .*'impossible': [0-9]+") as e:
             rollouts.take(version=0)
+    assert re.search(r"'impossible' refused \d+; rewards: 3 \(\d+x\), 2", str(e.value))
 
 
 def test_an_engine_that_samples_with_older_weights_than_it_says_is_named():

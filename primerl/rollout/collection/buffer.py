@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from primerl.rollout.collection.recording import decode_group, encode_group
+from primerl.rollout.collection.refusals import Refusals
 from primerl.rollout.collection.staleness import (
     may_start,
     must_wait,
@@ -16,7 +17,7 @@ from primerl.rollout.collection.staleness import (
     without_stale_tokens,
 )
 from primerl.rollout.collection.verification import UNVERIFIED, VersionVerification
-from primerl.rollout.errors import summary
+from primerl.rollout.errors import located
 from primerl.types import Group, PolicyVersion
 
 ON_STALE = ("drop", "wait", "mask_tokens")
@@ -88,6 +89,7 @@ class Buffer:
         self.tokens: Counter[str] = Counter()
         self._keep = tuple(keep)
         self.filters = [getattr(keeps, "__name__", repr(keeps)) for keeps in keep]
+        self.refusals = Refusals(warn_after=groups_per_step)
         self.verification = VersionVerification(required=await_verification)
         self._finished: list[_Finished] = []  # oldest version first
         self._reserved: list[_Finished] = []
@@ -149,10 +151,12 @@ class Buffer:
             try:
                 kept = keeps(group)
             except Exception as error:  # user code may raise anything
-                raise RuntimeError(f"the filter {name!r} raised {summary(error)}") from error
+                raise RuntimeError(f"the filter {name!r} raised {located(error)}") from error
             if not kept:
                 self.drop(name, tokens=len(group.versions))
+                self.refusals.add(name, group)
                 return False
+        self.refusals.clear()
         self._store(group)
         return True
 

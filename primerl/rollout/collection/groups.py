@@ -9,7 +9,7 @@ from primerl.rollout.collection.rollouts import Progress, play
 from primerl.rollout.engines.health import EngineFailed, EngineHealth
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, RewardError, Task
-from primerl.rollout.errors import summary
+from primerl.rollout.errors import located
 from primerl.types import Group, Rollout, SamplingParams
 
 FAILED = "failed"
@@ -101,7 +101,7 @@ async def run_group(
             late = size - len(survivors) - len(failures)
             text += f" and {late} had not ended after {timeout_s:g} s"
         if failures:
-            text += f"; the last: {summary(failures[-1])}"
+            text += f"; the last: {located(failures[-1])}"
         raise GroupFailed(text, reason=reason) from (failures[-1] if failures else None)
     return Group(task_id=task_id, rollouts=survivors, environment=str(task.get("environment", "")))
 

@@ -76,7 +76,7 @@ class StallTimer:
         refused = {name: count for name, count in lost.items() if name in buffer.filters}
         if refused:
             names = ", ".join(f"{name!r} refused {count}" for name, count in refused.items())
-            text += f"; of the filters, {names}"
+            text += f"; of the filters, {names}; rewards: {buffer.refusals.describe_rewards()}"
         if buffer.verification.newest_rejected:
             text += "; the newest version was rejected: publish it again and verify it"
         if waiting := buffer.awaiting_verification:

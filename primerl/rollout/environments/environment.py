@@ -9,6 +9,7 @@ import numpy as np
 
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.conversation import Conversation
+from primerl.rollout.errors import located
 from primerl.types import Rollout, SamplingParams
 
 Task = Mapping[str, Any]
@@ -56,7 +57,7 @@ async def _reward(reward: Reward, task: Task, reply: str) -> float:
             value = await value
         number = float(value)
     except Exception as error:  # user code may raise anything
-        raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+        raise RewardError(f"{where} raised {located(error)}") from error
     if not np.isfinite(number):
         raise RewardError(f"{where} returned {number}; expected a finite number")
     return number

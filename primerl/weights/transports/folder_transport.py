@@ -15,26 +15,18 @@ from primerl.weights.transports.publisher import Publisher
 from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts
 
 
+@attrs.frozen(eq=False)
 class FolderTransport:
     """Writes a model's checkpoint into a folder and has engines fetch it.
 
     Ranks other than 0 only help to gather: they have no engines and no publisher.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        engines: Sequence[Fetcher],
-        publisher: Publisher | None,
-        *,
-        dtype: torch.dtype | None,
-        timeout_s: float,
-    ) -> None:
-        self._model = model
-        self._engines = engines
-        self._publisher = publisher
-        self._dtype = dtype
-        self._timeout_s = timeout_s
+    _model: nn.Module
+    _engines: Sequence[Fetcher]
+    _publisher: Publisher | None
+    _dtype: torch.dtype | None
+    _timeout_s: float
 
     def publish(self, version: int) -> Receipt:
         """Publish the model's weights; all ranks call it. Ranks other than 0 get an empty one."""
@@ -49,10 +41,9 @@ class FolderTransport:
         layout = checkpoint_layout(self._model, dtype=self._dtype)
         manifest = publisher.write(version, layout, tensors)
         total = time.perf_counter() - started
-        encode = publisher.encode_s
-        seconds = {"gather": tensors.seconds, "encode": encode}
-        seconds["write"] = total - tensors.seconds - encode
-        receipt = self._receipt(publisher.folder, manifest, seconds)
+        seconds = {"gather": tensors.seconds, "encode": publisher.encode_s}
+        seconds["write"] = total - sum(seconds.values())
+        receipt = _receipt(publisher.folder, manifest, seconds)
         started, fallback = time.perf_counter(), None
         try:
             replicas = self._load(publisher.folder, manifest)
@@ -61,12 +52,11 @@ class FolderTransport:
                 raise
             fallback = str(error)
             manifest = publisher.rewrite_whole(layout)
-            written = self._receipt(publisher.folder, manifest, seconds)
+            written = _receipt(publisher.folder, manifest, seconds)
             receipt = attrs.evolve(written, bytes=receipt.bytes + written.bytes)
             replicas = self._load(publisher.folder, manifest)
         seconds["load"] = time.perf_counter() - started
-        keep = chain(publisher.folder, version)[0].version
-        publisher.retain(manifest, keep=keep)
+        publisher.retain(manifest, keep=chain(publisher.folder, version)[0].version)
         return attrs.evolve(receipt, replicas=replicas, fallback=fallback)
 
     def _load(self, folder: Path, manifest: Manifest) -> dict[str, list[dict[str, object]]]:
@@ -85,26 +75,24 @@ class FolderTransport:
         )
         return replicas
 
-    @staticmethod
-    def _receipt(folder: Path, manifest: Manifest, seconds: dict[str, float]) -> Receipt:
-        written = manifest.file_size + manifest_path(folder, manifest.version).stat().st_size
-        return Receipt(
-            version=manifest.version,
-            kind=manifest.kind,
-            digest=manifest.digest,
-            tensors=len(manifest.tensors),
-            bytes=written,
-            seconds=seconds,
-            replicas={},
-        )
+
+def _receipt(folder: Path, manifest: Manifest, seconds: dict[str, float]) -> Receipt:
+    return Receipt(
+        version=manifest.version,
+        kind=manifest.kind,
+        digest=manifest.digest,
+        tensors=len(manifest.tensors),
+        bytes=manifest.file_size + manifest_path(folder, manifest.version).stat().st_size,
+        seconds=seconds,
+    )
 
 
+@attrs.define(eq=False)
 class _Timed:
     """Tensors on the CPU, and the seconds that gathering them takes."""
 
-    def __init__(self, items: Iterator[tuple[str, Tensor]]) -> None:
-        self._items = items
-        self.seconds = 0.0
+    _items: Iterator[tuple[str, Tensor]]
+    seconds: float = 0.0
 
     def __iter__(self) -> "_Timed":
         return self

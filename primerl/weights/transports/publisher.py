@@ -84,7 +84,7 @@ class Publisher:
         sent, self._sent = self._sent, None  # after an error there is no base
         self.encode_s = 0.0
         if sent and self._follows(sent, version, layout):
-            manifest, kept = self._write_delta(version, layout, tensors, sent)
+            manifest, kept = self._write_delta(version, layout, tensors, sent), sent.tensors
             self._since_snapshot += 1
         else:
             kept = {}
@@ -145,7 +145,7 @@ class Publisher:
         layout: Mapping[str, TensorLayout],
         tensors: Iterable[tuple[str, Tensor]],
         sent: _Sent,
-    ) -> tuple[Manifest, dict[str, np.ndarray]]:
+    ) -> Manifest:
         digests: dict[str, TensorDigest] = {}
         forms: dict[str, str] = {}
         wire: dict[str, Tensor] = {}
@@ -164,7 +164,7 @@ class Publisher:
         path = self.folder / f"{version:08d}.{DELTA}.safetensors"
         sizes = {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in wire.items()}
         write_tensors(path, sizes, wire.items())
-        manifest = commit(
+        return commit(
             self.folder,
             path,
             version,
@@ -173,7 +173,6 @@ class Publisher:
             parent=sent.manifest,
             forms=forms,
         )
-        return manifest, sent.tensors
 
 
 def _difference(old: np.ndarray, new: np.ndarray) -> tuple[str, Tensor]:

@@ -5,9 +5,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 _POLL_S = 0.01
 _USERS = ".users"
@@ -80,31 +79,21 @@ def _remove_if_unused(path: Path) -> None:
         os.close(users)
 
 
-def acquire(path: Path, *, exclusive: bool, timeout_s: float) -> int:
-    """Lock a file among processes; returns the descriptor to close.
+def acquire(path: Path, *, exclusive: bool, timeout_s: float) -> BinaryIO:
+    """Lock a file among processes, until the returned file is closed.
 
     Raises:
         TimeoutError: others hold it for longer than ``timeout_s``.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb")
     kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            return descriptor
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return file
         except BlockingIOError:
             if time.monotonic() > deadline:
-                os.close(descriptor)
+                file.close()
                 raise TimeoutError(f"{path} is locked for more than {timeout_s:g} s") from None
             time.sleep(_POLL_S)
-
-
-@contextmanager
-def locked(path: Path, *, timeout_s: float) -> Iterator[None]:
-    """Hold a file's lock alone."""
-    descriptor = acquire(path, exclusive=True, timeout_s=timeout_s)
-    try:
-        yield
-    finally:
-        os.close(descriptor)

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import torch
 
+from primerl.weights.transports.receipts import a_few
 from primerl.weights.verification.scoring import movement, rms
 from primerl.weights.verification.served_tensors import Comparison
 
@@ -169,7 +170,7 @@ class ReplicaChecks:
         tolerance = self.tolerance * (RELAXED if relaxed else 1.0)
         reasons = []
         if tensors.wrong:
-            reasons.append(f"tensors differ from the trainer's: {_some(tensors.wrong)}")
+            reasons.append(f"tensors differ from the trainer's: {a_few(tensors.wrong)}")
         if not difference <= tolerance:
             reasons.append(f"scores differ by {difference:.2g} nats (tolerance {tolerance:.2g})")
         if not continuation <= ENDS_ABOVE_NOISE.get(self._dtype, 6.0) * noise:
@@ -252,8 +253,3 @@ def _reach(
         f"{bytes_of}; differs by {difference:.2g} nats, {change}; by scores alone, a fault of "
         f"{tolerance:.2g} nats{shift} would have been seen"
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:4])
-    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")

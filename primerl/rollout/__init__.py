@@ -24,8 +24,7 @@ from primerl.rollout.workers import Evaluation, Worker, worker
 if TYPE_CHECKING:
     from primerl.rollout.engines.transformers.engine import TransformersEngine
     from primerl.rollout.engines.vllm.client.engine import VLLMEngine
-    from primerl.rollout.engines.vllm.server.child import VLLMServer
-    from primerl.rollout.engines.vllm.server.launch import serve_vllm
+    from primerl.rollout.engines.vllm.server.child import VLLMServer, serve_vllm
     from primerl.rollout.environments.verifiers_adapter import verifiers
 
 __all__ = [
@@ -61,7 +60,7 @@ _LAZY = {
     "TransformersEngine": "engines.transformers.engine",
     "VLLMEngine": "engines.vllm.client.engine",
     "VLLMServer": "engines.vllm.server.child",
-    "serve_vllm": "engines.vllm.server.launch",
+    "serve_vllm": "engines.vllm.server.child",
     "verifiers": "environments.verifiers_adapter",
 }
 

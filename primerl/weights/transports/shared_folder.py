@@ -1,5 +1,6 @@
 """Folders in a host's shared memory, removed by their last user."""
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -46,8 +47,9 @@ class SharedFolder:
             except FileNotFoundError:
                 continue  # its last user has just removed it
             fcntl.flock(self._users, fcntl.LOCK_SH)
-            if _still_there(self._users, self.path / _USERS):
-                return
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._users), (self.path / _USERS).stat()):
+                    return
             os.close(self._users)
 
     def close(self) -> None:
@@ -56,13 +58,6 @@ class SharedFolder:
             os.close(self._users)
             self._users = -1
             _remove_if_unused(self.path)
-
-
-def _still_there(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _remove_if_unused(path: Path) -> None:

@@ -219,8 +219,7 @@ class Canary:
     def _read(self, version: int) -> dict[str, list[Reading]]:
         assert isinstance(self._engine, WeightReader)
         first = self._names is None
-        if self._names is None:
-            self._names = list(checkpoint_layout(self.model))
+        self._names = self._names or list(checkpoint_layout(self.model))
         try:
             answers = self._engine.read_weights(
                 self._names, turn=version, timeout_s=self._timeout_s

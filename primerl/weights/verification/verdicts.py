@@ -173,14 +173,13 @@ class ReplicaChecks:
             reasons.append(f"tensors differ from the trainer's: {a_few(tensors.wrong)}")
         if not difference <= tolerance:
             reasons.append(f"scores differ by {difference:.2g} nats (tolerance {tolerance:.2g})")
-        if not continuation <= ENDS_ABOVE_NOISE.get(self._dtype, 6.0) * noise:
-            what = (
-                "no token was sampled"
-                if not len(one.ends)
-                else f"the continuation differs by {continuation:.2g} nats"
-            )
+        if not len(one.ends):
+            reasons.append("no token was sampled")
+        elif not continuation <= ENDS_ABOVE_NOISE.get(self._dtype, 6.0) * noise:
             cause = ": a prefix cache of other weights, or logprobs that are not processed"
-            reasons.append(what + ("" if reasons or not len(one.ends) else cause))
+            reasons.append(
+                f"the continuation differs by {continuation:.2g} nats{'' if reasons else cause}"
+            )
         if not largest <= PEAK * noise and not reasons:
             reasons.append(f"a token differs by {largest:.2g} nats")
         if not abs(shift) <= visible:

@@ -26,7 +26,7 @@ class _Call:
     failed: bool = False
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False, slots=False)
 class ObservedEngine:
     """An engine for one attempt at a rollout."""
 

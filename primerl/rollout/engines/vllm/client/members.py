@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-MODE = 0o600
-
 
 class Members:
     """The urls of servers, or the path of a file with one per line, read again when it changes.
@@ -51,12 +49,11 @@ class Members:
             os.close(handle)
             self._path = Path(name)
             self._remove = weakref.finalize(self, self._path.unlink, missing_ok=True)
-        # The folder may be shared: a new file, whose name nobody can have predicted.
+        # The folder may be shared: a new file for its owner alone, of an unpredictable name.
         handle, partial = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
         try:
             with os.fdopen(handle, "w") as file:
                 file.write("".join(f"{url}\n" for url in self.urls))
-            os.chmod(partial, MODE)
             os.replace(partial, self._path)
         except BaseException:
             os.unlink(partial)

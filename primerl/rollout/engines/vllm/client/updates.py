@@ -148,13 +148,9 @@ class Updates:
 
     async def _prepare(self, replica: Replica, update: Mapping[str, Any]) -> None:
         """Have all workers fetch and verify an update while they sample."""
+        ticket = secrets.token_hex(8)
         prepare = functools.partial(
-            rpc,
-            self._fleet,
-            replica,
-            names.PREPARE_WEIGHTS,
-            update=dict(update),
-            ticket=secrets.token_hex(8),
+            rpc, self._fleet, replica, names.PREPARE_WEIGHTS, update=dict(update), ticket=ticket
         )
         while not all(one.get("prepared") for one in await prepare()):
             await asyncio.sleep(PREPARED_S)

@@ -73,7 +73,7 @@ class Disk:
         return on_all_ranks(self._transport.publish(version))
 
 
-@attrs.frozen(eq=False, repr=False)
+@attrs.define(eq=False, repr=False, slots=False)
 class FolderTransport:
     """Writes a model's checkpoint into a folder and has engines fetch it.
 

@@ -16,8 +16,8 @@ from primerl._optional import require
 from primerl.packing import PackedBatch
 from primerl.parity.reference import Document, Training
 from primerl.parity.training import make_batches, optimizer_for, resumed, train, whole
-from primerl.testing.characters import character_tokenizer
 from primerl.testing.families import tiny_family
+from primerl.testing.vocabulary import character_tokenizer
 
 # Later steps amplify rounding: a unit with input 0 up to rounding may be on here and off there.
 TOLERANCES = {

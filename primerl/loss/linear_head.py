@@ -258,11 +258,7 @@ def _check_head(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
 def check_rows(
     labels: Tensor, temperature: float | Tensor, rows: Tensor | None, *, like: Tensor, name: str
 ) -> None:
-    """Refuse arguments that do not fit the rows of ``like``, the caller's argument ``name``.
-
-    Raises:
-        ValueError: a type, shape or dtype is wrong.
-    """
+    """Refuse arguments that do not fit the rows of ``like``, the caller's argument ``name``."""
     for argument, x in (("labels", labels), ("rows", rows), ("temperature", temperature)):
         if x is None or isinstance(x, int | float):
             continue
@@ -282,11 +278,7 @@ def check_rows(
 def check_values(
     labels: Tensor, temperature: float | Tensor, rows: Tensor | None, *, vocabulary: int
 ) -> None:
-    """Refuse labels outside the vocabulary and temperatures that can't divide, where selected.
-
-    Raises:
-        ValueError: naming the first such entry.
-    """
+    """Refuse labels outside the vocabulary and temperatures that can't divide, where selected."""
     outside = (labels < 0) | (labels >= vocabulary)
     divisor = torch.as_tensor(temperature, device=labels.device)
     unusable = ~((divisor > 0) & divisor.isfinite())

@@ -120,9 +120,6 @@ def _layout_by_positions(
     Some layers pass on positions only, also where they are recomputed in the backward pass. And a
     switched model may be called without any packing: each row is then a document, or several if its
     positions begin again.
-
-    Raises:
-        ValueError: there are several documents, and no ``position_ids`` to find them by.
     """
     batch, _, length, _ = query.shape
     usable = position_ids is not None and position_ids.shape in ((1, length), (batch, length))
@@ -144,9 +141,7 @@ def not_passed_on(module: nn.Module) -> str:
 def refuse_other_attention(module: nn.Module, longest: int, asked: dict[str, Any]) -> None:
     """Refuse arguments that ask for more than full causal attention within each document.
 
-    Raises:
-        ValueError: a window shorter than a document, sinks, sparse indices, capped scores, or
-            attention to later tokens.
+    Such as a window shorter than a document, sinks, sparse indices or capped scores.
     """
     window = asked.get("sliding_window")
     if window is not None and longest > window:

@@ -174,14 +174,11 @@ def _attend_rows(
     else:
         mask = torch.zeros(rows, seen, dtype=torch.bool, device=q.device)
         mask = mask.scatter(1, chosen.long(), True)
-    gqa = q.shape[0] != k.shape[0]
     attended = F.scaled_dot_product_attention(
-        q.unsqueeze(0),
-        k.unsqueeze(0),
-        v.unsqueeze(0),
+        *(x.unsqueeze(0) for x in (q, k, v)),
         attn_mask=mask,
         scale=scaling,
         dropout_p=dropout,
-        enable_gqa=gqa,
+        enable_gqa=q.shape[0] != k.shape[0],
     )
     return attended.squeeze(0)

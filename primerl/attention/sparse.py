@@ -174,11 +174,13 @@ def _attend_rows(
     else:
         mask = torch.zeros(rows, seen, dtype=torch.bool, device=q.device)
         mask = mask.scatter(1, chosen.long(), True)
+    gqa = q.shape[0] != k.shape[0]
+    q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     attended = F.scaled_dot_product_attention(
-        *(x.unsqueeze(0) for x in (q, k, v)),
+        *(q, k, v),
         attn_mask=mask,
         scale=scaling,
         dropout_p=dropout,
-        enable_gqa=q.shape[0] != k.shape[0],
+        enable_gqa=gqa,
     )
     return attended.squeeze(0)

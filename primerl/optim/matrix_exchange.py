@@ -23,11 +23,6 @@ class MatrixSharding:
     """Rows or columns of each rank of the group."""
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; all of it where it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def matrix_sharding(parameter: Tensor) -> MatrixSharding | None:
     """How a parameter's matrices are sharded; None if each lies whole on its rank.
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from primerl._ranks import local_part
 from primerl.optim.layouts import Matrices, join_outputs, split_outputs
-from primerl.optim.matrix_exchange import local_part, map_matrices, matrix_sharding
+from primerl.optim.matrix_exchange import map_matrices, matrix_sharding
 from primerl.optim.newton_schulz import orthogonalize
 
 ALGORITHMS = ("muon", "adamw")

@@ -24,10 +24,14 @@ from primerl.attention.admission import (
 )
 from primerl.attention.documents import Document, Span, find_documents, lay_out
 from primerl.attention.packed import no_mask
-from primerl.parallel.collectives import all_gather
-from primerl.parallel.context_parallel.attention import ATTENTION, Exchange, SharedRows
+from primerl.parallel.collectives import gather_rows_of_all
+from primerl.parallel.context_parallel.attention import (
+    ATTENTION,
+    Exchange,
+    SharedRows,
+    share_sparse_context,
+)
 from primerl.parallel.context_parallel.balancing import divide_attention
-from primerl.parallel.context_parallel.sparse_attention import share_sparse_context
 from primerl.parallel.device_mesh import Mesh
 
 
@@ -88,9 +92,8 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
 def _register_document_search(model: nn.Module, mesh: Mesh, *, balanced: bool) -> None:
     group = mesh.context_group
     assert group is not None
-    model.register_forward_pre_hook(
-        functools.partial(_find_documents, group=group, balanced=balanced), with_kwargs=True
-    )
+    search = functools.partial(_find_documents, group=group, balanced=balanced)
+    model.register_forward_pre_hook(search, with_kwargs=True)
 
 
 def _require_only_attention(model: nn.Module) -> None:
@@ -146,7 +149,6 @@ def _find_documents(
 
 def _gather_positions(model: nn.Module, kwargs: dict[str, Any], group: dist.ProcessGroup) -> Tensor:
     """The positions of all ranks' rows, on the CPU; all ranks raise if one has none or others."""
-    ranks = dist.get_world_size(group)
     position_ids = kwargs.get("position_ids")
     tokens = [x for x in map(kwargs.get, ("input_ids", "inputs_embeds")) if x is not None]
     shapes = {None if x is None else tuple(x.shape[:2]) for x in (position_ids, *tokens)}
@@ -155,13 +157,11 @@ def _gather_positions(model: nn.Module, kwargs: dict[str, Any], group: dist.Proc
         count = position_ids.shape[1]
     device = next(iter([*tokens, *model.parameters()])).device
     rows = torch.tensor([count], device=device)
-    all_counts = rows.new_empty(ranks)
-    all_gather(all_counts, rows, group=group)
-    counts = all_counts.tolist()
+    counts = gather_rows_of_all(rows, group).tolist()
     if min(counts) == 0:
         raise ValueError(
             f"ranks that share documents passed position_ids of {counts} rows; expected tokens and "
-            f"position_ids [1, t] on each, because the model was sharded with cp={ranks}"
+            f"position_ids [1, t] on each, because the model was sharded with cp={len(counts)}"
         )
     if len(set(counts)) > 1:
         raise ValueError(
@@ -169,9 +169,7 @@ def _gather_positions(model: nn.Module, kwargs: dict[str, Any], group: dist.Proc
             "batch by parallel.scatter with the mesh, or by PackedBatch.split"
         )
     assert isinstance(position_ids, Tensor)
-    gathered = rows.new_empty(sum(counts))
-    all_gather(gathered, position_ids[0].to(rows), group=group)
-    return gathered.cpu()
+    return gather_rows_of_all(position_ids[0].to(rows), group).cpu()
 
 
 def row_spans(rows: np.ndarray, documents: tuple[Document, ...]) -> tuple[Span, ...]:

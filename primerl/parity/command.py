@@ -166,16 +166,7 @@ def compare(
 
 
 def _plan(tasks: Sequence[tuple[Task, int]], timeout_s: float) -> str:
-    written = [
-        {
-            "name": task.name,
-            "family": task.family,
-            "settings": task.settings,
-            "meshes": [attrs.asdict(mesh) for mesh in task.meshes],
-            "done": max(done - 1, 0),
-        }
-        for task, done in tasks
-    ]
+    written = [{**attrs.asdict(task), "done": max(done - 1, 0)} for task, done in tasks]
     return json.dumps({"tasks": written, "timeout_s": timeout_s})
 
 

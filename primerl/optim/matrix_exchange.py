@@ -24,11 +24,7 @@ class MatrixSharding:
 
 
 def matrix_sharding(parameter: Tensor) -> MatrixSharding | None:
-    """How a parameter's matrices are sharded; None if each lies whole on its rank.
-
-    Raises:
-        ValueError: they are sharded along two dimensions of the mesh, or in an unknown way.
-    """
+    """How a parameter's matrices are sharded; None if each lies whole on its rank."""
     if not isinstance(parameter, DTensor):
         return None
     mesh, sharded = parameter.device_mesh, []

@@ -55,10 +55,8 @@ class Offload(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have gradients; returns what ``closure`` returns, if any."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         trained = [p for p in _parameters(self._optimizer) if p.grad is not None]
         gradients = [parameter.grad for parameter in trained]
         for parameter in trained:  # the optimizer skips parameters without a gradient

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from primerl._optional import require
 from primerl.attention.documents import Layout, batch_layout
 from primerl.attention.kernels import attend
 
@@ -24,6 +25,14 @@ _PACKED: ContextVar[bool] = ContextVar("_PACKED", default=False)
 """Whether the forward pass that runs now has several documents."""
 # The dtype of a mask that says only that rows are packed.
 _PACKED_MARK = torch.int8
+
+
+def switch_attention(model: nn.Module, name: str, attention: Any, mask: Any) -> None:
+    """Register an attention with transformers and switch a model to it; only warns if it can't."""
+    transformers = require("transformers", extra="transformers")
+    transformers.AttentionInterface.register(name, attention)
+    transformers.AttentionMaskInterface.register(name, mask)
+    model.set_attn_implementation(name)  # type: ignore[operator]
 
 
 @contextmanager

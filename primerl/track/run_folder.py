@@ -22,14 +22,7 @@ class RunFolder:
     """The files of one run.
 
     Nothing is written before ``claim``; and of a run that is resumed, nothing before ``resume``.
-
-    Args:
-        path: is made by ``claim``.
-        state: what ``Run.state`` returned, if the run is resumed.
-
-    Raises:
-        ValueError: a new run's folder holds files of a run; or a resumed run's holds less than its
-            state says.
+    ``state`` is what ``Run.state`` returned, if the run is resumed.
     """
 
     def __init__(self, path: Path, *, state: Mapping[str, Any] | None) -> None:
@@ -93,11 +86,7 @@ class RunFolder:
             )
 
     def claim(self, values: Mapping[str, Any]) -> None:
-        """Make a new run's files, or take hold of those of a run that is resumed.
-
-        Raises:
-            ValueError: another process has this run, or another run came between.
-        """
+        """Make a new run's files, or take hold of those of a run that is resumed."""
         new = not self._ends
         self.path.mkdir(parents=True, exist_ok=True)
         try:

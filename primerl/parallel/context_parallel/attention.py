@@ -1,6 +1,5 @@
 """Context-parallel attention functions: entries of transformers' ``AttentionInterface``."""
 
-import functools
 import math
 from typing import Any
 
@@ -10,8 +9,6 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from primerl._optional import require
-from primerl.attention.admission import CONTEXT_SPARSE_ATTENTION
 from primerl.attention.documents import Document, Layout, spans_within
 from primerl.attention.kernels import attend
 from primerl.attention.packed import not_passed_on, refuse_other_attention
@@ -135,13 +132,11 @@ def share_sparse_context(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     Each rank chooses keys for its own rows, among those of the indexers of all ranks.
     """
-    transformers = require("transformers", extra="transformers")
-    transformers.AttentionInterface.register(CONTEXT_SPARSE_ATTENTION, _sparse)
-    attend_sparsely(model, gather=functools.partial(_gather_from_all, group))
 
+    def gather(rows: Tensor) -> tuple[Tensor, int]:
+        return gather_rows_of_all(rows, group), dist.get_rank(group)
 
-def _gather_from_all(group: dist.ProcessGroup, rows: Tensor) -> tuple[Tensor, int]:
-    return gather_rows_of_all(rows, group), dist.get_rank(group)
+    attend_sparsely(model, gather=gather, attention=_sparse)
 
 
 def _sparse(

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from primerl._optional import require
 from primerl.attention.admission import (
     CONTEXT_ATTENTION,
     is_sparse,
@@ -23,7 +22,7 @@ from primerl.attention.admission import (
     unsupported_rope_lengths,
 )
 from primerl.attention.documents import Document, Span, find_documents, lay_out
-from primerl.attention.packed import no_mask
+from primerl.attention.packed import no_mask, switch_attention
 from primerl.parallel.collectives import gather_rows_of_all
 from primerl.parallel.context_parallel.attention import (
     ATTENTION,
@@ -39,18 +38,9 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
     """Make a model's attention context parallel, over the ranks that share documents.
 
     Before each forward pass the ranks gather their ``position_ids``, by which documents are found.
-    Documents may begin and end on any rank, and share tokens (``packing.pack``).
-
-    Args:
-        model: a ``transformers`` causal language model.
-        mesh: with ``cp > 1``.
-        method: ``"ulysses"``, ``"gathered"``, or None: ``"ulysses"`` where ``cp`` divides the
-            number of query heads. Sources: DeepSpeed-Ulysses, arXiv:2309.14509; Llama 3,
-            arXiv:2407.21783, section 3.3.2 (gathered keys and values).
-
-    Raises:
-        ValueError: ``method`` is unknown, ``cp`` does not divide the query heads, or layers other
-            than attention pass information from row to row.
+    Documents may begin and end on any rank, and share tokens (``packing.pack``). The methods are
+    those of ``shard``. Sources: DeepSpeed-Ulysses, arXiv:2309.14509; Llama 3, arXiv:2407.21783,
+    section 3.3.2 (gathered keys and values).
     """
     config: Any = model.config
     require_positions(model)
@@ -76,11 +66,7 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
             'equal numbers; use context="gathered"'
         )
     name = f"{CONTEXT_ATTENTION}_{method}"
-    transformers = require("transformers", extra="transformers")
-    transformers.AttentionInterface.register(name, ATTENTION[method])
-    transformers.AttentionMaskInterface.register(name, no_mask)
-    switch: Any = model.set_attn_implementation
-    switch(name)  # only warns if it can't
+    switch_attention(model, name, ATTENTION[method], no_mask)
     if config.get_text_config()._attn_implementation != name:
         raise ValueError(
             f"{config.model_type} has an attention of its own, which would not see the rows of "

@@ -129,8 +129,7 @@ def divide_experts(
             distribute_module(module, mesh, _keep_own_experts)
     registry = require("transformers.integrations.moe", extra="transformers")
     registry.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
-    switch: Callable[[str], None] = model.set_experts_implementation  # type: ignore[assignment]
-    switch(IMPLEMENTATION)
+    model.set_experts_implementation(IMPLEMENTATION)  # type: ignore[operator]
     if config is None or config.get_text_config()._experts_implementation != IMPLEMENTATION:
         raise ValueError(f"{type(model).__name__} does not let its experts function be chosen")
 

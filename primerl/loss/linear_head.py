@@ -73,18 +73,15 @@ def head_logprobs(
     if isinstance(temperature, Tensor) or temperature != 1:
         divisor = torch.as_tensor(temperature, dtype=_wide(hidden.dtype), device=hidden.device)
         divisor = divisor.detach().expand(labels.shape)
-    if rows is None:
-        return _LinearLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
-            hidden, weight, labels, divisor, chunk_tokens
-        )
-    chosen = rows.nonzero().squeeze(1)  # once, because it synchronizes with the device
+    if rows is not None:
+        chosen = rows.nonzero().squeeze(1)  # once, because it synchronizes with the device
+        hidden, labels = hidden.index_select(0, chosen), labels.index_select(0, chosen)
+        divisor = None if divisor is None else divisor.index_select(0, chosen)
     logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden.index_select(0, chosen),
-        weight,
-        labels.index_select(0, chosen),
-        None if divisor is None else divisor.index_select(0, chosen),
-        chunk_tokens,
+        hidden, weight, labels, divisor, chunk_tokens
     )
+    if rows is None:
+        return logprobs, entropy
     nothing = logprobs.new_zeros(rows.shape)
     return nothing.index_copy(0, chosen, logprobs), nothing.index_copy(0, chosen, entropy)
 

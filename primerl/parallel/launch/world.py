@@ -60,7 +60,10 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.seed is not None:
-            _seed_generators(self.seed + self.rank)
+            seed = self.seed + self.rank
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
+            torch.manual_seed(seed)  # of all devices
         with ExitStack() as entering:
             entering.callback(self._signals.restore)
             self._signals.install()
@@ -127,12 +130,6 @@ def process_group(
         seed=seed,
         signals=StopSignals(grace_s),
     )
-
-
-def _seed_generators(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    torch.manual_seed(seed)  # of all devices
 
 
 def _variable(name: str) -> int:

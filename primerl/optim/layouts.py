@@ -149,11 +149,6 @@ def is_transposed_linear(module: nn.Module) -> bool:
     )
 
 
-def linear_matrices(owner: nn.Module, layer: str, weight: Tensor, *, transposed: bool) -> Matrices:
-    """The matrices of a linear layer's weight, or of an adapter's output half."""
-    return _split(Matrices(transposed=transposed), owner, layer, weight)
-
-
 def stacked_matrices(
     owner: nn.Module | None, layer: str, module: Any, name: str, weight: Tensor
 ) -> Matrices | None:
@@ -171,11 +166,15 @@ def stacked_matrices(
     if not classes(module) & set(STACKED):
         return None
     if name == "weight" and owner is not None:
-        return _split(Matrices(), owner, layer, weight)
-    return _split(Matrices(), module, name, weight)
+        return linear_matrices(owner, layer, weight)
+    return linear_matrices(module, name, weight)
 
 
-def _split(one: Matrices, owner: Any, layer: str, weight: Tensor) -> Matrices:
+def linear_matrices(
+    owner: Any, layer: str, weight: Tensor, *, transposed: bool = False
+) -> Matrices:
+    """The matrices of a layer's weight, or of an adapter's output half."""
+    one = Matrices(transposed=transposed)
     found = list(_layouts(owner, layer))
     if not found:
         return one

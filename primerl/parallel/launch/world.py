@@ -153,7 +153,7 @@ def _connected(world: World) -> Iterator[None]:
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
     )
-    _register_rank(store, world.rank)
+    store.set(RANK.format(world.rank), f"{socket.gethostname()} {os.getpid()}")
     signals = world._signals
     signals.watch(lambda: _has_failed(store))
     leaving: SystemExit | None = None
@@ -215,11 +215,6 @@ def _is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
     )
-
-
-def _register_rank(store: dist.Store, rank: int) -> None:
-    """Record the host and process of this rank."""
-    store.set(RANK.format(rank), f"{socket.gethostname()} {os.getpid()}")
 
 
 def _dead_ranks(store: dist.Store, ranks: int) -> list[int]:

@@ -27,13 +27,10 @@ SINKS = ("sinks", "attention_sink_bias", "learnable_sink")
 
 
 def refuse_virtual_tokens(model: nn.Module) -> None:
-    """Refuse ``peft`` adapters that prepend virtual tokens or keys to each sequence.
+    """Refuse ``peft`` adapters that prepend virtual tokens or keys, such as of prompt tuning.
 
     The rows of a pack would no longer match its labels, all documents would share what precedes the
     first, and no engine could be served such an adapter.
-
-    Raises:
-        ValueError: the model has such an adapter, for example of prompt tuning or prefix tuning.
     """
     for name, config in adapter_configs(model).items():
         if getattr(config, "is_prompt_learning", False):

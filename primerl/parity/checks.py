@@ -139,16 +139,8 @@ def on_mesh(
 ) -> list[tuple[str, float]]:
     """The differences of a family trained on a mesh, the largest of all ranks.
 
-    Args:
-        family: as for ``tiny_family``.
-        settings: of the configuration, as for ``tiny_family``.
-        sequences: the training data.
-        reference: training in one process, by the same optimizer.
-        plan: the mesh, and how training runs on it.
-        folder: an empty folder on rank 0; None on the others.
-
-    Raises:
-        ValueError: the family or the mesh is refused.
+    ``reference`` was trained in one process, by the same optimizer. ``folder`` is an empty one on
+    rank 0, and None on the others.
     """
     mesh, rank = _mesh(plan.replicate, plan.ep, plan.cp), torch.distributed.get_rank()
     generators = []

@@ -17,14 +17,7 @@ def divide_attention(position_ids: Int[np.ndarray, " t"], parts: int) -> Int[np.
     Part j has the j-th equal share of the rows. A part with more than the mean work gives away its
     most expensive rows, as few as leave it with the mean: the last rows of its longest documents,
     so few ranges travel. They go, in order, to the parts with less than the mean, as much work as
-    each one lacks.
-
-    Args:
-        position_ids: each row's position in its document; its work is that plus one.
-        parts: a divisor of the number of rows.
-
-    Raises:
-        ValueError: the rows cannot be divided equally.
+    each one lacks. ``parts`` divides the number of rows.
     """
     if len(position_ids) % parts:
         raise ValueError(f"{len(position_ids)} rows cannot be divided equally by {parts}")

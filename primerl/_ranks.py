@@ -146,3 +146,8 @@ def whole(tensor: Tensor) -> Tensor:
             placements[dimension] = Replicate()
             tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; all of it where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

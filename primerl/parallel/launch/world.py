@@ -3,6 +3,7 @@
 import os
 import random
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -20,6 +21,7 @@ from primerl.parallel.scattering import all_sum
 
 FAILURE = "primerl/failure"
 RANK = "primerl/rank/{}"
+DYING_S = 2.0
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -218,14 +220,22 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def _dead_ranks(store: dist.Store, ranks: int) -> list[int]:
-    """The ranks of this host whose processes have ended; nothing is known of other hosts."""
-    found = []
+    """The ranks of this host whose processes have ended; nothing is known of other hosts.
+
+    A process that is killed loses its connections before it counts as ended, so look for a while.
+    """
+    processes = {}
     for rank in range(ranks):
         if store.check([RANK.format(rank)]):
             host, pid = store.get(RANK.format(rank)).decode().split()
-            if host == socket.gethostname() and _has_ended(int(pid)):
-                found.append(rank)
-    return found
+            if host == socket.gethostname():
+                processes[rank] = int(pid)
+    deadline = time.monotonic() + DYING_S
+    while True:
+        dead = [rank for rank, pid in processes.items() if _has_ended(pid)]
+        if dead or time.monotonic() > deadline:
+            return dead
+        time.sleep(0.02)
 
 
 def _has_ended(pid: int) -> bool:

@@ -1,19 +1,15 @@
 """A model's tensors as its Hugging Face checkpoint names and shapes them."""
 
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from primerl._adapters import (
-    in_adapted_layer,
-    merged,
-    refuse_other_adapters,
-    unadapted,
-)
+from primerl._adapters import in_adapted_layer, merged, refuse_other_adapters, unadapted
 from primerl._optional import require
 from primerl._ranks import whole
 
@@ -26,6 +22,11 @@ class TensorLayout:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def checkpoint_tensors(
@@ -120,6 +121,5 @@ def converted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if not hasattr(model, "save_pretrained"):
         return tensors  # a plain module has no other names
     loading = require("transformers.core_model_loading", extra="transformers")
-    revert: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]
-    revert = loading.revert_weight_conversion
-    return revert(model, tensors)
+    found: dict[str, Tensor] = loading.revert_weight_conversion(model, tensors)
+    return found

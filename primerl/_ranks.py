@@ -109,12 +109,11 @@ def _broadcast(message: dict[str, Any]) -> dict[str, Any]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return message
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    content = json.dumps(message).encode() if is_first_rank() else b""
-    length = torch.tensor([len(content)], device=device)
+    data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(device)
+    length = torch.tensor([len(data)], device=device)
     dist.broadcast(length, src=0)
-    data = torch.zeros(int(length), dtype=torch.uint8, device=device)
-    if is_first_rank():
-        data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    if not is_first_rank():
+        data = torch.zeros(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(data, src=0)
     told: dict[str, Any] = json.loads(bytes(data.cpu().numpy()))
     return told
@@ -147,3 +146,8 @@ def whole(tensor: Tensor) -> Tensor:
             placements[dimension] = Replicate()
             tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; all of it where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,6 @@
 """Files of named tensors in the safetensors format, written as a stream and mapped in place."""
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def encode_header(
     for name, entry in sorted(layout.items(), key=lambda item: -item[1].dtype.itemsize):
         if entry.dtype not in _CODES:
             raise ValueError(f"{name} is {entry.dtype}, which cannot be saved")
-        end = start + math.prod(entry.shape) * entry.dtype.itemsize
+        end = start + entry.nbytes
         spans[name] = Span(entry, start, end)
         entries[name] = {
             "dtype": _CODES[entry.dtype],
@@ -148,7 +147,7 @@ def map_tensors(path: Path, *, writable: bool = False) -> dict[str, Tensor]:
 def _span(entry: Mapping[str, object]) -> Span:
     layout = TensorLayout(_DTYPES[str(entry["dtype"])], tuple(entry["shape"]))  # type: ignore[arg-type]
     start, end = entry["data_offsets"]  # type: ignore[misc]
-    if end - start != math.prod(layout.shape) * layout.dtype.itemsize:  # type: ignore[has-type]
+    if end - start != layout.nbytes:  # type: ignore[has-type]
         raise ValueError(f"{layout} does not fit into {entry['data_offsets']}")
     return Span(layout, start, end)  # type: ignore[has-type]
 

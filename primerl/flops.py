@@ -67,8 +67,7 @@ class Breakdown:
     @property
     def total(self) -> Float64[np.ndarray, "..."]:
         """The sum of the parts."""
-        parts: np.ndarray = np.asarray(sum(attrs.asdict(self, recurse=False).values()))
-        return parts
+        return np.asarray(sum(attrs.asdict(self, recurse=False).values()))
 
 
 @attrs.frozen(kw_only=True)
@@ -164,8 +163,7 @@ def parameters(config: Any) -> Parameters:
 
 def _head(config: Any) -> int:
     transformed = config.hidden_size**2 if _family(config) == "modernbert-decoder" else 0
-    head: int = config.vocab_size * config.hidden_size + transformed
-    return head
+    return int(config.vocab_size * config.hidden_size + transformed)
 
 
 def _family(config: Any) -> str:
@@ -174,8 +172,7 @@ def _family(config: Any) -> str:
 
 def _pairs(tokens: Float64[np.ndarray, "..."], keys: float) -> Float64[np.ndarray, "..."]:
     ramp = np.minimum(tokens, keys)
-    pairs: np.ndarray = np.asarray(ramp * (ramp + 1) / 2 + (tokens - ramp) * ramp)
-    return pairs
+    return np.asarray(ramp * (ramp + 1) / 2 + (tokens - ramp) * ramp)
 
 
 @attrs.frozen(kw_only=True)

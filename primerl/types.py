@@ -70,10 +70,6 @@ def _bool(values: Any) -> np.ndarray:
     return _read_only(values, np.bool_)
 
 
-def _optional_float32(values: Any) -> np.ndarray | None:
-    return None if values is None else _float32(values)
-
-
 def _token_ids(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(values)
 
@@ -89,9 +85,8 @@ def _rollouts(values: "Iterable[Rollout]") -> "tuple[Rollout, ...]":
 def _metrics(values: "Mapping[str, Any]") -> "Mapping[str, float]":
     plain: dict[str, float] = {}
     for name, value in values.items():
-        number = (
-            value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
-        )
+        is_scalar = hasattr(value, "item") and getattr(value, "ndim", 0) == 0
+        number = value.item() if is_scalar else value
         if not isinstance(name, str) or not isinstance(number, bool | int | float):
             raise ValueError(f"the metric {name!r} is {value!r:.80}, expected a number with a name")
         plain[name] = number
@@ -206,10 +201,10 @@ class TrainingSample(Sample):
 
     advantages: Float32[np.ndarray, " t"] = attrs.field(converter=_float32)
     ref_logprobs: Float32[np.ndarray, " t"] | None = attrs.field(
-        default=None, converter=_optional_float32
+        default=None, converter=attrs.converters.optional(_float32)
     )
     weights: Float32[np.ndarray, " t"] | None = attrs.field(
-        default=None, converter=_optional_float32
+        default=None, converter=attrs.converters.optional(_float32)
     )
 
     def __attrs_post_init__(self) -> None:

@@ -55,7 +55,9 @@ def penalized(
     counts = np.array([_counts(rollout) for rollout in group.rollouts], np.float64)
     shares = counts / np.maximum(counts.max(axis=0), 1)  # avoids 0/0 where all counts are 0
     reduced = rewards - max(float(rewards.mean()), 0.0) * (shares @ np.array([*weights.values()]))
-    return baseline(attrs.evolve(group, rollouts=list(map(_with_reward, group.rollouts, reduced))))
+    paid = zip(group.rollouts, reduced.tolist(), strict=True)
+    rollouts = [attrs.evolve(rollout, reward=reward) for rollout, reward in paid]
+    return baseline(attrs.evolve(group, rollouts=rollouts))
 
 
 def _counts(rollout: Rollout) -> Float64[np.ndarray, " 3"]:
@@ -67,7 +69,3 @@ def _counts(rollout: Rollout) -> Float64[np.ndarray, " 3"]:
         starts = sampled & ~np.concatenate([[False], sampled[:-1]])
         counts += [sampled.sum(), (~sampled).sum(), starts.sum()]
     return counts
-
-
-def _with_reward(rollout: Rollout, reward: float) -> Rollout:
-    return attrs.evolve(rollout, reward=reward)

@@ -26,33 +26,11 @@ PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention",
 SINKS = ("sinks", "attention_sink_bias", "learnable_sink")
 
 
-def layer_kinds(model: nn.Module) -> set[str]:
-    """The kinds of layers that the configuration of the language model names."""
-    config: Any = model.config
-    text = config.get_text_config(decoder=True)
-    lists = (getattr(text, name, None) for name in ("layer_types", "layers_block_type"))
-    return {kind for kinds in lists for kind in kinds or () if isinstance(kind, str)}
-
-
-def leak_reasons(model: nn.Module) -> Iterator[str]:
-    """Reasons why packed documents would see each other, whichever attention is chosen."""
-    if getattr(model, "_is_stateful", False):
-        yield "has recurrent layers, which carry state from one packed document into the next"
-    if any(isinstance(part, nn.Conv1d) for part in _layer_modules(model)):
-        yield "has convolutions over tokens, which mix the ends of neighbouring documents"
-    can_switch: Callable[[], bool] | None = getattr(model, "_can_set_attn_implementation", None)
-    if can_switch is not None and not can_switch():
-        yield "has an attention of its own, which would let packed documents see each other"
-
-
 def refuse_virtual_tokens(model: nn.Module) -> None:
-    """Refuse ``peft`` adapters that prepend virtual tokens or keys to each sequence.
+    """Refuse ``peft`` adapters that prepend virtual tokens or keys, such as of prompt tuning.
 
     The rows of a pack would no longer match its labels, all documents would share what precedes the
     first, and no engine could be served such an adapter.
-
-    Raises:
-        ValueError: the model has such an adapter, for example of prompt tuning or prefix tuning.
     """
     for name, config in adapter_configs(model).items():
         if getattr(config, "is_prompt_learning", False):
@@ -70,26 +48,8 @@ def adapter_configs(model: nn.Module) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def looks_ahead(model: nn.Module) -> bool:
-    """Whether a layer attends to later tokens, or to those of an encoder."""
-    return any(getattr(part, "is_causal", True) is False for part in _layer_modules(model))
-
-
-def unsupported_features(model: nn.Module) -> Iterator[str]:
-    """What the model's attention has and packed attention does not compute."""
-    config: Any = model.config
-    if any(name.rpartition(".")[2] in SINKS for name, _ in model.named_parameters()):
-        yield "attention sinks"
-    if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
-        yield "capped attention scores"
-
-
 def require_positions(model: nn.Module) -> None:
-    """Refuse a model that numbers positions itself, across documents.
-
-    Raises:
-        ValueError: its ``forward`` takes no ``position_ids``.
-    """
+    """Refuse a model that numbers positions itself, across documents."""
     unwrap: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)  # of PEFT
     base: Any = unwrap() if unwrap else model
     known = inspect.signature(base.forward).parameters
@@ -118,27 +78,31 @@ def unsupported_rope_lengths(config: Any) -> float:
 
 
 def refuse_leaking_layers(model: nn.Module) -> None:
-    """Refuse a model with layers that let packed documents see each other.
-
-    Raises:
-        ValueError: it has such layers, of linear attention or another recurrence for example, takes
-            no ``position_ids``, or attends to later tokens.
-    """
+    """Refuse a model that would let packed documents see each other, whichever attention it has."""
     config: Any = model.config
-    unpackable = unpackable_layers(model)
-    reason = next(leak_reasons(model), None)
-    if unpackable:
-        reason = (
-            f"has {', '.join(unpackable)} layers, which would carry state from one packed document "
-            "into the next, or attend as packed attention does not"
-        )
-    if reason:
+    if reason := _leak_reason(model):
         raise ValueError(f"{config.model_type} {reason}; pack one document per batch")
     require_positions(model)
-    if looks_ahead(model):
+    if any(getattr(part, "is_causal", True) is False for part in _layer_modules(model)):
         raise ValueError(
             f"{config.model_type} attends to later tokens too; packed attention is causal"
         )
+
+
+def _leak_reason(model: nn.Module) -> str | None:
+    if kinds := unpackable_layers(model):
+        return (
+            f"has {', '.join(kinds)} layers, which would carry state from one packed document "
+            "into the next, or attend as packed attention does not"
+        )
+    if getattr(model, "_is_stateful", False):
+        return "has recurrent layers, which carry state from one packed document into the next"
+    if any(isinstance(part, nn.Conv1d) for part in _layer_modules(model)):
+        return "has convolutions over tokens, which mix the ends of neighbouring documents"
+    can_switch: Callable[[], bool] | None = getattr(model, "_can_set_attn_implementation", None)
+    if can_switch is not None and not can_switch():
+        return "has an attention of its own, which would let packed documents see each other"
+    return None
 
 
 def refuse_unpackable(model: nn.Module) -> None:
@@ -152,7 +116,12 @@ def refuse_unpackable(model: nn.Module) -> None:
     if config is None or not hasattr(config, "get_text_config"):
         return
     refuse_leaking_layers(model)
-    attention, missing = str(config._attn_implementation), next(unsupported_features(model), None)
+    missing = None
+    if any(name.rpartition(".")[2] in SINKS for name, _ in model.named_parameters()):
+        missing = "attention sinks"
+    elif getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
+        missing = "capped attention scores"
+    attention = str(config._attn_implementation)
     if missing and (attention.startswith("primerl_") or attention in MASKED_ATTENTION):
         raise ValueError(
             f"{config.model_type} has {missing}, which packed attention does not compute; use "
@@ -162,8 +131,12 @@ def refuse_unpackable(model: nn.Module) -> None:
 
 def unpackable_layers(model: nn.Module) -> list[str]:
     """The kinds of the model's layers that are not softmax attention, ``linear_attention`` say."""
-    kinds = layer_kinds(model) - PACKABLE_LAYERS
-    return sorted(kinds - {"indexed_attention"} if is_sparse(model) else kinds)
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    lists = (getattr(text, name, None) for name in ("layer_types", "layers_block_type"))
+    kinds = {kind for kinds in lists for kind in kinds or () if isinstance(kind, str)}
+    known = PACKABLE_LAYERS | {"indexed_attention"} if is_sparse(model) else PACKABLE_LAYERS
+    return sorted(kinds - known)
 
 
 def is_sparse(model: nn.Module) -> bool:

@@ -179,14 +179,6 @@ def _first_rows(ranges: tuple[tuple[int, int], ...], count: int) -> tuple[tuple[
     return tuple(first)
 
 
-def find_batch_documents(position_ids: Int[Tensor, "b t"]) -> tuple[Document, ...]:
-    """As ``find_documents``, but rows of successive positions are documents wherever they begin."""
-    batch, length = position_ids.shape
-    if length and bool((position_ids.diff() == 1).all()):
-        return tuple(Document(begin, begin + length) for begin in range(0, batch * length, length))
-    return find_documents(position_ids)
-
-
 def once_per_tensor(
     find: Callable[Concatenate[Tensor, P], T],
 ) -> Callable[Concatenate[Tensor, P], T]:
@@ -212,8 +204,15 @@ def once_per_tensor(
 def batch_layout(
     position_ids: Int[Tensor, "_ t"], batch: int, device: torch.device | str
 ) -> Layout:
-    """The layout of the documents of a batch, whose rows may share one row of positions."""
-    return lay_out(find_batch_documents(position_ids.expand(batch, -1)), device)
+    """The layout of the documents of a batch, whose rows may share one row of positions.
+
+    As of ``find_documents``, but rows of successive positions are documents wherever they begin.
+    """
+    length = position_ids.shape[1]
+    if length and bool((position_ids.diff() == 1).all()):
+        begins = range(0, batch * length, length)
+        return lay_out(tuple(Document(begin, begin + length) for begin in begins), device)
+    return lay_out(find_documents(position_ids.expand(batch, -1)), device)
 
 
 def spans_within(documents: tuple[Document, ...], first: int, rows: int) -> list[Span]:

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from primerl._optional import require
 from primerl.attention.documents import Layout, batch_layout
 from primerl.attention.kernels import attend
 
@@ -24,6 +25,14 @@ _PACKED: ContextVar[bool] = ContextVar("_PACKED", default=False)
 """Whether the forward pass that runs now has several documents."""
 # The dtype of a mask that says only that rows are packed.
 _PACKED_MARK = torch.int8
+
+
+def switch_attention(model: nn.Module, name: str, attention: Any, mask: Any) -> None:
+    """Register an attention with transformers and switch a model to it; only warns if it can't."""
+    transformers = require("transformers", extra="transformers")
+    transformers.AttentionInterface.register(name, attention)
+    transformers.AttentionMaskInterface.register(name, mask)
+    model.set_attn_implementation(name)  # type: ignore[operator]
 
 
 @contextmanager
@@ -120,9 +129,6 @@ def _layout_by_positions(
     Some layers pass on positions only, also where they are recomputed in the backward pass. And a
     switched model may be called without any packing: each row is then a document, or several if its
     positions begin again.
-
-    Raises:
-        ValueError: there are several documents, and no ``position_ids`` to find them by.
     """
     batch, _, length, _ = query.shape
     usable = position_ids is not None and position_ids.shape in ((1, length), (batch, length))
@@ -144,9 +150,7 @@ def not_passed_on(module: nn.Module) -> str:
 def refuse_other_attention(module: nn.Module, longest: int, asked: dict[str, Any]) -> None:
     """Refuse arguments that ask for more than full causal attention within each document.
 
-    Raises:
-        ValueError: a window shorter than a document, sinks, sparse indices, capped scores, or
-            attention to later tokens.
+    Such as a window shorter than a document, sinks, sparse indices or capped scores.
     """
     window = asked.get("sliding_window")
     if window is not None and longest > window:

@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from primerl._optional import require
 from primerl.attention.admission import (
     CONTEXT_SPARSE_ATTENTION,
     MASKED_ATTENTION,
@@ -28,21 +27,20 @@ from primerl.attention.indexer import (
     max_rows,
     span_rows,
 )
-from primerl.attention.packed import not_passed_on, packed_attention
+from primerl.attention.packed import not_passed_on, packed_attention, switch_attention
 
 
-def attend_sparsely(model: nn.Module, *, gather: GatherRows | None = None) -> None:
+def attend_sparsely(
+    model: nn.Module, *, gather: GatherRows | None = None, attention: Any = None
+) -> None:
     """Switch a model with DeepSeek sparse attention to choose keys and attend within each document.
 
     Each indexer is replaced by a module that calls it and has its parameters, under their names.
 
     Args:
         model: of one of ``SPARSE_FAMILIES``.
-        gather: gathers the rows of all ranks that share documents, in order. The caller registers
-            the context-parallel attention as ``CONTEXT_SPARSE_ATTENTION``.
-
-    Raises:
-        ValueError: the model is set to another attention than ``eager`` or ``sdpa``.
+        gather: gathers the rows of all ranks that share documents, in order.
+        attention: with ``gather``, an entry of ``AttentionInterface`` over these ranks.
     """
     config: Any = model.config
     if config._attn_implementation not in (*MASKED_ATTENTION, SPARSE_ATTENTION):
@@ -50,19 +48,16 @@ def attend_sparsely(model: nn.Module, *, gather: GatherRows | None = None) -> No
             f"{config.model_type} attends by {config._attn_implementation}, where an indexer "
             "chooses keys for the whole pack; load it with attn_implementation='sdpa'"
         )
-    for attention in list(model.modules()):
-        indexer = getattr(attention, "indexer", None)
+    for module in list(model.modules()):
+        indexer = getattr(module, "indexer", None)
         if isinstance(indexer, DocumentIndexer):
             if indexer.gather is gather:
                 continue
             indexer = indexer.wrapped[0]
         if isinstance(indexer, nn.Module):
-            attention.set_submodule("indexer", DocumentIndexer(indexer, gather))
-    transformers = require("transformers", extra="transformers")
-    transformers.AttentionInterface.register(SPARSE_ATTENTION, _sparse_attention)
+            module.set_submodule("indexer", DocumentIndexer(indexer, gather))
     name = SPARSE_ATTENTION if gather is None else CONTEXT_SPARSE_ATTENTION
-    transformers.AttentionMaskInterface.register(name, _placeholder)
-    model.set_attn_implementation(name)  # type: ignore[operator]
+    switch_attention(model, name, attention or _sparse_attention, _placeholder)
 
 
 def _placeholder(
@@ -175,10 +170,9 @@ def _attend_rows(
         mask = torch.zeros(rows, seen, dtype=torch.bool, device=q.device)
         mask = mask.scatter(1, chosen.long(), True)
     gqa = q.shape[0] != k.shape[0]
+    q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     attended = F.scaled_dot_product_attention(
-        q.unsqueeze(0),
-        k.unsqueeze(0),
-        v.unsqueeze(0),
+        *(q, k, v),
         attn_mask=mask,
         scale=scaling,
         dropout_p=dropout,

@@ -1,12 +1,10 @@
 """Switching an unmodified Hugging Face model to attention within each packed document."""
 
-from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from primerl._optional import require
 from primerl.attention.admission import (
     CONTEXT_ATTENTION,
     MASKED_ATTENTION,
@@ -16,7 +14,7 @@ from primerl.attention.admission import (
     unsupported_rope_lengths,
 )
 from primerl.attention.documents import Layout, find_documents, lay_out
-from primerl.attention.packed import batch_mask, packed_attention
+from primerl.attention.packed import batch_mask, packed_attention, switch_attention
 from primerl.attention.sparse import attend_sparsely
 
 
@@ -51,11 +49,7 @@ def attend_by_document(model: nn.Module, position_ids: Int[Tensor, " t"]) -> Lay
         attend_sparsely(model)
         return layout
     if config._attn_implementation in MASKED_ATTENTION:
-        transformers = require("transformers", extra="transformers")
-        transformers.AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-        transformers.AttentionMaskInterface.register(PACKED_ATTENTION, batch_mask)
-        switch: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
-        switch(PACKED_ATTENTION)  # only warns if it can't
+        switch_attention(model, PACKED_ATTENTION, packed_attention, batch_mask)
         if config._attn_implementation != PACKED_ATTENTION and len(documents) > 1:
             raise ValueError(
                 f"{config.model_type} has an attention of its own, which would let packed "

@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import attrs
@@ -117,12 +116,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
         else:
@@ -150,7 +144,12 @@ class Checkpoints:
         if source is None:
             self._claim(resumed=None)
             return 0
-        step: int = on_every_rank(lambda: self._load(Path(source)), self._group)[0]
+
+        def load_here() -> int:
+            into = self._model, self._optimizers, self._schedule
+            return load(Path(source), *into, rank=self._rank, world_size=self._world_size)
+
+        step: int = on_every_rank(load_here, self._group)[0]
         here = Path(source).parent.resolve() == self._folder.resolve()
         self._claim(resumed=step if here else None)
         return step
@@ -198,16 +197,6 @@ class Checkpoints:
             RuntimeError: it failed, on any rank, or took longer than ``timeout_s``.
         """
         self._writer.finish()
-
-    def _load(self, folder: Path) -> int:
-        return load(
-            folder,
-            self._model,
-            self._optimizers,
-            self._schedule,
-            rank=self._rank,
-            world_size=self._world_size,
-        )
 
     def _snapshot(self, step: int, values: Mapping[str, Any]) -> Snapshot:
         of_optimizers, numbers = optimizer_state(self._model, self._optimizers)

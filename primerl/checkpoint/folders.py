@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from primerl._files import sync_folder, unused_name
-from primerl.checkpoint.pieces import write_bytes
+from primerl.checkpoint.pieces import write_file
 
 FORMAT = 1
 SUBFOLDER = "checkpoints"
@@ -50,14 +50,9 @@ def manifest_digest(manifest: Any) -> str:
 
 
 def encode(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, bytes]:
-    """What rank 0 writes beside tensors: the contents of files, by name.
+    """What rank 0 writes beside tensors, the state of the training and the caller's values.
 
-    Args:
-        state: of the training, in JSON's types.
-        values: the caller's.
-
-    Raises:
-        ValueError: one is neither bytes nor in JSON's types, or its name is no name of a file.
+    Returns the contents of files, by name.
     """
     for name in values:
         if not _VALUE.fullmatch(name):
@@ -81,7 +76,7 @@ def publish(
     """Commit the files in ``partial`` as a checkpoint: write the manifest, then rename."""
     manifest = {"format": FORMAT, "step": step, "world_size": world_size, "files": dict(files)}
     text = json.dumps({"manifest": manifest, "digest": manifest_digest(manifest)}, indent=1)
-    write_bytes(partial / MANIFEST, text.encode())
+    write_file(partial / MANIFEST, [text.encode()])
     sync_folder(partial)
     if target.exists():
         remove(target)
@@ -100,9 +95,6 @@ def claim(folder: Path, *, resumed: int | None) -> None:
 
     What interrupted saves left is removed. Checkpoints of later steps, which are damaged, are
     renamed.
-
-    Raises:
-        ValueError: a new run, in a folder that holds checkpoints.
     """
     found = steps(folder)
     if resumed is None and found:

@@ -2,6 +2,8 @@
 
 import json
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,25 +24,20 @@ def generator_states() -> dict[str, Tensor | str]:
     return states
 
 
-def set_generators(states: dict[str, Tensor | str]) -> None:
+def set_generators(states: Mapping[str, Any]) -> None:
     """Restore what ``generator_states`` returned."""
-    version, internal, gauss = json.loads(str(states["python"]))
+    version, internal, gauss = json.loads(states["python"])
     random.setstate((version, tuple(internal), gauss))
-    kind, key, position, has_gauss, normal = json.loads(str(states["numpy"]))
+    kind, key, position, has_gauss, normal = json.loads(states["numpy"])
     np.random.set_state((kind, np.array(key, np.uint32), position, has_gauss, normal))  # noqa: NPY002
-    torch.set_rng_state(_copy(states["torch"]))
+    torch.set_rng_state(states["torch"].clone())
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_copy(states["cuda"]))
+        torch.cuda.set_rng_state(states["cuda"].clone())
 
 
-def reseed_generators(states: dict[str, Tensor | str], rank: int) -> None:
+def reseed_generators(states: Mapping[str, Any], rank: int) -> None:
     """Seed each rank's generators from the state of the saved run's rank 0."""
-    seed = xxhash.xxh3_64(bytes(_copy(states["torch"]).numpy()), seed=rank).intdigest() >> 1
+    seed = xxhash.xxh3_64(bytes(states["torch"].numpy()), seed=rank).intdigest() >> 1
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     random.seed(seed)
-
-
-def _copy(state: Tensor | str) -> Tensor:
-    assert isinstance(state, Tensor)
-    return state.clone()

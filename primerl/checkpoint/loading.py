@@ -7,9 +7,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from primerl._files import member
+from primerl.checkpoint.folders import rank_file
 from primerl.checkpoint.generators import reseed_generators, set_generators
 from primerl.checkpoint.pieces import Piece, read_pieces
-from primerl.checkpoint.reading import rank_files, read_manifest, read_state
+from primerl.checkpoint.reading import read_manifest, read_state
 from primerl.checkpoint.resharding import fill, whole_shapes
 from primerl.checkpoint.training_state import model_tensors, prepare_optimizers
 
@@ -23,18 +25,13 @@ def load(
     rank: int,
     world_size: int,
 ) -> int:
-    """Set all of them to what was saved, and return its step.
-
-    Raises:
-        ValueError: a name, shape, dtype or group of parameters is not what was saved, or a file is
-            damaged.
-    """
+    """Set all of them to what was saved, and return its step; refuses what does not fit."""
     manifest = read_manifest(folder)
     state = read_state(folder, manifest)
     pieces: list[Piece] = []
     notes = []
-    for path in rank_files(folder, manifest):
-        rank_pieces, rank_notes = read_pieces(path)
+    for number in range(manifest.world_size):
+        rank_pieces, rank_notes = read_pieces(member(folder, rank_file(number)))
         pieces += rank_pieces
         notes.append(rank_notes)
     names = whole_shapes(pieces)

@@ -12,16 +12,8 @@ import msgspec
 
 from primerl._digests import digest_of_file
 from primerl._files import member
-from primerl.checkpoint.folders import (
-    FORMAT,
-    MANIFEST,
-    STATE,
-    SUBFOLDER,
-    manifest_digest,
-    rank_file,
-    step_of,
-    steps,
-)
+from primerl.checkpoint import folders
+from primerl.checkpoint.folders import MANIFEST, STATE
 from primerl.checkpoint.pieces import FileRecord
 
 logger = logging.getLogger(__name__)
@@ -87,8 +79,8 @@ def last_good(folder: str | os.PathLike[str] | None, *, verify: bool = True) -> 
     """
     if folder is None:
         return Saved()
-    inside = Path(folder) / SUBFOLDER
-    found = steps(inside)
+    inside = Path(folder) / folders.SUBFOLDER
+    found = folders.steps(inside)
     if not found:
         raise ValueError(_why_none(Path(folder), inside))
     damages = []
@@ -137,18 +129,14 @@ def _read(path: Path, *, verify: bool) -> Saved:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint.
-
-    Raises:
-        ValueError: it is missing, damaged, or of another step.
-    """
+    """The manifest of a checkpoint; refuses one that is damaged, or of another step."""
     if path.is_symlink():
         raise ValueError("it is a symbolic link, expected a folder")
     file = member(path, MANIFEST)
     try:
         whole = json.loads(file.read_bytes())
         content = whole["manifest"]
-        damaged = manifest_digest(content) != whole["digest"]
+        damaged = folders.manifest_digest(content) != whole["digest"]
         version = content["format"]
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
@@ -156,28 +144,24 @@ def read_manifest(path: Path) -> Manifest:
         raise ValueError(f"{MANIFEST} cannot be read: {error!r}") from None
     if damaged:
         raise ValueError(f"{MANIFEST} is damaged")
-    if version != FORMAT:
-        raise ValueError(f"it has format {version}, expected {FORMAT}")
+    if version != folders.FORMAT:
+        raise ValueError(f"it has format {version}, expected {folders.FORMAT}")
     try:
         manifest = msgspec.convert(content, type=Manifest)
     except ValueError as error:
         raise ValueError(f"{MANIFEST} cannot be read: {error}") from None
-    if manifest.step != step_of(path):
+    if manifest.step != folders.step_of(path):
         raise ValueError(f"{MANIFEST} is of step {manifest.step}")
     ranks = {name for name in manifest.files if name.startswith("rank-")}
     if len(ranks) != manifest.world_size:
         raise ValueError(f"{MANIFEST} has files of {len(ranks)} ranks of {manifest.world_size}")
-    if ranks != {rank_file(rank) for rank in range(manifest.world_size)}:
+    if ranks != {folders.rank_file(rank) for rank in range(manifest.world_size)}:
         raise ValueError(f"{MANIFEST} has files of other ranks: {', '.join(sorted(ranks))}")
     return manifest
 
 
 def read_state(path: Path, manifest: Manifest) -> State:
-    """What rank 0 saved beside tensors.
-
-    Raises:
-        ValueError: it cannot be read, or names a file that is not in the manifest.
-    """
+    """What rank 0 saved beside tensors; refuses names of files that are not in the manifest."""
     file = member(path, STATE)
     try:
         # Not msgspec's own decoder, which knows no infinite numbers.
@@ -188,8 +172,3 @@ def read_state(path: Path, manifest: Manifest) -> State:
     if unknown:
         raise ValueError(f"{STATE} names {min(unknown)!r}, which is not in {MANIFEST}")
     return state
-
-
-def rank_files(path: Path, manifest: Manifest) -> list[Path]:
-    """Where the tensors of each rank are, in order."""
-    return [member(path, rank_file(rank)) for rank in range(manifest.world_size)]

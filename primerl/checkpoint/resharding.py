@@ -23,11 +23,7 @@ from primerl.checkpoint.pieces import Piece
 
 
 def my_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """What this rank should write, without a copy: its shards; on rank 0 also what is replicated.
-
-    Raises:
-        ValueError: a tensor is a partial sum.
-    """
+    """What this rank writes, without a copy: its shards; on rank 0 also what is replicated."""
     mine = {name: tensor.detach() for name, tensor in tensors.items() if _writes(name, tensor)}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(mine)
@@ -60,11 +56,7 @@ def _writes(name: str, tensor: Tensor) -> bool:
 
 
 def whole_shapes(pieces: Iterable[Piece]) -> dict[str, tuple[int, ...]]:
-    """The tensors that pieces make up.
-
-    Raises:
-        ValueError: a part of one is missing.
-    """
+    """The tensors that pieces make up; refuses one of which a part is missing."""
     shapes, held = {}, dict[str, dict[tuple[int, ...], int]]()
     for piece in pieces:
         shapes[piece.name] = piece.shape
@@ -77,11 +69,7 @@ def whole_shapes(pieces: Iterable[Piece]) -> dict[str, tuple[int, ...]]:
 
 
 def fill(tensors: Mapping[str, Tensor], pieces: Iterable[Piece]) -> None:
-    """Set tensors, or this rank's shards of them, to what was saved.
-
-    Raises:
-        ValueError: a tensor was not saved, or with another shape or dtype; nothing is set then.
-    """
+    """Set tensors, or this rank's shards of them, to what was saved; all of them, or none."""
     saved: dict[str, dict[tuple[int, ...], Piece]] = {}
     for piece in pieces:
         saved.setdefault(piece.name, {})[piece.offsets] = piece

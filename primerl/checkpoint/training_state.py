@@ -19,12 +19,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def optimizer_state(
     model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors as ``optimizer/PARAMETER/NAME``, and what else there is, in JSON's types.
-
-    Raises:
-        ValueError: an optimizer has a parameter that is not the model's, or holds what can't be
-            saved.
-    """
+    """Tensors as ``optimizer/PARAMETER/NAME``, and what else there is, in JSON's types."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
@@ -55,9 +50,6 @@ def prepare_optimizers(
 
     An optimizer makes its state in its first step; here by one with zero gradients and a learning
     rate of 0. What was not saved, such as the state of experts that never got a token, is removed.
-
-    Raises:
-        ValueError: the groups of parameters are not those that were saved.
     """
     named = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = list(_groups(optimizers))

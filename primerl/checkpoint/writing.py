@@ -15,7 +15,7 @@ from torch import Tensor
 
 from primerl._ranks import on_every_rank
 from primerl.checkpoint import folders
-from primerl.checkpoint.pieces import Piece, write_bytes, write_pieces
+from primerl.checkpoint.pieces import Piece, write_file, write_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class Writer:
         records = {name: attrs.asdict(record)}
         if self._rank == 0:
             for name, content in snapshot.files.items():
-                records[name] = attrs.asdict(write_bytes(partial / name, content))
+                records[name] = attrs.asdict(write_file(partial / name, [content]))
         return records
 
     def _publish(self, partial: Path, target: Path, step: int, written: list[Any]) -> None:

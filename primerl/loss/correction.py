@@ -10,6 +10,7 @@ where the trainer's logprob is NaN, so is the weight. Sequence weights have the 
 rows of a document; ``all_sum`` sums over the ranks that share documents, which all make the call.
 """
 
+import functools
 import math
 
 from jaxtyping import Bool, Float, Int
@@ -24,6 +25,8 @@ from primerl.loss.ratio import (
     sequence_sums,
     token_ratio,
 )
+
+_product = functools.partial(sequence_ratio, length_normalized=False)
 
 
 @checked(finite=["behavior_logprobs"])
@@ -62,7 +65,8 @@ def sequence_tis(
         ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or the tensors do not fit.
     """
     _require_cap(cap)
-    return _product(logprobs, behavior_logprobs, loss_mask, sequence_ids, all_sum).clamp(max=cap)
+    r = _product(logprobs, behavior_logprobs, loss_mask, sequence_ids, all_sum=all_sum)
+    return r.detach().clamp(max=cap)
 
 
 @checked(finite=["behavior_logprobs"])
@@ -99,7 +103,7 @@ def sequence_mis(
         ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or the tensors do not fit.
     """
     _require_cap(cap)
-    r = _product(logprobs, behavior_logprobs, loss_mask, sequence_ids, all_sum)
+    r = _product(logprobs, behavior_logprobs, loss_mask, sequence_ids, all_sum=all_sum).detach()
     return r.masked_fill(r > cap, 0.0)
 
 
@@ -179,23 +183,6 @@ def veto(
     vetoes, _ = sequence_sums((r < threshold).double(), loss_mask, sequence_ids, all_sum=all_sum)
     kept = (vetoes == 0).to(r.dtype)[sequence_ids]
     return kept.where(r.isfinite() | ~loss_mask, r)
-
-
-def _product(
-    logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    loss_mask: Tensor,
-    sequence_ids: Tensor,
-    all_sum: AllSum,
-) -> Tensor:
-    return sequence_ratio(
-        logprobs,
-        behavior_logprobs,
-        loss_mask,
-        sequence_ids,
-        all_sum=all_sum,
-        length_normalized=False,
-    ).detach()
 
 
 def _require_cap(cap: float) -> None:

@@ -73,18 +73,15 @@ def head_logprobs(
     if isinstance(temperature, Tensor) or temperature != 1:
         divisor = torch.as_tensor(temperature, dtype=_wide(hidden.dtype), device=hidden.device)
         divisor = divisor.detach().expand(labels.shape)
-    if rows is None:
-        return _LinearLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
-            hidden, weight, labels, divisor, chunk_tokens
-        )
-    chosen = rows.nonzero().squeeze(1)  # once, because it synchronizes with the device
+    if rows is not None:
+        chosen = rows.nonzero().squeeze(1)  # once, because it synchronizes with the device
+        hidden, labels = hidden.index_select(0, chosen), labels.index_select(0, chosen)
+        divisor = None if divisor is None else divisor.index_select(0, chosen)
     logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden.index_select(0, chosen),
-        weight,
-        labels.index_select(0, chosen),
-        None if divisor is None else divisor.index_select(0, chosen),
-        chunk_tokens,
+        hidden, weight, labels, divisor, chunk_tokens
     )
+    if rows is None:
+        return logprobs, entropy
     nothing = logprobs.new_zeros(rows.shape)
     return nothing.index_copy(0, chosen, logprobs), nothing.index_copy(0, chosen, entropy)
 
@@ -258,11 +255,7 @@ def _check_head(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
 def check_rows(
     labels: Tensor, temperature: float | Tensor, rows: Tensor | None, *, like: Tensor, name: str
 ) -> None:
-    """Refuse arguments that do not fit the rows of ``like``, the caller's argument ``name``.
-
-    Raises:
-        ValueError: a type, shape or dtype is wrong.
-    """
+    """Refuse arguments that do not fit the rows of ``like``, the caller's argument ``name``."""
     for argument, x in (("labels", labels), ("rows", rows), ("temperature", temperature)):
         if x is None or isinstance(x, int | float):
             continue
@@ -282,11 +275,7 @@ def check_rows(
 def check_values(
     labels: Tensor, temperature: float | Tensor, rows: Tensor | None, *, vocabulary: int
 ) -> None:
-    """Refuse labels outside the vocabulary and temperatures that can't divide, where selected.
-
-    Raises:
-        ValueError: naming the first such entry.
-    """
+    """Refuse labels outside the vocabulary and temperatures that can't divide, where selected."""
     outside = (labels < 0) | (labels >= vocabulary)
     divisor = torch.as_tensor(temperature, device=labels.device)
     unusable = ~((divisor > 0) & divisor.isfinite())

@@ -18,7 +18,6 @@ from primerl.loss.arguments import checked
 from primerl.loss.linear_head import FLOOR, check_rows, check_values, head_logprobs
 from primerl.loss.ratio import upcast
 
-Score = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # Models that were found to scale, cap or otherwise change their logits before returning them.
 _MODELS_THAT_NEED_LOGITS: WeakSet[nn.Module] = WeakSet()
 
@@ -167,10 +166,10 @@ class _HeadReplacement(TorchFunctionMode):
     placeholder itself as its logits, or did anything else with it.
     """
 
-    def __init__(self, model: nn.Module, tokens: int, score: Score) -> None:
+    def __init__(self, model: nn.Module, tokens: int, score: Callable[..., Any]) -> None:
         super().__init__()
-        find_head: Callable[[], Any] = model.get_output_embeddings  # type: ignore[assignment]
-        self.head, self.tokens, self.score = find_head(), tokens, score
+        self.head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        self.tokens, self.score = tokens, score
         self.outputs: list[Tensor] = []
 
     def __torch_function__(

@@ -29,14 +29,7 @@ def identity(x: Tensor) -> Tensor:
 def require_reachable(name: str, value: float, *, bound: float, off: str | None) -> None:
     """Refuse a bound that no ratio crosses, because log-ratios are clamped to +-20.
 
-    Args:
-        name: of the argument.
-        value: of the argument.
-        bound: the ratio at which it takes effect.
-        off: the value that means no bound, if there is one.
-
-    Raises:
-        ValueError: the bound is not between e^-20 and e^20.
+    The argument takes effect at the ratio ``bound``; its value ``off``, if any, means no bound.
     """
     slack = 1e-5  # for the rounding of exp in float32
     none = "" if off is None else f", or {name}={off} for none"
@@ -70,11 +63,7 @@ def log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def ratio_by(ratio: Ratio, logprobs: Tensor, other: Tensor) -> Tensor:
-    """The result of a caller's ratio function, with one entry for each row.
-
-    Raises:
-        ValueError: it has another shape.
-    """
+    """The result of a caller's ratio function; refuses one without an entry for each row."""
     r = ratio(logprobs, other)
     if r.shape != logprobs.shape:
         raise ValueError(
@@ -143,9 +132,8 @@ def sequence_ratio(
             is not finite at a trained token.
     """
     require_finite("behavior_logprobs", behavior_logprobs, loss_mask)
-    total, count = sequence_log_ratio(
-        logprobs, behavior_logprobs, loss_mask, sequence_ids, all_sum=all_sum
-    )
+    difference = logprobs.detach().double() - behavior_logprobs.double()
+    total, count = sequence_sums(difference, loss_mask, sequence_ids, all_sum=all_sum)
     log_s = total / count.clamp(min=1) if length_normalized else total
     held = log_s.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     own = trainable(logprobs)
@@ -155,26 +143,13 @@ def sequence_ratio(
     return held.exp().to(own.dtype)[sequence_ids] * step.exp()
 
 
-def sequence_log_ratio(
-    logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    loss_mask: Tensor,
-    sequence_ids: Tensor,
-    *,
-    all_sum: AllSum,
-) -> tuple[Tensor, Tensor]:
-    """For each sequence id, the sum of its log-ratios and the number of its trained tokens.
-
-    Both are float64 without gradient, so the order of summation hardly matters.
-    """
-    difference = logprobs.detach().double() - behavior_logprobs.double()
-    return sequence_sums(difference, loss_mask, sequence_ids, all_sum=all_sum)
-
-
 def sequence_sums(
     x: Tensor, loss_mask: Tensor, sequence_ids: Tensor, *, all_sum: AllSum
 ) -> tuple[Tensor, Tensor]:
-    """The sum of ``x[t]`` over each sequence's trained tokens, and their number; float64."""
+    """The sum of ``x[t]`` over each sequence's trained tokens, and their number; no gradient.
+
+    Both are float64, so the order of summation hardly matters.
+    """
     lowest, highest = sequence_ids.aminmax() if sequence_ids.numel() else (torch.tensor(0),) * 2
     if lowest < 0 or highest >= MOST_SEQUENCES:
         wrong = int(lowest if lowest < 0 else highest)

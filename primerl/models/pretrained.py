@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -89,12 +88,11 @@ def _write_shards(
     parts: list[dict[str, TensorLayout]] = [{}]
     room = SHARD_BYTES
     for name, entry in layout.items():
-        size = _bytes(entry)
-        if size > room and parts[-1]:
+        if entry.nbytes > room and parts[-1]:
             parts.append({})
             room = SHARD_BYTES
         parts[-1][name] = entry
-        room -= size
+        room -= entry.nbytes
     names = ["model.safetensors"]
     if len(parts) > 1:
         names = [
@@ -106,11 +104,7 @@ def _write_shards(
         write_tensors(folder / file, part, some, metadata={"format": "pt"})
     if len(parts) > 1:
         index = {
-            "metadata": {"total_size": sum(_bytes(entry) for entry in layout.values())},
+            "metadata": {"total_size": sum(entry.nbytes for entry in layout.values())},
             "weight_map": {n: file for file, part in zip(names, parts, strict=True) for n in part},
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def _bytes(entry: TensorLayout) -> int:
-    return math.prod(entry.shape) * entry.dtype.itemsize

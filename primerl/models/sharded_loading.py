@@ -121,14 +121,14 @@ def _fill(name: str, tensor: Tensor, piece: Piece, checkpoint: "_Checkpoint") ->
     local[target].copy_(values)
 
 
-class _Checkpoint:
+class _Checkpoint(ExitStack):
     """The safetensors files of a folder, opened as they are needed."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         safetensors = require("safetensors", extra="transformers")
         self._open = safetensors.safe_open
         self._opened: dict[Path, Any] = {}
-        self._stack = ExitStack()
         if (folder / INDEX).is_file():
             weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
             self.files = {
@@ -139,20 +139,13 @@ class _Checkpoint:
         else:
             raise ValueError(f"{folder} has no {SINGLE} and no {INDEX}; pass a model folder")
 
-    def __enter__(self) -> "_Checkpoint":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
     def slices(self, name: str) -> Any:
         """A tensor of which parts can be read."""
         return self._file(self.files[name]).get_slice(name)
 
     def _file(self, path: Path) -> Any:
         if path not in self._opened:
-            opened = self._open(path, framework="pt")
-            self._opened[path] = self._stack.enter_context(opened)
+            self._opened[path] = self.enter_context(self._open(path, framework="pt"))
         return self._opened[path]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from primerl.optim.matrix_exchange import local_part
+from primerl._ranks import local_part
 
 
 class CPUAdamW(Optimizer):
@@ -53,10 +53,8 @@ class CPUAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have gradients; returns what ``closure`` returns, if any."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         trained = [
             (parameter, group)
             for group in self.param_groups
@@ -67,35 +65,13 @@ class CPUAdamW(Optimizer):
         for n, (parameter, group) in enumerate(trained):
             value, gradient = copies.pop().wait()
             copies += [_HostCopy(parameter) for parameter, _ in trained[n + 1 : n + 2]]
-            self._adopt(parameter, value)
-            self._update(parameter, gradient, group)
-            weight = local_part(self._state(parameter)["weight"])
+            state = self._state(parameter)
+            weight = local_part(state["weight"])
+            # What was written into the parameter since its last step, if anything, is taken over.
+            torch.where(weight.to(value.dtype) == value, weight, value.float(), out=weight)
+            update_adamw([weight], [gradient], [state], group, fused=True)
             local_part(parameter).copy_(weight, non_blocking=True)
         return loss
-
-    def _adopt(self, parameter: Tensor, value: Tensor) -> None:
-        """Set master weights to what was written into the parameter since its last step, if any."""
-        weight = local_part(self._state(parameter)["weight"])
-        torch.where(weight.to(value.dtype) == value, weight, value.float(), out=weight)
-
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self._state(parameter)
-        adamw(
-            [local_part(state["weight"])],
-            [gradient],
-            [local_part(state["exp_avg"])],
-            [local_part(state["exp_avg_sq"])],
-            [],
-            [state["step"]],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
 
     def _state(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -116,6 +92,33 @@ class CPUAdamW(Optimizer):
         for index, parameter in zip(saved, parameters, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 self._state(parameter)[name].copy_(value)
+
+
+def update_adamw(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Any]],
+    group: dict[str, Any],
+    *,
+    fused: bool | None = None,
+) -> None:
+    """AdamW's update of this rank's parts of parameters, with its parts of their states."""
+    adamw(
+        parameters,
+        gradients,
+        [local_part(state["exp_avg"]) for state in states],
+        [local_part(state["exp_avg_sq"]) for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=fused,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 class _HostCopy:

@@ -57,45 +57,44 @@ def join_outputs(parts: list[Tensor], matrices: Matrices) -> Tensor:
     return stack.mT if matrices.transposed else stack
 
 
-Layout = Callable[[Any, int], tuple[tuple[str, ...], tuple[int, ...]]]
-"""``(the module that has the layer, its outputs) -> names and sizes of the parts``."""
+Parts = tuple[tuple[str, ...], tuple[int, ...]]
+"""Names and sizes."""
+Layout = Callable[[Any, int], Parts]
+"""``(the module that has the layer, its outputs) -> the parts of its weight``."""
 
 
 def _equal(*names: str) -> Layout:
     return lambda _, outputs: (names, (outputs // len(names),) * len(names))
 
 
-def _query_key_value(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _query_key_value(owner: Any, outputs: int) -> Parts:
     """One after the other, with grouped query heads."""
     keys = owner.config.num_key_value_heads * owner.head_dim
     return ("query", "key", "value"), (outputs - 2 * keys, keys, keys)
 
 
-def _by_head(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _by_head(owner: Any, outputs: int) -> Parts:
     """Head by head, each with its query, key and value."""
     heads = owner.config.num_attention_heads
     return ("query", "key", "value"), (outputs // (3 * heads),) * 3
 
 
-def _gpt_bigcode(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _gpt_bigcode(owner: Any, outputs: int) -> Parts:
     if not owner.multi_query:
         return ("query", "key", "value"), (owner.head_dim,) * 3
     return ("query", "key", "value"), (outputs - 2 * owner.kv_dim, owner.kv_dim, owner.kv_dim)
 
 
-def _by_layer(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _by_layer(owner: Any, outputs: int) -> Parts:
     layers = owner.config.num_hidden_layers
     return tuple(f"layer {n}" for n in range(layers)), (outputs // layers,) * layers
 
 
-def _latent_and_rotary_key(owner: Any, outputs: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _latent_and_rotary_key(owner: Any, outputs: int) -> Parts:
     return ("latent", "rotary key"), (owner.kv_lora_rank, outputs - owner.kv_lora_rank)
 
 
-def _latent_keys_and_values(
-    owner: Any,
-    outputs: int,  # noqa: ARG001
-) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _latent_keys_and_values(owner: Any, outputs: int) -> Parts:  # noqa: ARG001
     return ("key", "value"), (owner.qk_nope_head_dim, owner.v_head_dim)
 
 
@@ -150,23 +149,12 @@ def is_transposed_linear(module: nn.Module) -> bool:
     )
 
 
-def linear_matrices(owner: nn.Module, layer: str, weight: Tensor, *, transposed: bool) -> Matrices:
-    """The matrices of a linear layer's weight, or of an adapter's output half."""
-    one = Matrices(transposed=transposed)
-    return _split(one, owner, layer, weight)
-
-
 def stacked_matrices(
     owner: nn.Module | None, layer: str, module: Any, name: str, weight: Tensor
 ) -> Matrices | None:
     """The matrices of experts stacked in a module; None where they are unknown.
 
-    Args:
-        owner: the parent of ``module``, if any.
-        layer: the name of ``module`` in its parent.
-        module: the module that has the parameter.
-        name: of the parameter in ``module``.
-        weight: the parameter.
+    ``weight`` is the parameter ``name`` of ``module``, which is the child ``layer`` of ``owner``.
     """
     if is_registered(module):
         one = Matrices(transposed=module.is_transposed)
@@ -178,11 +166,15 @@ def stacked_matrices(
     if not classes(module) & set(STACKED):
         return None
     if name == "weight" and owner is not None:
-        return _split(Matrices(), owner, layer, weight)
-    return _split(Matrices(), module, name, weight)
+        return linear_matrices(owner, layer, weight)
+    return linear_matrices(module, name, weight)
 
 
-def _split(one: Matrices, owner: Any, layer: str, weight: Tensor) -> Matrices:
+def linear_matrices(
+    owner: Any, layer: str, weight: Tensor, *, transposed: bool = False
+) -> Matrices:
+    """The matrices of a layer's weight, or of an adapter's output half."""
+    one = Matrices(transposed=transposed)
     found = list(_layouts(owner, layer))
     if not found:
         return one

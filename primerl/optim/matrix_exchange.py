@@ -23,17 +23,8 @@ class MatrixSharding:
     """Rows or columns of each rank of the group."""
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; all of it where it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def matrix_sharding(parameter: Tensor) -> MatrixSharding | None:
-    """How a parameter's matrices are sharded; None if each lies whole on its rank.
-
-    Raises:
-        ValueError: they are sharded along two dimensions of the mesh, or in an unknown way.
-    """
+    """How a parameter's matrices are sharded; None if each lies whole on its rank."""
     if not isinstance(parameter, DTensor):
         return None
     mesh, sharded = parameter.device_mesh, []
@@ -81,8 +72,6 @@ def map_matrices(
     tensors: Sequence[Tensor],
     shardings: Sequence[MatrixSharding | None],
     function: Callable[[Tensor, int], Tensor],
-    *,
-    batch_elements: int = BATCH_ELEMENTS,
 ) -> list[Tensor]:
     """Apply a function to whole matrices, each on one of the ranks that have parts of it.
 
@@ -94,7 +83,6 @@ def map_matrices(
         shardings: of each tensor, from ``matrix_sharding``.
         function: ``(matrices[n, rows, columns], index of their tensor) -> results``, of the same
             shape and dtype.
-        batch_elements: of the matrices that a rank gathers in a batch.
     """
     results = [
         function(tensor, index) if sharding is None else torch.empty_like(tensor)
@@ -109,7 +97,7 @@ def map_matrices(
             by_group.setdefault(sharding.group, []).extend(matrices)
     for group, matrices in by_group.items():
         ranks = dist.get_world_size(group)
-        for batch in _batches(matrices, ranks * batch_elements):
+        for batch in _batches(matrices, ranks * BATCH_ELEMENTS):
             exchange = _Exchange(group, batch, tensors, shardings)
             mine = {
                 index: function(whole.unsqueeze(0), batch[index].tensor)[0]

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
 
+from primerl._ranks import local_part
+from primerl.optim.cpu_adamw import update_adamw
 from primerl.optim.layouts import Matrices, join_outputs, split_outputs
-from primerl.optim.matrix_exchange import local_part, map_matrices, matrix_sharding
+from primerl.optim.matrix_exchange import map_matrices, matrix_sharding
 from primerl.optim.newton_schulz import orthogonalize
 
 ALGORITHMS = ("muon", "adamw")
@@ -122,10 +123,8 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have gradients; returns what ``closure`` returns, if any."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         matrices: list[tuple[Tensor, dict[str, Any]]] = []
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -180,21 +179,9 @@ class Muon(Optimizer):
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]
-        adamw(  # elementwise, so each rank updates its own part
-            [local_part(parameter) for parameter in parameters],
-            [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
-            [local_part(state["exp_avg"]) for state in states],
-            [local_part(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        local = [local_part(parameter) for parameter in parameters]
+        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+        update_adamw(local, gradients, states, group)
 
 
 def _matrices(group: dict[str, Any]) -> Matrices:

@@ -21,12 +21,8 @@ def orthogonalize(
     a quintic Newton-Schulz iteration with a, b, c = 3.4445, -4.7750, 2.0315, chosen for a steep
     slope at 0, not for convergence to 1 (Keller Jordan,
     https://kellerjordan.github.io/posts/muon). A matrix of zeros stays zero. The result of a matrix
-    does not depend on the others.
-
-    Args:
-        matrices: of any floating dtype.
-        steps: of the iteration.
-        dtype: of the iteration and the result; bfloat16 is enough for ``Muon``.
+    does not depend on the others. ``dtype`` is that of the iteration and the result; bfloat16 is
+    enough for ``Muon``.
     """
     x = matrices.to(dtype)
     is_tall = x.shape[1] > x.shape[2]

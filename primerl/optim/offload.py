@@ -1,13 +1,13 @@
 """Optimizer states in host memory, copied to the device part by part during a step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from primerl.optim.matrix_exchange import local_part
+from primerl._ranks import local_part
 
 PART_ELEMENTS = 2**28
 
@@ -55,29 +55,26 @@ class Offload(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have gradients; returns what ``closure`` returns, if any."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        trained = [p for p in _parameters(self._optimizer) if p.grad is not None]
-        gradients = [parameter.grad for parameter in trained]
-        for parameter in trained:  # the optimizer skips parameters without a gradient
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        gradients = {p: p.grad for p in _parameters(self._optimizer) if p.grad is not None}
+        for parameter in gradients:  # the optimizer skips parameters without a gradient
             parameter.grad = None
-        parts = list(_parts(trained, gradients, self._part_elements))
+        parts = list(_parts(gradients, self._part_elements))
         self._copies.begin()
         try:
             for n, part in enumerate(parts):
-                self._fetch([p for p, _ in part] if n == 0 else [])
+                self._fetch(part if n == 0 else [])
                 self._copies.arrive()
-                self._fetch([p for p, _ in parts[n + 1]] if n + 1 < len(parts) else [])
-                for parameter, gradient in part:
-                    parameter.grad = gradient
+                self._fetch(parts[n + 1] if n + 1 < len(parts) else [])
+                for parameter in part:
+                    parameter.grad = gradients[parameter]
                 self._optimizer.step()
-                for parameter, _ in part:
+                for parameter in part:
                     parameter.grad = None
-                self._store([p for p, _ in part])
+                self._store(part)
         finally:
-            for parameter, gradient in zip(trained, gradients, strict=True):
+            for parameter, gradient in gradients.items():
                 parameter.grad = gradient
         return loss
 
@@ -122,17 +119,15 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _parts(
-    parameters: list[Tensor], gradients: list[Tensor | None], elements: int
-) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
+def _parts(parameters: Iterable[Tensor], elements: int) -> Iterator[list[Tensor]]:
     """Parts, the same on every rank: a sharded parameter counts with its full size."""
-    part: list[tuple[Tensor, Tensor | None]] = []
+    part: list[Tensor] = []
     held = 0
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    for parameter in parameters:
         if part and held + parameter.numel() > elements:
             yield part
             part, held = [], 0
-        part.append((parameter, gradient))
+        part.append(parameter)
         held += parameter.numel()
     if part:
         yield part

@@ -12,21 +12,8 @@ import attrs
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from primerl.optim.layouts import (
-    COEFFICIENTS,
-    Matrices,
-    classes,
-    inner,
-    is_known,
-    is_linear,
-    is_registered,
-    is_transposed_linear,
-    linear_children,
-    linear_matrices,
-    sizes,
-    stacked_matrices,
-    unknown,
-)
+from primerl.optim import layouts
+from primerl.optim.layouts import Matrices, classes, inner, sizes
 from primerl.optim.routers import Routers
 
 Stated = Mapping[str, str | Matrices]
@@ -137,9 +124,8 @@ def muon_parameters(model: nn.Module, *, roles: Stated | None = None) -> MuonPar
         else:
             role, matrices = _role(name, parameter, modules, routers)
         if matrices is not None and not (parameter.ndim in (2, 3) and matrices.fits(parameter)):
-            raise unknown(
-                _named(name, parameter), f"its outputs don't come in parts of {matrices.split}"
-            )
+            why = f"its outputs don't come in parts of {matrices.split}"
+            raise _unknown(name, parameter, why)
         found.append(ParameterRole(name=name, parameter=parameter, role=role, matrices=matrices))
     return MuonParameters(found)
 
@@ -193,32 +179,29 @@ def _role(
     owner = modules[owner_path]
     if routers.includes(layer, own):
         return "router", None
-    if is_registered(module) and parameter.ndim == 2 and own.endswith("bias"):
+    if layouts.is_registered(module) and parameter.ndim == 2 and own.endswith("bias"):
         return "bias", None
     if min(parameter.shape[-2:]) == 1:
         return "vector", None
     if parameter.ndim == 3:
-        stack = stacked_matrices(owner if path else None, layer_name, module, own, parameter)
+        parent = owner if path else None
+        stack = layouts.stacked_matrices(parent, layer_name, module, own, parameter)
         if stack is None:
-            raise unknown(_named(name, parameter), f"{type(module).__name__} has an unknown layout")
+            raise _unknown(name, parameter, f"{type(module).__name__} has an unknown layout")
         return "experts", stack
-    if not is_linear(module) or own != "weight":
-        raise unknown(
-            _named(name, parameter), f"{type(module).__name__} is an unknown kind of layer"
-        )
-    if classes(owner) & set(COEFFICIENTS):
+    if not layouts.is_linear(module) or own != "weight":
+        raise _unknown(name, parameter, f"{type(module).__name__} is an unknown kind of layer")
+    if classes(owner) & set(layouts.COEFFICIENTS):
         return "coefficients", None
-    if adapter and not is_linear(inner(modules[layer])):
-        raise unknown(
-            _named(name, parameter), f"it adapts a {type(inner(modules[layer])).__name__}"
-        )
+    if adapter and not layouts.is_linear(inner(modules[layer])):
+        raise _unknown(name, parameter, f"it adapts a {type(inner(modules[layer])).__name__}")
     if _is_head_gate(name, parameter, owner, inner(modules[layer])):
         return "head gate", None
-    transposed = is_transposed_linear(module)
     if adapter == "inputs":
         return "linear", Matrices()
-    matrices = linear_matrices(owner, layer_name, parameter, transposed=transposed)
-    if matrices.split is None and not is_known(owner, layer_name):
+    transposed = layouts.is_transposed_linear(module)
+    matrices = layouts.linear_matrices(owner, layer_name, parameter, transposed=transposed)
+    if matrices.split is None and not layouts.is_known(owner, layer_name):
         _refuse_surplus(name, parameter, owner, layer_name)
     return "linear", matrices
 
@@ -248,29 +231,25 @@ def _is_head_gate(name: str, parameter: Tensor, owner: Any, linear: nn.Module) -
     size = getattr(owner, "head_dim", None)
     if isinstance(size, int) and outputs % size == 0:
         why = f"{outputs} outputs may be one for each head, or whole heads of {size}"
-        raise unknown(_named(name, parameter), why)
+        raise _unknown(name, parameter, why)
     return True
 
 
 def _refuse_surplus(name: str, parameter: Tensor, owner: nn.Module, layer: str) -> None:
-    """Refuse an unknown layer with more outputs than its siblings take: it may be fused.
-
-    Raises:
-        ValueError: it has.
-    """
-    siblings = linear_children(owner)
+    """Refuse an unknown layer with more outputs than its siblings take: it may be fused."""
+    siblings = layouts.linear_children(owner)
     linear = siblings.pop(layer, None)
     if linear is None:
         return
     inputs, outputs = sizes(linear)
     takers = [sizes(other)[0] for other in siblings.values() if sizes(other)[1] == inputs]
     if takers and outputs > max(takers):
-        raise unknown(
-            _named(name, parameter),
+        why = (
             f"{type(owner).__name__} takes {max(takers)} inputs back, but {layer} has {outputs} "
-            "outputs, which may be several matrices",
+            "outputs, which may be several matrices"
         )
+        raise _unknown(name, parameter, why)
 
 
-def _named(name: str, parameter: Tensor) -> str:
-    return f"{name}, of shape {tuple(parameter.shape)},"
+def _unknown(name: str, parameter: Tensor, why: str) -> ValueError:
+    return layouts.unknown(f"{name}, of shape {tuple(parameter.shape)},", why)

@@ -44,12 +44,8 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """The same batch on another device."""
-        moved = {
-            field.name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for field in attrs.fields(PackedBatch)
-            for value in [getattr(self, field.name)]
-        }
-        return PackedBatch(**moved)
+        moved = {name: x.to(device, non_blocking=True) for name, x in self._tensors().items()}
+        return attrs.evolve(self, **moved)
 
     def split(self, parts: int) -> list["PackedBatch"]:
         """Equal, contiguous parts of the rows, for ranks that share documents.
@@ -88,14 +84,13 @@ class PackedBatch:
         end = self.cu_seqlens[-1:] + rows
         return attrs.evolve(self, **joined, cu_seqlens=torch.cat([self.cu_seqlens, end]))
 
+    def _tensors(self) -> dict[str, Tensor]:
+        fields = attrs.asdict(self, recurse=False)
+        return {name: value for name, value in fields.items() if value is not None}
+
     def _rows(self) -> dict[str, Tensor]:
         """The fields that have an entry for each row."""
-        return {
-            field.name: value
-            for field in attrs.fields(PackedBatch)
-            for value in [getattr(self, field.name)]
-            if isinstance(value, Tensor) and field.name != "cu_seqlens"
-        }
+        return {name: x for name, x in self._tensors().items() if name != "cu_seqlens"}
 
 
 def minibatches(samples: Sequence[TrainingSample], count: int) -> list[list[TrainingSample]]:

@@ -68,7 +68,15 @@ def assign(
 
     fitted = _best_fit(tokens, max_tokens)
     steps = int(fitted.max()) // ranks + 1
-    plans = _plans(fitted, tokens, costs, max_tokens, ranks, steps)
+    # The candidates: best fit without empty micro-batches, and a balanced packing.
+    plans = [_fed(fitted, tokens, steps * ranks, halves) for halves in (True, False)]
+    if len(tokens) < steps * ranks:  # some stay empty: the cost decides which
+        plans.append(fitted)
+    for spread in (True, False) if ranks > 1 else ():  # one rank waits for nobody
+        balanced = _balance(tokens, costs, max_tokens, ranks, steps, spread)
+        if balanced is not None:
+            plans.append(balanced)
+            break
 
     def totals(plan: np.ndarray) -> np.ndarray:
         return np.bincount(plan, costs, minlength=steps * ranks)
@@ -86,33 +94,10 @@ def lockstep_cost(plan: Sequence[Sequence[Sequence[int]]], costs: np.ndarray) ->
     return float(sum(max(step) for step in zip(*by_rank, strict=True)))
 
 
-def _plans(
-    fitted: Int64[np.ndarray, " n"],
-    tokens: Int64[np.ndarray, " n"],
-    costs: Float64[np.ndarray, " n"],
-    max_tokens: int,
-    ranks: int,
-    steps: int,
-) -> list[np.ndarray]:
-    """The candidates: best fit without empty micro-batches, and a balanced packing."""
-    plans = [_fed(fitted, tokens, steps * ranks, halves) for halves in (True, False)]
-    if len(tokens) < steps * ranks:  # some stay empty: the cost decides which
-        plans.append(fitted)
-    for spread in (True, False) if ranks > 1 else ():  # one rank waits for nobody
-        balanced = _balance(tokens, costs, max_tokens, ranks, steps, spread)
-        if balanced is not None:
-            return [*plans, balanced]
-    return plans
-
-
 def check(
     lengths: Sequence[Any] | np.ndarray, *, max_tokens: int, ranks: int, too_long: str
 ) -> Int64[np.ndarray, " n"]:
-    """The lengths as an array.
-
-    Raises:
-        ValueError: as ``bins``.
-    """
+    """The lengths as an array; raises what ``bins`` raises."""
     if max_tokens < 1 or ranks < 1:
         raise ValueError(f"max_tokens={max_tokens} and ranks={ranks} must be at least 1")
     if too_long not in ("raise", "alone"):
@@ -140,11 +125,7 @@ def check(
 def costs_of(
     cost: Callable[..., Any] | None, tokens: Int64[np.ndarray, " n"]
 ) -> Float64[np.ndarray, " n"]:
-    """The cost of each length.
-
-    Raises:
-        ValueError: one is negative or not finite.
-    """
+    """The cost of each length; refuses one that is negative or not finite."""
     if cost is None:
         return tokens.astype(np.float64)
     costs = None

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -79,7 +79,7 @@ def recompute(model: M, *, selective: bool = False, every: int = 1, offload: boo
         )
     arguments: dict[str, Any] = {"use_reentrant": False}
     if selective:
-        arguments["context_fn"] = _selective_contexts
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     layers = {} if every == 1 else {"every_n_layers": every}
     if layers and "every_n_layers" not in inspect.signature(enable).parameters:
         raise ValueError(f"every is {every}, but this version of transformers takes 1 only")
@@ -87,12 +87,6 @@ def recompute(model: M, *, selective: bool = False, every: int = 1, offload: boo
     if offload:
         _Offloading().attach(model)
     return model
-
-
-def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    make: Callable[..., Any] = create_selective_checkpoint_contexts
-    first, again = make(_policy)
-    return first, again
 
 
 def _policy(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -141,7 +135,8 @@ class _Offloading:
         if tensor.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        self._wait(tensor)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
             on_host.copy_(tensor, non_blocking=True)
         if self._stream is not None:
@@ -171,10 +166,6 @@ class _Offloading:
                 like.shape, kept.strides, dtype=like.dtype, device=kept.device
             )
             return fetched.copy_(like, non_blocking=True)
-
-    def _wait(self, tensor: Tensor) -> None:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _is_activation(tensor: Tensor) -> bool:

@@ -18,6 +18,13 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 _GROUPS: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 
 
+def gather_rows_of_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The rows of all ranks of a group, which have equally many, in order; without gradient."""
+    out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+    all_gather(out, x.contiguous(), group=group)
+    return out
+
+
 def all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     """Send ``sent[r]`` rows, in order, to rank r of the group; return ``received[r]`` from each."""
     _GROUPS[group.group_name] = group

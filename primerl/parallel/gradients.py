@@ -9,6 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from primerl._ranks import local_part
+
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Float[Tensor, ""]:
@@ -41,8 +43,8 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Float[Tenso
     by_copies: dict[int, list[Tensor]] = {}
     for gradient in gradients:
         copies = _copies(gradient) if sharded else 1
-        by_copies.setdefault(copies, []).append(_local(gradient))
-    device = _local(parameters[0]).device if parameters else torch.device("cpu")
+        by_copies.setdefault(copies, []).append(local_part(gradient))
+    device = local_part(parameters[0]).device if parameters else torch.device("cpu")
     dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
     square = torch.zeros((), dtype=dtype, device=device)
     for copies, alike in by_copies.items():
@@ -76,7 +78,3 @@ def _copies(gradient: Tensor) -> int:
     for dimension, placement in enumerate(gradient.placements):
         copies *= mesh.size(dimension) if isinstance(placement, Replicate) else 1
     return copies
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,8 @@
 """Fully sharded data parallelism (FSDP2), with expert and context parallelism, for any model."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import ExitStack
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from primerl._ranks import local_part
 from primerl.attention.admission import refuse_unpackable, refuse_virtual_tokens
 from primerl.parallel.context_parallel.sharing import share_context
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.device_mesh import mesh as make_mesh
 from primerl.parallel.expert_parallel.dispatch import AllToAll, Dispatch
 from primerl.parallel.expert_parallel.experts import GroupedMatmul, divide_experts, expert_modules
-from primerl.parallel.precision import compute_in
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -65,7 +66,7 @@ def shard(
         dtype = None
     if mesh.parameters is None:
         if dtype is not None:
-            compute_in(model, dtype)
+            _compute_in(model, dtype)
         return model
     if isinstance(model, FSDPModule):
         raise ValueError("the model is sharded already; call parallel.shard once")
@@ -92,6 +93,28 @@ def shard(
     return model
 
 
+def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let every forward pass of a model that is not sharded compute in ``dtype``.
+
+    Parameters and gradients keep theirs. By ``torch.autocast``, as sharding does by gathering
+    parameters in ``dtype``: matrix products and attention are in 16 bits, reductions such as norms
+    and softmax in 32.
+    """
+    entered: list[ExitStack] = []
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        device = next(module.parameters()).device.type
+        stack = ExitStack()
+        stack.enter_context(torch.autocast(device, dtype))
+        entered.append(stack)
+
+    def leave(*_: Any) -> None:
+        entered.pop().close()
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
+
+
 def _replicated(mesh: Mesh, dimension: str) -> DeviceMesh:
     """The mesh over which parameters are sharded, and replicated if there are several replicas."""
     both = mesh.parameters if dimension == "shard" else mesh.experts
@@ -104,7 +127,7 @@ def _shard_part(part: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy)
 
     def place(parameter: nn.Parameter) -> Shard:
         # Fewer experts than ranks: shard each matrix, so that every rank has a part.
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_part(parameter)
         few = isinstance(parameter, DTensor) and local.shape[0] % ranks
         return Shard(1) if few and local.ndim > 1 and local.shape[1] % ranks == 0 else Shard(0)
 

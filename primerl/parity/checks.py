@@ -16,8 +16,8 @@ from primerl._optional import require
 from primerl.packing import PackedBatch
 from primerl.parity.reference import Document, Training
 from primerl.parity.training import make_batches, optimizer_for, resumed, train, whole
-from primerl.testing.characters import character_tokenizer
 from primerl.testing.families import tiny_family
+from primerl.testing.vocabulary import character_tokenizer
 
 # Later steps amplify rounding: a unit with input 0 up to rounding may be on here and off there.
 TOLERANCES = {
@@ -33,8 +33,6 @@ TOLERANCES = {
     "saved and loaded": 0.0,
     "streamed": 0.0,
 }
-
-
 CONTEXT_METHODS = ("ulysses", "gathered")
 
 
@@ -57,21 +55,16 @@ class MeshPlan:
     """Whether another model, loaded from a checkpoint, makes the last step."""
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """The arguments of ``parallel.mesh``."""
-        return {"replicate": self.replicate, "ep": self.ep, "cp": self.cp}
-
-    @property
     def name(self) -> str:
         """Such as ``ep 2, cp 2``."""
-        parts = [f"hsdp {self.replicate}" if self.replicate > 1 else ""]
-        parts += [f"ep {self.ep}" if self.ep > 1 else "", f"cp {self.cp}" if self.cp > 1 else ""]
-        names = [part for part in parts if part] or ["fsdp"]
+        sizes = {"hsdp": self.replicate, "ep": self.ep, "cp": self.cp}
+        names = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["fsdp"]
         names += [self.context] if self.context else []
         names += ["prefixes"] if self.share_prefixes else []
         names += ["muon"] if self.optimizer == "muon" else []
         names += ["resume"] if self.resume else []
-        return ", ".join([*names, *(["recompute"] if self.recompute else [])])
+        names += ["recompute"] if self.recompute else []
+        return ", ".join(names)
 
 
 @attrs.frozen(kw_only=True)
@@ -108,11 +101,9 @@ def differences(ours: Training, reference: Training) -> Iterator[tuple[str, floa
         as_planned = torch.equal(trained, ~mine.isnan())  # the same tokens are trained
         apart = (mine - theirs)[trained].abs().max() / largest
         yield check, _sup(apart.item()) if as_planned else math.inf
-    for check, one, other in (
-        ("gradients", ours.gradients, reference.gradients),
-        ("clipped gradients", ours.clipped, reference.clipped),
-    ):
-        yield check, _furthest(one, other) / _norm(other)
+    gradients, clipped = reference.gradients, reference.clipped
+    yield "gradients", _furthest(ours.gradients, gradients) / _norm(gradients)
+    yield "clipped gradients", _furthest(ours.clipped, clipped) / _norm(clipped)
     yield "loss", _relative(ours.losses, reference.losses)
     yield "gradient norm", _relative(ours.norms, reference.norms, least=0.0)
     if reference.choices:
@@ -148,18 +139,10 @@ def on_mesh(
 ) -> list[tuple[str, float]]:
     """The differences of a family trained on a mesh, the largest of all ranks.
 
-    Args:
-        family: as for ``tiny_family``.
-        settings: of the configuration, as for ``tiny_family``.
-        sequences: the training data.
-        reference: training in one process, by the same optimizer.
-        plan: the mesh, and how training runs on it.
-        folder: an empty folder on rank 0; None on the others.
-
-    Raises:
-        ValueError: the family or the mesh is refused.
+    ``reference`` was trained in one process, by the same optimizer. ``folder`` is an empty one on
+    rank 0, and None on the others.
     """
-    mesh, rank = _mesh(tuple(plan.sizes.items())), torch.distributed.get_rank()
+    mesh, rank = _mesh(plan.replicate, plan.ep, plan.cp), torch.distributed.get_rank()
     generators = []
 
     def made(seed: int) -> tuple[Any, nn.Module]:
@@ -180,13 +163,8 @@ def on_mesh(
     if rank == 0:
         share = make_batches(sequences, ranks=mesh.batches, share_prefixes=plan.share_prefixes)
     mine = parallel.scatter(share, PackedBatch, mesh)
-    ours = train(
-        model,
-        mine,
-        reference,
-        optimizer=plan.optimizer,
-        restart=restart if plan.resume else None,
-    )
+    again = restart if plan.resume else None
+    ours = train(model, mine, reference, optimizer=plan.optimizer, restart=again)
     ours = attrs.evolve(
         ours,
         logprobs=_from_all_ranks(ours.logprobs),
@@ -214,8 +192,8 @@ def _largest(mine: Tensor) -> Tensor:
 
 
 @cache  # new groups for each would keep connections open
-def _mesh(sizes: tuple[tuple[str, int], ...]) -> parallel.Mesh:
-    return parallel.mesh(**dict(sizes))
+def _mesh(replicate: int, ep: int, cp: int) -> parallel.Mesh:
+    return parallel.mesh(replicate=replicate, ep=ep, cp=cp)
 
 
 def _sup(value: float) -> float:

@@ -65,23 +65,22 @@ def parts(*, replicate: int = 1, ep: int = 1, cp: int = 1) -> list[MeshPlan]:
 
 def all_kinds(world: int) -> list[MeshPlan]:
     """All kinds of meshes of a world size, with options of training spread over them."""
-    sizes: list[dict[str, Any]] = [
-        {},
-        {"replicate": 2},
-        {"ep": 2},
-        {"ep": 4},
-        {"cp": 2},
-        {"ep": 2, "cp": 2},
+    shapes = [
+        MeshPlan(),
+        MeshPlan(replicate=2),
+        MeshPlan(ep=2),
+        MeshPlan(ep=4),
+        MeshPlan(cp=2),
+        MeshPlan(ep=2, cp=2),
     ]
-    fits = [s for s in sizes if world % (s.get("replicate", 1) * s.get("cp", 1)) == 0]
-    fits = [s for s in fits if s.get("ep", 1) <= world // s.get("replicate", 1)]
     plans = []
-    for size in fits:
-        methods = CONTEXT_METHODS if size.get("cp", 1) > 1 else (None,)
-        for method in methods:
-            plans.append(MeshPlan(**size, context=method, share_prefixes=True))
-            plans.append(MeshPlan(**size, context=method, recompute=True, resume=True))
-        plans.append(MeshPlan(**size, optimizer="muon", resume=True))
+    for shape in shapes:
+        if world % (shape.replicate * shape.cp) or shape.ep > world // shape.replicate:
+            continue
+        for method in CONTEXT_METHODS if shape.cp > 1 else (None,):
+            plans.append(attrs.evolve(shape, context=method, share_prefixes=True))
+            plans.append(attrs.evolve(shape, context=method, recompute=True, resume=True))
+        plans.append(attrs.evolve(shape, optimizer="muon", resume=True))
     return plans
 
 
@@ -166,16 +165,7 @@ def compare(
 
 
 def _plan(tasks: Sequence[tuple[Task, int]], timeout_s: float) -> str:
-    written = [
-        {
-            "name": task.name,
-            "family": task.family,
-            "settings": task.settings,
-            "meshes": [attrs.asdict(mesh) for mesh in task.meshes],
-            "done": max(done - 1, 0),
-        }
-        for task, done in tasks
-    ]
+    written = [{**attrs.asdict(task), "done": max(done - 1, 0)} for task, done in tasks]
     return json.dumps({"tasks": written, "timeout_s": timeout_s})
 
 

@@ -82,12 +82,7 @@ class _Alone:
 
 
 def _one_process(name: str, settings: dict[str, Any], optimizers: set[str]) -> _Alone:
-    """The references, and how this library's packed training differs from the first.
-
-    Raises:
-        ValueError: the family is refused.
-        AssertionError: ``parallel.shard`` refuses it, and ``loss.model_logprobs`` does not.
-    """
+    """The references, and how this library's packed training differs from the first."""
     try:
         model = tiny_family(name, **settings)
     except ValueError:

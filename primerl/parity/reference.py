@@ -85,10 +85,8 @@ def documents(vocabulary: int, *, special: Sequence[int] = ()) -> list[Document]
     ordinary = torch.tensor([token for token in range(vocabulary) if token not in special])
 
     def tokens(count: int) -> list[int]:
-        drawn: list[int] = ordinary[
-            torch.randint(len(ordinary), (count,), generator=draws)
-        ].tolist()
-        return drawn
+        places = torch.randint(len(ordinary), (count,), generator=draws)
+        return ordinary[places].tolist()
 
     made = [(tokens(length), 1 + length // 3) for length in ALONE]
     prompt = tokens(PROMPT)
@@ -125,10 +123,7 @@ def sampled(model: Any, drawn: Sequence[Document]) -> list[Document]:
 
 
 def score(model: Any, document: Document) -> tuple[Tensor, Tensor]:
-    """The logprob of each token but the first, and the entropy of its distribution.
-
-    softmax(logits / temperature), in float64.
-    """
+    """The logprob of each token but the first, and the entropy of softmax(logits / temperature)."""
     ids = torch.tensor(document.token_ids)
     logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1]
     log_p = (logits.double() / document.temperature).log_softmax(-1)
@@ -285,8 +280,9 @@ def recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
     def record(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            indices = [x for x in (*args, *kwargs.values()) if _are_indices(x)]
-            choices.setdefault(name, []).append(indices[0].detach().clone())
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            indices = next(x for x in tensors if x.ndim == 2 and not x.is_floating_point())
+            choices.setdefault(name, []).append(indices.detach().clone())
 
         return hook
 
@@ -300,7 +296,3 @@ def recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _are_indices(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()

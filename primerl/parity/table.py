@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from primerl import optim
 from primerl._optional import require
 from primerl.parity.checks import Finding
@@ -130,7 +132,6 @@ initialized at random.
 
 def versions() -> str:
     """The versions that the findings were made with."""
-    torch, transformers = require("torch", extra="transformers"), None
     transformers = require("transformers", extra="transformers")
     return (
         f"torch {torch.__version__}, transformers {transformers.__version__}, "

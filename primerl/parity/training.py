@@ -128,13 +128,8 @@ def train(
                 logprobs, entropies = score(model, batch, entropy=bonus > 0)
             tokens = batch.versions[rows].long()
             records.add(step, tokens, logprobs[rows], entropies[rows], choices, rows)
-            per_token, _ = loss.clipped(
-                logprobs,
-                batch.behavior_logprobs,
-                batch.advantages,
-                clip_low=CLIP,
-                clip_high=CLIP,
-            )
+            sampled = batch.behavior_logprobs, batch.advantages
+            per_token, _ = loss.clipped(logprobs, *sampled, clip_low=CLIP, clip_high=CLIP)
             mean = loss.token_mean(per_token - bonus * entropies, rows, denom=trained)
             mean.backward()  # type: ignore[no-untyped-call]
             total += mean.detach().double()
@@ -165,10 +160,7 @@ def resumed(
 ) -> int:
     """Save one training run and load it into another; returns how many generators differ then.
 
-    Args:
-        trained: the model and its optimizer.
-        fresh: a new model and optimizer of the same kind.
-        folder: of the run; None on ranks other than 0.
+    ``folder`` is that of the run; None on ranks other than 0.
     """
     rank = dist.get_rank()
     with checkpoint.Checkpoints(folder, *trained) as saves:

@@ -4,7 +4,6 @@
 that faults are detected. No other package imports this one.
 """
 
-from primerl.testing.characters import character_tokenizer
 from primerl.testing.conformance import check_engine
 from primerl.testing.hostile import (
     HostileEngine,
@@ -16,7 +15,7 @@ from primerl.testing.hostile_server import HostileServer, server_faults
 from primerl.testing.imitation import imitate
 from primerl.testing.models import smollm2, tiny_model
 from primerl.testing.scripted import ScriptedEngine, lognormal
-from primerl.testing.vocabulary import words
+from primerl.testing.vocabulary import character_tokenizer, words
 
 __all__ = [
     "HostileEngine",

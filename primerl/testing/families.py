@@ -70,6 +70,8 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads",
               "num_global_key_value_heads", "n_head_kv")  # fmt: skip
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers",
            "num_decoder_layers", "num_blocks")  # fmt: skip
+_LAYER_LISTS = ("moe_layers", "mlp_only_layers", "hybrid_layer_ids", "full_attn_idxs",
+                "cross_attention_layers", "ple_layer_ids")  # fmt: skip
 
 # Settings that configuration classes leave unset, although every released model has them.
 _UNSET: dict[str, Any] = {
@@ -259,7 +261,7 @@ def _fewer_layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[s
     if isinstance(config.get("moe_layer_end_index"), int):
         fewer["moe_layer_end_index"] = len(kept) - 1
     for key, value in config.items():
-        if isinstance(value, list) and value and key not in per_layer and _lists_layers(key):
+        if isinstance(value, list) and value and key not in per_layer and key in _LAYER_LISTS:
             fewer[key] = [layer for layer in value if layer < len(kept)]
         elif key == "per_layer_config" and value:
             by_layer = {int(layer): settings for layer, settings in value.items()}
@@ -269,11 +271,6 @@ def _fewer_layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[s
                 if old in by_layer
             }
     return fewer
-
-
-def _lists_layers(key: str) -> bool:
-    return key in ("moe_layers", "mlp_only_layers", "hybrid_layer_ids", "full_attn_idxs",
-                   "cross_attention_layers", "ple_layer_ids")  # fmt: skip
 
 
 def _smaller(name: str, value: Any) -> Any:

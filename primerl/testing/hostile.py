@@ -30,7 +30,6 @@ NO_VOCABULARY = 1_000_000_000  # beyond the vocabulary of any model
 class Request:
     """A request, and the limits of a valid completion."""
 
-    prompt_length: int
     params: SamplingParams
     limits: Limits
 
@@ -93,7 +92,7 @@ class HostileEngine:
             return answer
         self.broken += 1
         limits = Limits.of(self._engine, oldest=self._engine.version)
-        request = Request(prompt_length=len(prompt_ids), params=params, limits=limits)
+        request = Request(params=params, limits=limits)
         return COMPLETION_FAULTS[self._fault](answer, request)
 
 
@@ -111,14 +110,6 @@ def _resized(completion: Completion, count: int) -> Completion:
         logprobs=completion.logprobs[places],
         versions=completion.versions[places],
     )
-
-
-def _too_many_tokens(completion: Completion, request: Request) -> Completion:
-    return _resized(completion, request.params.max_tokens + 1)
-
-
-def _beyond_context(completion: Completion, request: Request) -> Completion:
-    return _resized(completion, request.limits.context_length)
 
 
 def _too_few_tokens(completion: Completion, request: Request) -> Completion:
@@ -150,20 +141,13 @@ def _stop_called_length(completion: Completion, request: Request) -> Completion:
     return attrs.evolve(completion, finish_reason="stop")
 
 
-def _token(name: Callable[[Request], int]) -> Corrupt:
+def _first(field: str, value: Callable[[Request], float]) -> Corrupt:
+    """Replace ``field`` at the first token."""
+
     def corrupt(completion: Completion, request: Request) -> Completion:
-        tokens = completion.token_ids.copy()
-        tokens[0] = name(request)
-        return attrs.evolve(completion, token_ids=tokens)
-
-    return corrupt
-
-
-def _logprob(value: float) -> Corrupt:
-    def corrupt(completion: Completion, _: Request) -> Completion:
-        logprobs = completion.logprobs.copy()
-        logprobs[0] = value
-        return attrs.evolve(completion, logprobs=logprobs)
+        values = getattr(completion, field).copy()
+        values[0] = value(request)
+        return attrs.evolve(completion, **{field: values})
 
     return corrupt
 
@@ -175,35 +159,35 @@ def _versions_go_back(completion: Completion, request: Request) -> Completion:
     return attrs.evolve(longer, versions=versions)
 
 
-def _older_version(completion: Completion, request: Request) -> Completion:
-    older = np.full_like(completion.versions, request.limits.oldest - 1)
-    return attrs.evolve(completion, versions=older)
+def _version(value: Callable[[Request], int]) -> Corrupt:
+    """Replace the version of every token."""
 
+    def corrupt(completion: Completion, request: Request) -> Completion:
+        versions = np.full_like(completion.versions, value(request))
+        return attrs.evolve(completion, versions=versions)
 
-def _unpublished_version(completion: Completion, request: Request) -> Completion:
-    unheard_of = np.full_like(completion.versions, request.limits.newest + 1000)
-    return attrs.evolve(completion, versions=unheard_of)
+    return corrupt
 
 
 COMPLETION_FAULTS: Mapping[str, Corrupt] = {
-    "too_many_tokens": _too_many_tokens,
-    "beyond_context": _beyond_context,
+    "too_many_tokens": lambda answer, request: _resized(answer, request.params.max_tokens + 1),
+    "beyond_context": lambda answer, request: _resized(answer, request.limits.context_length),
     "too_few_tokens": _too_few_tokens,
     "stop_without_stop_token": _stop_without_stop_token,
     "tokens_after_stop": _tokens_after_stop,
     "stop_called_length": _stop_called_length,
     "unknown_finish_reason": lambda answer, _: attrs.evolve(answer, finish_reason="eos"),
     "empty": lambda answer, _: _resized(answer, 0),
-    "negative_token_id": _token(lambda _: -1),
-    "token_id_beyond_vocabulary": _token(lambda request: request.beyond_vocabulary),
-    "positive_logprob": _logprob(50.0),
-    "slightly_positive_logprob": _logprob(100 * LOGPROB_ROUNDING),
-    "nan_logprob": _logprob(float("nan")),
-    "infinite_logprob": _logprob(float("inf")),
-    "minus_infinite_logprob": _logprob(float("-inf")),
+    "negative_token_id": _first("token_ids", lambda _: -1),
+    "token_id_beyond_vocabulary": _first("token_ids", lambda request: request.beyond_vocabulary),
+    "positive_logprob": _first("logprobs", lambda _: 50.0),
+    "slightly_positive_logprob": _first("logprobs", lambda _: 100 * LOGPROB_ROUNDING),
+    "nan_logprob": _first("logprobs", lambda _: float("nan")),
+    "infinite_logprob": _first("logprobs", lambda _: float("inf")),
+    "minus_infinite_logprob": _first("logprobs", lambda _: float("-inf")),
     "versions_go_back": _versions_go_back,
-    "older_version": _older_version,
-    "unpublished_version": _unpublished_version,
+    "older_version": _version(lambda request: request.limits.oldest - 1),
+    "unpublished_version": _version(lambda request: request.limits.newest + 1000),
     "not_a_completion": lambda answer, _: {"token_ids": answer.token_ids.tolist()},
 }
 
@@ -237,7 +221,7 @@ class HostileEnvironment:
         if next(self._numbers) % self._every:
             return rollout
         corrupt = SAMPLE_FAULTS[self._fault]
-        request = Request(prompt_length=0, params=params, limits=Limits.of(engine))
+        request = Request(params=params, limits=Limits.of(engine))
         return attrs.evolve(rollout, samples=[corrupt(one, request) for one in rollout.samples])
 
 

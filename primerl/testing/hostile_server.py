@@ -8,7 +8,6 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -80,12 +79,7 @@ class HostileServer:
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(START_S)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(START_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(START_S)
@@ -158,8 +152,7 @@ class HostileServer:
                 oldest=version,
                 newest=version,
             )
-            request = Request(prompt_length=len(prompt), params=params, limits=limits)
-            completion = corrupt(completion, request)
+            completion = corrupt(completion, Request(params=params, limits=limits))
         return _wire(completion, run, body)
 
 

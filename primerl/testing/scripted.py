@@ -20,8 +20,6 @@ from primerl.types import Completion, PolicyVersion, SamplingParams
 Reply = str | Sequence[int]
 Latency = Callable[[random.Random], float]
 
-LOGPROB = -1.0  # of every token
-
 
 def lognormal(*, median_s: float, p99_over_median: float = 10.0) -> Latency:
     """Latencies with a long tail, like those of real rollouts.
@@ -74,6 +72,8 @@ class ScriptedEngine:
             there is no tokenizer, or a number is out of range.
     """
 
+    context_length: int
+    """The maximum number of tokens of one request, prompt and completion together."""
     calls: int
     """Calls so far, including those in flight, failed and cancelled, but not refused ones."""
     in_flight: int
@@ -108,7 +108,7 @@ class ScriptedEngine:
         self._latency = latency
         self._seconds_per_token = seconds_per_token
         self._failures = failures
-        self._context_length = context_length
+        self.context_length = context_length
         self.vocab_size = vocab_size
         self._random = random.Random(seed)
         self._updates: list[tuple[float, PolicyVersion]] = [(-math.inf, 0)]
@@ -126,11 +126,6 @@ class ScriptedEngine:
     def version(self) -> PolicyVersion:
         """The policy version that samples the next token."""
         return self._updates[-1][1]
-
-    @property
-    def context_length(self) -> int:
-        """The maximum number of tokens of one request, prompt and completion together."""
-        return self._context_length
 
     def update_weights(
         self,
@@ -174,7 +169,7 @@ class ScriptedEngine:
             stopped = token_ids[-1] in params.stop_token_ids
             return Completion(
                 token_ids=token_ids,
-                logprobs=np.full(len(token_ids), LOGPROB),
+                logprobs=np.full(len(token_ids), -1.0),
                 versions=self._versions(began, len(token_ids)),
                 finish_reason="stop" if stopped else "length",
             )
@@ -189,10 +184,10 @@ class ScriptedEngine:
     def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         if len(prompt_ids) == 0:
             raise ValueError("the prompt is empty; a completion needs at least one token before it")
-        if len(prompt_ids) + params.max_tokens > self._context_length:
+        if len(prompt_ids) + params.max_tokens > self.context_length:
             raise ValueError(
                 f"a prompt of {len(prompt_ids)} tokens and max_tokens={params.max_tokens} exceed "
-                f"the context of {self._context_length} tokens"
+                f"the context of {self.context_length} tokens"
             )
 
     def _begin(self) -> tuple[float, int, float, float, Exception | None]:

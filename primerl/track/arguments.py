@@ -11,8 +11,7 @@ import attrs
 import msgspec
 
 from primerl._optional import require
-from primerl.track.json_files import read_json
-from primerl.track.run_folder import ARGS
+from primerl.track.run_folder import ARGS, read_json
 
 Arguments = TypeVar("Arguments")
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]

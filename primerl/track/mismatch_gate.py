@@ -90,8 +90,7 @@ class MismatchGate:
                 baseline = (*baseline, recent[0])[-self.window :]
             recent = recent[-RECENT:]
         after = attrs.evolve(self, baseline=baseline, recent=recent)
-        alarming = after._exceeds()
-        return after if alarming == self.alarming else attrs.evolve(after, alarming=alarming)
+        return attrs.evolve(after, alarming=after._exceeds())
 
     @property
     def ratio(self) -> float | None:

@@ -18,8 +18,16 @@ from typing import Any
 import attrs
 
 from primerl._files import whole_or_nothing
-from primerl.track.json_files import complete_lines, read_json
-from primerl.track.run_folder import ARGS, METRICS, REPORT, ROLLOUTS, SUMMARY, TOKENS
+from primerl.track.run_folder import (
+    ARGS,
+    METRICS,
+    REPORT,
+    ROLLOUTS,
+    SUMMARY,
+    TOKENS,
+    complete_lines,
+    read_json,
+)
 
 CHUNK_BYTES = 1 << 19
 """Of rollouts as they were recorded, that the page unpacks at once."""

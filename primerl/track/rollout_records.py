@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from primerl.track.json_files import plain, write_line
-from primerl.track.run_folder import RunFolder
+from primerl.track.run_folder import RunFolder, plain, write_line
 from primerl.types import Group, Rollout, TrainingSample
 
 Decode = Callable[[list[int]], str]

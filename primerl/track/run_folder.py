@@ -1,20 +1,18 @@
-"""A run's folder: claimed by one process, resumed without losing what is there."""
+"""A run's folder: claimed by one process, resumed without losing what is there.
 
+Its files are JSON, or have a line of JSON for each record.
+"""
+
+import fcntl
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from primerl.track.json_files import (
-    end_of_steps,
-    lock,
-    move_tail,
-    open_lines,
-    read_json,
-    write_json,
-)
+from primerl._files import whole_or_nothing
 
 ARGS, SUMMARY, METRICS, ROLLOUTS = "args.json", "summary.json", "metrics.jsonl", "rollouts.jsonl"
 TOKENS = "tokens.jsonl"  # a line [id, text] for each token of the rollouts
@@ -27,14 +25,7 @@ class RunFolder:
     """The files of one run.
 
     Nothing is written before ``claim``; and of a run that is resumed, nothing before ``resume``.
-
-    Args:
-        path: is made by ``claim``.
-        state: what ``Run.state`` returned, if the run is resumed.
-
-    Raises:
-        ValueError: a new run's folder holds files of a run; or a resumed run's holds less than its
-            state says.
+    ``state`` is what ``Run.state`` returned, if the run is resumed.
     """
 
     def __init__(self, path: Path, *, state: Mapping[str, Any] | None) -> None:
@@ -57,7 +48,7 @@ class RunFolder:
 
     def _require_records(self, steps: int) -> None:
         for name in (METRICS, ROLLOUTS):
-            self._ends[name], found = end_of_steps(self.path / name, steps)
+            self._ends[name], found = _end_of_steps(self.path / name, steps)
             if name == METRICS and found != steps:
                 raise ValueError(
                     f"{self.path / name} has lines of {found} steps, and the run's state is of "
@@ -65,11 +56,7 @@ class RunFolder:
                 )
 
     def require_arguments(self, values: Mapping[str, Any], fixed: Iterable[str]) -> None:
-        """Compare a resumed run's arguments with those that it was begun with.
-
-        Raises:
-            ValueError: one of the ``fixed`` is another now; the message has both values.
-        """
+        """Refuse to resume a run with other ``fixed`` arguments than it was begun with."""
         begun = read_json(self.path / ARGS)
         for name in fixed:
             if name not in begun or name not in values:
@@ -84,39 +71,36 @@ class RunFolder:
                     f"{name}={now!r}; a resumed run keeps its {', '.join(fixed)}"
                 )
 
-    def require_unfinished(self, steps: int) -> None:
-        """Refuse a finished run, unless more than the steps that it took are planned now.
-
-        Raises:
-            ValueError: it is finished.
-        """
+    def require_steps_left(self, resumed: int, planned: int) -> None:
+        """Refuse a run that is finished, or resumed after more steps than are planned now."""
         path = self.path / SUMMARY
         summary = read_json(path) if path.exists() else {}
         taken = summary.get("steps")
-        if summary.get("finished") and isinstance(taken, int) and steps <= taken:
+        if summary.get("finished") and isinstance(taken, int) and planned <= taken:
             raise ValueError(
-                f"{self.path} is finished: it took its {taken} steps, and {steps} are "
+                f"{self.path} is finished: it took its {taken} steps, and {planned} are "
                 f"planned. To train it further, resume it with more steps (--steps); to train "
                 "anew, choose another folder"
             )
+        if resumed > planned:
+            raise ValueError(
+                f"{self.path} is resumed after step {resumed}, but only {planned} steps are "
+                "planned; plan more (--steps)"
+            )
 
     def claim(self, values: Mapping[str, Any]) -> None:
-        """Make a new run's files, or take hold of those of a run that is resumed.
-
-        Raises:
-            ValueError: another process has this run, or another run came between.
-        """
+        """Make a new run's files, or take hold of those of a run that is resumed."""
         new = not self._ends
         self.path.mkdir(parents=True, exist_ok=True)
         try:
-            self.metrics = open_lines(self.path / METRICS, new=new)
+            self.metrics = _open_lines(self.path / METRICS, new=new)
         except FileExistsError:
             self._require_new()
             raise
         try:
-            lock(self.metrics)
-            self.rollouts = open_lines(self.path / ROLLOUTS, new=new)
-            self.tokens = open_lines(self.path / TOKENS, new=new)
+            _lock(self.metrics)
+            self.rollouts = _open_lines(self.path / ROLLOUTS, new=new)
+            self.tokens = _open_lines(self.path / TOKENS, new=new)
         except BaseException:
             self.metrics.close()
             raise
@@ -131,7 +115,7 @@ class RunFolder:
         """
         kept = fresh_folder(self.path / "before-resume")
         for name, end in self._ends.items():
-            move_tail(self.path / name, end, kept / name)
+            _move_tail(self.path / name, end, kept / name)
         for name in (ARGS, SUMMARY):
             if (self.path / name).exists():
                 shutil.copyfile(self.path / name, kept / name)
@@ -156,3 +140,103 @@ def fresh_folder(prefix: Path) -> Path:
             number += 1
         else:
             return folder
+
+
+def write_line(file: TextIO, record: Any) -> None:
+    """Add a line of JSON to a file."""
+    file.write(json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file, all or nothing."""
+    with whole_or_nothing(path) as file:
+        file.write((json.dumps(value, indent=2, default=str) + "\n").encode())
+
+
+def plain(value: Any) -> Any:
+    """A tensor or numpy number as Python's own; a number that JSON lacks as null."""
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Where each line begins, and the line; not the last one, if a process died while it wrote."""
+    if not path.is_file():
+        return
+    start = 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield start, line
+            start += len(line)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's mapping; an error that names the file if it is missing, or has something else."""
+    if path.is_symlink() or not path.is_file():
+        raise ValueError(f"{path} is missing")
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, expected a mapping")
+    return value
+
+
+def _open_lines(path: Path, *, new: bool) -> TextIO:
+    return path.open("x" if new else "a", encoding="utf-8", buffering=1)  # a whole line at a time
+
+
+def _lock(file: TextIO) -> None:
+    """Keep other processes from locking a file, until it is closed or this process ends."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"{Path(file.name).parent} is in use: another process writes its run there. Wait until "
+            "that ends, or choose another folder"
+        ) from None
+    except OSError:
+        pass  # some file systems have no locks
+
+
+def _end_of_steps(path: Path, steps: int) -> tuple[int, int]:
+    """Where the lines of the first steps end, in bytes, and how many steps they are of."""
+    if path.is_symlink() or not path.is_file():
+        raise ValueError(f"{path} is missing; the run's state has {steps} steps of it")
+    end = 0
+    seen = set()
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break  # the process was killed while it wrote
+            step = _step_of(path, number, line)
+            if step >= steps:
+                break
+            seen.add(step)
+            end += len(line)
+    return end, len(seen)
+
+
+def _step_of(path: Path, number: int, line: bytes) -> int:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}, line {number}, is no record of a run: {error!r}") from None
+    if not isinstance(step, int):
+        raise ValueError(f"{path}, line {number}, is no record of a run: its step is {step!r}")
+    return step
+
+
+def _move_tail(path: Path, end: int, target: Path) -> None:
+    """Move what a file holds after its first ``end`` bytes into a new file, if it holds more."""
+    if path.stat().st_size <= end:
+        return
+    with path.open("rb+") as file:
+        file.seek(end)
+        with target.open("xb") as kept:
+            shutil.copyfileobj(file, kept)
+            kept.flush()
+            os.fsync(kept.fileno())
+        file.truncate(end)

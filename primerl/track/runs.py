@@ -7,18 +7,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
-from types import TracebackType
+from statistics import fmean, pstdev
 from typing import Any
 
 import attrs
 import numpy as np
 
-from primerl.track.json_files import plain, write_json, write_line
 from primerl.track.mismatch_gate import MismatchGate
 from primerl.track.report import write_report
 from primerl.track.rollout_records import RolloutRecords
-from primerl.track.run_folder import FINAL, SUMMARY, RunFolder, fresh_folder
+from primerl.track.run_folder import (
+    FINAL,
+    SUMMARY,
+    RunFolder,
+    fresh_folder,
+    plain,
+    write_json,
+    write_line,
+)
 from primerl.track.sinks import Sink
 from primerl.types import Group, Rollout, TrainingSample
 
@@ -97,7 +103,7 @@ class Run:
         if state is not None:
             self._files.require_arguments(self._args, fixed)
             if steps is not None:
-                self._require_steps_left(state["steps"], steps)
+                self._files.require_steps_left(state["steps"], steps)
         known = state or {}
         self.staleness: Counter[int] = Counter(dict(known.get("staleness", ())))
         """Trained tokens by staleness, over the run."""
@@ -128,14 +134,6 @@ class Run:
                 "it with the script that began it"
             )
 
-    def _require_steps_left(self, taken: int, planned: int) -> None:
-        self._files.require_unfinished(planned)
-        if taken > planned:
-            raise ValueError(
-                f"{self.folder} is resumed after step {taken}, but only {planned} steps are "
-                "planned; plan more (--steps)"
-            )
-
     def __enter__(self) -> "Run":
         self._files.claim(self._args)
         if self._writes:
@@ -143,12 +141,7 @@ class Run:
         self._began = self._step_began = time.perf_counter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.summary["wall_s"] = self._wall_s
         if error is not None:
             self.summary["error"] = f"{type(error).__name__}: {error}"
@@ -214,7 +207,9 @@ class Run:
         """
         self._begin_writing()
         now = time.perf_counter()
-        line = {"step": step, "time": time.time(), **_batch_metrics(step, groups, samples)}
+        stale = [step - sample.versions[sample.loss_mask] for sample in samples]
+        staleness = np.concatenate([np.zeros(0, np.int64), *stale])
+        line = {"step": step, "time": time.time(), **_batch_metrics(groups, samples, staleness)}
         growth = self._growth(totals or {})
         evaluation_s = growth.pop("evaluation_wait_s", 0.0)
         elapsed, self._step_began = now - self._step_began, now
@@ -232,9 +227,7 @@ class Run:
             line["evaluation"], self._evaluation = self._evaluation, None
         line |= {"mismatch_kl": None} | {n: plain(value) for n, value in (metrics or {}).items()}
         line["alarm"] = self._watch_mismatch(metrics or {})
-        for sample in samples:
-            stale = step - sample.versions[sample.loss_mask]
-            self.staleness.update(stale.tolist())
+        self.staleness.update(staleness.tolist())
         self._rollouts.write(step, groups, samples)
         write_line(self._files.metrics, line)
         self.summary["steps"] = self._steps = step + 1
@@ -325,20 +318,20 @@ class IdleRun:
 
 
 def _batch_metrics(
-    step: int, groups: Sequence[Group], samples: Sequence[TrainingSample]
+    groups: Sequence[Group], samples: Sequence[TrainingSample], staleness: np.ndarray
 ) -> dict[str, Any]:
-    rewards = np.concatenate([group.rewards for group in groups]) if groups else np.zeros(0)
-    stale = [step - sample.versions[sample.loss_mask] for sample in samples]
-    staleness = np.concatenate(stale) if stale else np.zeros(0, np.int64)
-    named = {group.environment for group in groups} - {""}
+    by_name: dict[str, list[Group]] = {}
+    for group in groups:
+        by_name.setdefault(group.environment, []).append(group)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [sum(sample.loss_mask.sum() for sample in one.samples) for one in rollouts]
+    lengths = [sum(int(sample.loss_mask.sum()) for sample in one.samples) for one in rollouts]
+    rewards = [rollout.reward for rollout in rollouts]
     return {
-        "reward": float(rewards.mean()) if len(rewards) else None,
-        "reward_std": float(rewards.std()) if len(rewards) else None,
-        **{f"reward/{name}": _mean_reward(groups, name) for name in sorted(named)},
-        "completion_tokens_mean": float(np.mean(lengths)) if lengths else None,
-        "completion_tokens_max": int(max(lengths)) if lengths else None,
+        "reward": _mean_reward(groups),
+        "reward_std": pstdev(rewards) if rewards else None,
+        **{f"reward/{name}": _mean_reward(by_name[name]) for name in sorted(by_name) if name},
+        "completion_tokens_mean": fmean(lengths) if lengths else None,
+        "completion_tokens_max": max(lengths, default=None),
         "truncated": fmean(one.stop in CUT_SHORT for one in rollouts) if rollouts else None,
         "tokens": sum(len(sample.token_ids) for sample in samples),
         "trained_tokens": len(staleness),
@@ -347,9 +340,9 @@ def _batch_metrics(
     }
 
 
-def _mean_reward(groups: Sequence[Group], environment: str) -> float:
-    mine = [group.rewards for group in groups if group.environment == environment]
-    return float(np.concatenate(mine).mean())
+def _mean_reward(groups: Sequence[Group]) -> float | None:
+    rewards = np.concatenate([np.zeros(0), *(group.rewards for group in groups)])
+    return float(rewards.mean()) if len(rewards) else None
 
 
 def _arrow(before: float | None, after: float | None) -> str:

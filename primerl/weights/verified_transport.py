@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from primerl._ranks import is_first_rank, on_first_rank
-from primerl.weights.transports.disk import Disk
+from primerl.weights.transports.folder_transport import Disk
 from primerl.weights.transports.receipts import Receipt, Transport, on_all_ranks
 from primerl.weights.transports.shared_memory import SharedMemory
 from primerl.weights.verification import wiring
@@ -78,8 +78,7 @@ class VerifiedTransport:
             verdict = self.canary.check(version)
             self._tell_worker(version, passed=verdict.passed)
             if verdict.passed:
-                verify_s = time.perf_counter() - started
-                seconds = receipt.seconds | {"verify": verify_s}
+                seconds = receipt.seconds | {"verify": time.perf_counter() - started}
                 return on_all_ranks(attrs.evolve(receipt, seconds=seconds, canary=verdict.metrics))
             if retries_left and is_first_rank():
                 log.warning("version %d failed the canary and is published again", version)

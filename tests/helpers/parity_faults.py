@@ -427,32 +427,28 @@ def _(patch):
     around(patch, loading, "fill", optimizer_only)
 
 
-@fault("two shards are saved under each other's name", FSDP)
-def _(patch):
+def saving_swapped(patch: pytest.MonkeyPatch, name: str) -> None:
+    """Save what two layers have under this name under each other's."""
+
     def swapped(real, tensors):
         pieces = {piece.name: piece for piece in real(tensors)}
-        first, second = (f"model/model.layers.{n}.self_attn.q_proj.weight" for n in (0, 1))
+        first, second = (name.format(layer=n) for n in (0, 1))
         one, other = pieces[first], pieces[second]
         pieces[first] = attrs.evolve(one, values=other.values)
         pieces[second] = attrs.evolve(other, values=one.values)
         return list(pieces.values())
 
     around(patch, checkpoints, "my_pieces", swapped)
+
+
+@fault("two shards are saved under each other's name", FSDP)
+def _(patch):
+    saving_swapped(patch, "model/model.layers.{layer}.self_attn.q_proj.weight")
 
 
 @fault("momenta are saved under each other's name", MUON)
 def _(patch):
-    def swapped(real, tensors):
-        pieces = {piece.name: piece for piece in real(tensors)}
-        first, second = (
-            f"optimizer/model.layers.{n}.self_attn.q_proj.weight/momentum_buffer" for n in (0, 1)
-        )
-        one, other = pieces[first], pieces[second]
-        pieces[first] = attrs.evolve(one, values=other.values)
-        pieces[second] = attrs.evolve(other, values=one.values)
-        return list(pieces.values())
-
-    around(patch, checkpoints, "my_pieces", swapped)
+    saving_swapped(patch, "optimizer/model.layers.{layer}.self_attn.q_proj.weight/momentum_buffer")
 
 
 @fault("random number generators are not restored", FSDP)

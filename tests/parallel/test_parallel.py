@@ -1,5 +1,9 @@
 import json
+import os
 import random
+import socket
+import subprocess
+import sys
 
 import attrs
 import numpy as np
@@ -164,6 +168,19 @@ def test_a_rank_that_reported_no_error_was_killed():
 
     assert "no rank said why" in _first_failure(dist.HashStore(), 1, lost)
     assert "SIGTERM" in _first_failure(dist.HashStore(), 1, StoppedError("(SIGTERM)"))
+
+
+def test_a_rank_that_is_still_dying_when_its_connections_are_lost_is_named():
+    store = dist.HashStore()
+    dying = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
+    store.set("primerl/rank/0", f"{socket.gethostname()} {os.getpid()}")
+    store.set("primerl/rank/1", f"{socket.gethostname()} {dying.pid}")
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    said = _first_failure(store, 0, lost, ranks=2)
+    dying.wait()
+
+    assert said.startswith("rank 1 died without a word")
 
 
 def test_the_first_failure_is_the_cause():

@@ -292,7 +292,7 @@ def test_a_version_that_was_never_published_does_not_block_publishing():
         testing.HostileServer("unpublished_version") as server,
         engine_of(server, retries=0) as engine,
     ):
-        follower = rollout.VLLMEngine(server.url, run=engine._labels.run)
+        follower = rollout.VLLMEngine(server.url, run=engine._settings.labels.run)
         with follower:
             for one in (engine, follower):
                 with pytest.raises(RuntimeError, match="never published|not this run's"):

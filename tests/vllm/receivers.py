@@ -45,13 +45,13 @@ class FaultyTransfer(FolderTransfer):
         if self.fault != "kept":
             super()._discard_half_loaded()
 
-    def _repack_tied_head(self, model):
+    def _repack_tied_head(self):
         if self.fault != "no repacked head":
-            super()._repack_tied_head(model)
+            super()._repack_tied_head()
 
-    def _repack_experts(self, model):
+    def _repack_experts(self):
         if self.fault != "no repacked experts":
-            super()._repack_experts(model)
+            super()._repack_experts()
 
 
 class StoreTransfer(BroadcastTransfer):

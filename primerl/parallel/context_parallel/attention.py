@@ -6,13 +6,14 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from primerl.attention.documents import Document, Layout
+from primerl.attention.documents import Document, Layout, spans_within
 from primerl.attention.kernels import attend
 from primerl.attention.packed import not_passed_on, refuse_other_attention
-from primerl.parallel.collectives import all_gather, reduce_scatter
+from primerl.attention.sparse import attend_sparsely, attend_to_chosen
+from primerl.parallel.collectives import gather_rows_of_all, reduce_scatter
 from primerl.parallel.expert_parallel.dispatch import exchange
 
 
@@ -59,7 +60,7 @@ def _ulysses(
     **asked: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Each rank gets all rows of its share of the heads."""
-    rows = checked_rows(module, query, key, attention_mask, documents, asked)
+    rows = _checked_rows(module, query, key, attention_mask, documents, asked)
     ranks, length = dist.get_world_size(rows.group), query.shape[2]
     if query.shape[1] % ranks:
         raise ValueError(
@@ -104,7 +105,7 @@ def _gathered(
     **asked: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Each rank gets all keys and values, and queries of ranks with more than the mean work."""
-    rows = checked_rows(module, query, key, attention_mask, documents, asked)
+    rows = _checked_rows(module, query, key, attention_mask, documents, asked)
     q, moved = query[0].transpose(0, 1), rows.exchange
     k, v = gather_rows(key, value, rows.group)
     if moved is None:
@@ -126,7 +127,40 @@ def gather_rows(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> list[Te
     return _split(every, [x.shape[1:] for x in own])
 
 
-def checked_rows(
+def share_sparse_context(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Make a model's sparse attention context parallel, over the ranks of a group.
+
+    Each rank chooses keys for its own rows, among those of the indexers of all ranks.
+    """
+
+    def gather(rows: Tensor) -> tuple[Tensor, int]:
+        return gather_rows_of_all(rows, group), dist.get_rank(group)
+
+    attend_sparsely(model, gather=gather, attention=_sparse)
+
+
+def _sparse(
+    module: nn.Module,
+    query: Float[Tensor, "b heads t d"],
+    key: Float[Tensor, "b kv_heads s d"],
+    value: Float[Tensor, "b kv_heads s dv"],
+    attention_mask: Tensor | None,  # noqa: ARG001
+    *,
+    indices: Int[Tensor, "b t k"],
+    scaling: float | None = None,
+    documents: SharedRows | None = None,
+    **asked: Any,
+) -> tuple[Float[Tensor, "b t heads dv"], None]:
+    """Each rank gets all keys and values, and attends to the keys chosen for its own rows."""
+    rows = _checked_rows(module, query, key, None, documents, asked)
+    q = query[0].transpose(0, 1)
+    k, v = gather_rows(key, value, rows.group)
+    spans = spans_within(rows.documents, dist.get_rank(rows.group) * len(q), len(q))
+    attended = attend_to_chosen(q, k, v, spans, indices[0], scaling=scaling)
+    return attended.unsqueeze(0), None
+
+
+def _checked_rows(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -134,12 +168,7 @@ def checked_rows(
     rows: SharedRows | None,
     asked: dict[str, Any],
 ) -> SharedRows:
-    """``rows``, after checks that this attention computes what the model asks for.
-
-    Raises:
-        ValueError: there are none, or there is a mask, a cache, dropout or another kind of
-            attention.
-    """
+    """``rows``, after checks that this attention computes what the model asks for."""
     if rows is None:
         raise ValueError(f"{not_passed_on(module)}, or was called without its model")
     if attention_mask is not None or query.shape[2] != key.shape[2]:
@@ -162,9 +191,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-        all_gather(out, x.contiguous(), group=group)
-        return out
+        return gather_rows_of_all(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

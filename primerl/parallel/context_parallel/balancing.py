@@ -11,23 +11,13 @@ TOLERANCE = 0.01
 """A rank keeps its rows if its work exceeds the mean by at most this share."""
 
 
-def divide_attention(
-    position_ids: Int[np.ndarray, " t"], parts: int, *, tolerance: float = TOLERANCE
-) -> Int[np.ndarray, " t"]:
+def divide_attention(position_ids: Int[np.ndarray, " t"], parts: int) -> Int[np.ndarray, " t"]:
     """The part, 0 to ``parts - 1``, that computes attention for each row of a pack.
 
     Part j has the j-th equal share of the rows. A part with more than the mean work gives away its
     most expensive rows, as few as leave it with the mean: the last rows of its longest documents,
     so few ranges travel. They go, in order, to the parts with less than the mean, as much work as
-    each one lacks.
-
-    Args:
-        position_ids: each row's position in its document; its work is that plus one.
-        parts: a divisor of the number of rows.
-        tolerance: a part whose work exceeds the mean by at most this share gives none away.
-
-    Raises:
-        ValueError: the rows cannot be divided equally.
+    each one lacks. ``parts`` divides the number of rows.
     """
     if len(position_ids) % parts:
         raise ValueError(f"{len(position_ids)} rows cannot be divided equally by {parts}")
@@ -36,7 +26,7 @@ def divide_attention(
     surplus = by_part.sum(1) - cost.sum() / parts
     workers = np.repeat(np.arange(parts), by_part.shape[1])
     given = np.zeros(by_part.shape, dtype=bool)
-    for part in np.flatnonzero(surplus > tolerance * cost.sum() / parts):
+    for part in np.flatnonzero(surplus > TOLERANCE * cost.sum() / parts):
         most_expensive = np.argsort(-by_part[part], kind="stable")
         taken = np.cumsum(by_part[part][most_expensive])
         # The number of rows whose work is nearest to the surplus: perhaps none, never all.

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from primerl._optional import require
 from primerl.attention.admission import (
     CONTEXT_ATTENTION,
     is_sparse,
@@ -23,11 +22,15 @@ from primerl.attention.admission import (
     unsupported_rope_lengths,
 )
 from primerl.attention.documents import Document, Span, find_documents, lay_out
-from primerl.attention.packed import no_mask
-from primerl.parallel.collectives import all_gather
-from primerl.parallel.context_parallel.attention import ATTENTION, Exchange, SharedRows
+from primerl.attention.packed import no_mask, switch_attention
+from primerl.parallel.collectives import gather_rows_of_all
+from primerl.parallel.context_parallel.attention import (
+    ATTENTION,
+    Exchange,
+    SharedRows,
+    share_sparse_context,
+)
 from primerl.parallel.context_parallel.balancing import divide_attention
-from primerl.parallel.context_parallel.sparse_attention import share_sparse_context
 from primerl.parallel.device_mesh import Mesh
 
 
@@ -35,18 +38,9 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
     """Make a model's attention context parallel, over the ranks that share documents.
 
     Before each forward pass the ranks gather their ``position_ids``, by which documents are found.
-    Documents may begin and end on any rank, and share tokens (``packing.pack``).
-
-    Args:
-        model: a ``transformers`` causal language model.
-        mesh: with ``cp > 1``.
-        method: ``"ulysses"``, ``"gathered"``, or None: ``"ulysses"`` where ``cp`` divides the
-            number of query heads. Sources: DeepSpeed-Ulysses, arXiv:2309.14509; Llama 3,
-            arXiv:2407.21783, section 3.3.2 (gathered keys and values).
-
-    Raises:
-        ValueError: ``method`` is unknown, ``cp`` does not divide the query heads, or layers other
-            than attention pass information from row to row.
+    Documents may begin and end on any rank, and share tokens (``packing.pack``). The methods are
+    those of ``shard``. Sources: DeepSpeed-Ulysses, arXiv:2309.14509; Llama 3, arXiv:2407.21783,
+    section 3.3.2 (gathered keys and values).
     """
     config: Any = model.config
     require_positions(model)
@@ -72,11 +66,7 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
             'equal numbers; use context="gathered"'
         )
     name = f"{CONTEXT_ATTENTION}_{method}"
-    transformers = require("transformers", extra="transformers")
-    transformers.AttentionInterface.register(name, ATTENTION[method])
-    transformers.AttentionMaskInterface.register(name, no_mask)
-    switch: Any = model.set_attn_implementation
-    switch(name)  # only warns if it can't
+    switch_attention(model, name, ATTENTION[method], no_mask)
     if config.get_text_config()._attn_implementation != name:
         raise ValueError(
             f"{config.model_type} has an attention of its own, which would not see the rows of "
@@ -88,9 +78,8 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
 def _register_document_search(model: nn.Module, mesh: Mesh, *, balanced: bool) -> None:
     group = mesh.context_group
     assert group is not None
-    model.register_forward_pre_hook(
-        functools.partial(_find_documents, group=group, balanced=balanced), with_kwargs=True
-    )
+    search = functools.partial(_find_documents, group=group, balanced=balanced)
+    model.register_forward_pre_hook(search, with_kwargs=True)
 
 
 def _require_only_attention(model: nn.Module) -> None:
@@ -146,7 +135,6 @@ def _find_documents(
 
 def _gather_positions(model: nn.Module, kwargs: dict[str, Any], group: dist.ProcessGroup) -> Tensor:
     """The positions of all ranks' rows, on the CPU; all ranks raise if one has none or others."""
-    ranks = dist.get_world_size(group)
     position_ids = kwargs.get("position_ids")
     tokens = [x for x in map(kwargs.get, ("input_ids", "inputs_embeds")) if x is not None]
     shapes = {None if x is None else tuple(x.shape[:2]) for x in (position_ids, *tokens)}
@@ -155,13 +143,11 @@ def _gather_positions(model: nn.Module, kwargs: dict[str, Any], group: dist.Proc
         count = position_ids.shape[1]
     device = next(iter([*tokens, *model.parameters()])).device
     rows = torch.tensor([count], device=device)
-    all_counts = rows.new_empty(ranks)
-    all_gather(all_counts, rows, group=group)
-    counts = all_counts.tolist()
+    counts = gather_rows_of_all(rows, group).tolist()
     if min(counts) == 0:
         raise ValueError(
             f"ranks that share documents passed position_ids of {counts} rows; expected tokens and "
-            f"position_ids [1, t] on each, because the model was sharded with cp={ranks}"
+            f"position_ids [1, t] on each, because the model was sharded with cp={len(counts)}"
         )
     if len(set(counts)) > 1:
         raise ValueError(
@@ -169,9 +155,7 @@ def _gather_positions(model: nn.Module, kwargs: dict[str, Any], group: dist.Proc
             "batch by parallel.scatter with the mesh, or by PackedBatch.split"
         )
     assert isinstance(position_ids, Tensor)
-    gathered = rows.new_empty(sum(counts))
-    all_gather(gathered, position_ids[0].to(rows), group=group)
-    return gathered.cpu()
+    return gather_rows_of_all(position_ids[0].to(rows), group).cpu()
 
 
 def row_spans(rows: np.ndarray, documents: tuple[Document, ...]) -> tuple[Span, ...]:

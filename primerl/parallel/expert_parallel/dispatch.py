@@ -97,10 +97,7 @@ def combine(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Float[Tensor, "t h"]:
-    """Return the experts' outputs to their tokens and sum each token's k, by weight.
-
-    y_t = sum_k  weights[t, k] * expert_{indices[t, k]}(hidden_t)
-    """
+    """Return the experts' outputs to their tokens and sum each token's k, by weight."""
     if dispatched.arrival is not None and group is not None:
         outputs = torch.zeros_like(outputs).index_copy(0, dispatched.arrival, outputs)
         outputs = exchange(outputs, dispatched.received, dispatched.sent, group)

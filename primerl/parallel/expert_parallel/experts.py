@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module
 
 from primerl._forward_passes import Attempt, current_attempt, recomputing
 from primerl._optional import require
+from primerl._ranks import local_part
 from primerl.parallel.expert_parallel.dispatch import AllToAll, Dispatch
 
 IMPLEMENTATION = "primerl_experts"
@@ -112,6 +113,7 @@ def divide_experts(
             "calls through its registry of experts functions; use a mesh with ep=1"
         )
     ranks = 1 if mesh is None else mesh.size()
+    group = mesh.get_group() if mesh is not None and ranks > 1 else None
     for name, module in modules.items():
         experts = next(module.parameters()).shape[0]
         if experts % ranks:
@@ -121,16 +123,13 @@ def divide_experts(
             )
     for module in modules.values():
         experts = next(module.parameters()).shape[0]
-        group = mesh.get_group() if mesh is not None and ranks > 1 else None
-        _PLACEMENTS[module] = _Placement(
-            experts, dispatch(experts, group), matmul or grouped_matmul
-        )
+        sender = dispatch(experts, group)
+        _PLACEMENTS[module] = _Placement(experts, sender, matmul or grouped_matmul)
         if mesh is not None and ranks > 1:
             distribute_module(module, mesh, _keep_own_experts)
     registry = require("transformers.integrations.moe", extra="transformers")
     registry.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
-    switch: Callable[[str], None] = model.set_experts_implementation  # type: ignore[assignment]
-    switch(IMPLEMENTATION)
+    model.set_experts_implementation(IMPLEMENTATION)  # type: ignore[operator]
     if config is None or config.get_text_config()._experts_implementation != IMPLEMENTATION:
         raise ValueError(f"{type(model).__name__} does not let its experts function be chosen")
 
@@ -171,17 +170,13 @@ def _compute(module: Any, matmul: GroupedMatmul, x: Tensor, counts: Tensor) -> T
         expert = torch.repeat_interleave(counts, output_size=x.shape[0])
 
     def project(x: Tensor, name: str) -> Tensor:
-        weight = _local(getattr(module, name))
+        weight = local_part(getattr(module, name))
         y = matmul(x, weight if module.is_transposed else weight.transpose(1, 2), ends)
-        return y if expert is None else y + _local(getattr(module, f"{name}_bias"))[expert]
+        return y if expert is None else y + local_part(getattr(module, f"{name}_bias"))[expert]
 
     inner = project(x, up)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     return project(inner, "down_proj")
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def grouped_matmul(

@@ -37,8 +37,9 @@ class StopSignals:
 
     def install(self) -> None:
         """Handle both signals."""
-        self._handle(signal.SIGTERM)
-        self._handle(signal.SIGUSR1)
+        for which in (signal.SIGTERM, signal.SIGUSR1):
+            if self._is_main() and which not in self._before:
+                self._before[which] = signal.signal(which, self._receive)
 
     def watch(self, failed: Callable[[], bool]) -> None:
         """Call ``failed`` when SIGTERM is received: whether a rank has reported a failure."""
@@ -70,10 +71,6 @@ class StopSignals:
             which, before = self._before.popitem()
             if not self._ending:
                 signal.signal(which, before)
-
-    def _handle(self, which: signal.Signals) -> None:
-        if self._is_main() and which not in self._before:
-            self._before[which] = signal.signal(which, self._receive)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
         name = signal.Signals(signum).name

@@ -2,10 +2,13 @@
 
 import os
 import random
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from types import TracebackType
+from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
@@ -13,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from primerl.parallel.launch.rank_liveness import dead_ranks, register_rank
 from primerl.parallel.launch.stop_signals import StoppedError, StopSignals
 from primerl.parallel.scattering import all_sum
 
 FAILURE = "primerl/failure"
+RANK = "primerl/rank/{}"
+DYING_S = 2.0
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -58,7 +62,10 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.seed is not None:
-            _seed_generators(self.seed + self.rank)
+            seed = self.seed + self.rank
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
+            torch.manual_seed(seed)  # of all devices
         with ExitStack() as entering:
             entering.callback(self._signals.restore)
             self._signals.install()
@@ -67,13 +74,8 @@ class World:
             self._connection.push(entering.pop_all())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._connection.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._connection.__exit__(*error)
 
 
 def process_group(
@@ -132,12 +134,6 @@ def process_group(
     )
 
 
-def _seed_generators(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    torch.manual_seed(seed)  # of all devices
-
-
 def _variable(name: str) -> int:
     value = os.environ.get(name)
     if value is None or not value.isdigit():
@@ -159,7 +155,7 @@ def _connected(world: World) -> Iterator[None]:
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
     )
-    register_rank(store, world.rank)
+    store.set(RANK.format(world.rank), f"{socket.gethostname()} {os.getpid()}")
     signals = world._signals
     signals.watch(lambda: _has_failed(store))
     leaving: SystemExit | None = None
@@ -202,7 +198,7 @@ def _first_failure(
     mine = "" if follows else f"rank {rank} failed: {type(error).__name__}: {error}"
     try:
         first = store.compare_set(FAILURE, "", mine).decode()
-        killed = dead_ranks(store, ranks) if follows and not first else []
+        killed = _dead_ranks(store, ranks) if follows and not first else []
     except RuntimeError:  # the store is gone with the rank that kept it
         first, killed = "", []
     if first == mine and not follows:
@@ -221,3 +217,30 @@ def _is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
     )
+
+
+def _dead_ranks(store: dist.Store, ranks: int) -> list[int]:
+    """The ranks of this host whose processes have ended; nothing is known of other hosts.
+
+    A process that is killed loses its connections before it counts as ended, so look for a while.
+    """
+    processes = {}
+    for rank in range(ranks):
+        if store.check([RANK.format(rank)]):
+            host, pid = store.get(RANK.format(rank)).decode().split()
+            if host == socket.gethostname():
+                processes[rank] = int(pid)
+    deadline = time.monotonic() + DYING_S
+    while True:
+        dead = [rank for rank, pid in processes.items() if _has_ended(pid)]
+        if dead or time.monotonic() > deadline:
+            return dead
+        time.sleep(0.02)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return Path("/proc/self/stat").exists()  # without /proc, nothing is known
+    return state in "ZX"  # a zombie until torchrun waits for it

@@ -26,34 +26,23 @@ class _Call:
     failed: bool = False
 
 
+@attrs.define(eq=False, repr=False, slots=False)
 class ObservedEngine:
-    """An engine for one attempt at a rollout.
+    """An engine for one attempt at a rollout."""
 
-    Args:
-        engine: samples.
-        begin: called with the version before each request, and with None if it failed.
-        sampled: called with the number of tokens of each completion.
-        health: of the engine, shared by its users; without it, the engine's failures are raised.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        begin: Callable[[PolicyVersion | None], None],
-        sampled: Callable[[int], None],
-        health: EngineHealth | None,
-    ) -> None:
-        self._engine = engine
-        self._begin = begin
-        self._sampled = sampled
-        self._health = health
-        self._open: list[_Call] = []
-        self._answered = False
-        self.given_up: EngineFailed | None = None
-        """The error of a request that was given up."""
-        self.bad: BadCompletion | None = None
-        """A completion that broke the contract, whether or not the environment caught the error."""
+    _engine: Engine
+    _begin: Callable[[PolicyVersion | None], None]
+    """Called with the version before each request, and with None if it failed."""
+    _sampled: Callable[[int], None]
+    """Called with the number of tokens of each completion."""
+    _health: EngineHealth | None
+    """Of the engine, shared by its users; without it, the engine's failures are raised."""
+    given_up: EngineFailed | None = attrs.field(default=None, init=False)
+    """The error of a request that was given up."""
+    bad: BadCompletion | None = attrs.field(default=None, init=False)
+    """A completion that broke the contract, whether or not the environment caught the error."""
+    _open: list[_Call] = attrs.field(factory=list, init=False)
+    _answered: bool = attrs.field(default=False, init=False)
 
     @property
     def version(self) -> PolicyVersion:

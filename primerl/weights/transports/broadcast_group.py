@@ -3,8 +3,9 @@
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import attrs
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from primerl._optional import require
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -104,28 +107,26 @@ def connect_nccl(place: Membership, device: torch.device) -> Communicator:
     return found
 
 
-class BackgroundCall:
-    """A call that runs in its own thread, because it may never return.
+def in_thread(call: Callable[[], T]) -> "Future[T]":
+    """The result of a call that runs in its own thread, because it may never return."""
+    outcome: Future[T] = Future()
 
-    Args:
-        call: the function.
-        what: a description of the call, for the error.
-    """
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # raised by result(), in the caller's thread
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="primerl-weights").start()
+    return outcome
+
+
+class BackgroundCall:
+    """A call in a thread of its own; ``what`` describes it, for the error."""
 
     def __init__(self, call: Callable[[], Any], *, what: str) -> None:
         self._what = what
-        self._done = threading.Event()
-        self._result: Any = None
-        self._error: BaseException | None = None
-
-        def run() -> None:
-            try:
-                self._result = call()
-            except BaseException as error:  # raised by result(), in the caller's thread
-                self._error = error
-            self._done.set()
-
-        threading.Thread(target=run, daemon=True, name="primerl-nccl").start()
+        self._outcome = in_thread(call)
 
     def result(self, *, timeout_s: float) -> Any:
         """What the call returned.
@@ -133,8 +134,6 @@ class BackgroundCall:
         Raises:
             RuntimeError: it did not return in time.
         """
-        if not self._done.wait(timeout_s):
+        if not wait([self._outcome], timeout_s).done:
             raise RuntimeError(f"{self._what} took longer than {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
-        return self._result
+        return self._outcome.result()

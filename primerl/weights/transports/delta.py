@@ -90,7 +90,7 @@ def _varints(values: UInt64[np.ndarray, " k"]) -> UInt8[np.ndarray, " b"]:
     for digit in range(1, _MAX_VARINT):
         lengths += values >= np.uint64(1 << 7 * digit)
     ends = np.cumsum(lengths)
-    out = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.uint8)
+    out = np.empty(int(lengths.sum()), dtype=np.uint8)
     for digit in range(int(lengths.max(initial=0))):
         some = lengths > digit
         bits = (values[some] >> np.uint64(7 * digit)) & _ARE_BITS
@@ -103,11 +103,11 @@ def _integers(stream: UInt8[np.ndarray, " b"], count: int) -> UInt64[np.ndarray,
     ends = np.flatnonzero(stream < 0x80) + 1
     if len(ends) != count or (int(ends[-1]) if count else 0) != len(stream):
         raise ValueError(f"the difference is damaged: {len(ends)} numbers, {count} expected")
-    lengths = np.diff(ends, prepend=0)
-    if count and int(lengths.max()) > _MAX_VARINT:
-        raise ValueError(f"the difference is damaged: a number of {int(lengths.max())} bytes")
     if not count:
         return np.zeros(0, dtype=np.uint64)
+    lengths = np.diff(ends, prepend=0)
+    if int(lengths.max()) > _MAX_VARINT:
+        raise ValueError(f"the difference is damaged: a number of {int(lengths.max())} bytes")
     starts = ends - lengths
     digit = (np.arange(len(stream)) - np.repeat(starts, lengths)).astype(np.uint64)
     bits = (stream.astype(np.uint64) & _ARE_BITS) << (np.uint64(7) * digit)

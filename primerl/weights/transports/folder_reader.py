@@ -25,7 +25,7 @@ from primerl.weights.transports.publications import (
     describe,
     read_manifest,
 )
-from primerl.weights.transports.shared_folder import SharedFolder, acquire, locked
+from primerl.weights.transports.shared_folder import SharedFolder, acquire
 
 
 class FolderReader:
@@ -123,7 +123,7 @@ class HostCopy:
         self._place = SharedFolder(f"copy-{key}")
         self._lock = self._place.path / "lock"
         self._tensors = self._place.path / "tensors.safetensors"
-        self._reading = -1
+        self._reading: BinaryIO | None = None
 
     def bring_to(self, manifest: Manifest) -> None:
         """Update the copy to a version, by deltas where possible.
@@ -131,7 +131,7 @@ class HostCopy:
         Raises:
             ValueError: a file is damaged, or the result is not what was published.
         """
-        with locked(self._lock, timeout_s=self._timeout_s):
+        with acquire(self._lock, exclusive=True, timeout_s=self._timeout_s):
             have = self._state()
             if have == manifest.digest:
                 return
@@ -190,11 +190,11 @@ class HostCopy:
 
     def release(self, *, distrust: bool = False) -> None:
         """Unlock the copy; ``distrust``: mark it dirty."""
-        if self._reading >= 0:
+        if self._reading is not None:
             if distrust:
                 self._set_state(None)
-            os.close(self._reading)
-            self._reading = -1
+            self._reading.close()
+            self._reading = None
 
     def close(self) -> None:
         """Close the copy; the last process removes it."""

@@ -1,5 +1,6 @@
-"""Publishing through a folder, and checking receipts."""
+"""Publishing through a folder that trainer and engines share."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,29 +13,78 @@ from primerl._checkpoint_tensors import checkpoint_layout, checkpoint_tensors
 from primerl._ranks import is_first_rank, on_first_rank_gathering
 from primerl.weights.transports.publications import DELTA, Manifest, chain, manifest_path
 from primerl.weights.transports.publisher import Publisher
-from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts
+from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts, on_all_ranks
 
 
+class Disk:
+    """Publishes a model's weights through a folder, local or on a network.
+
+        transport = weights.Disk(model, engine, folder="/shared/run/weights", encoding="delta")
+        receipt = transport.publish(version=1)
+
+    Each version is a safetensors file and a manifest of digests, visible once it is complete. With
+    ``encoding="delta"`` only the 16-bit words that changed travel, exactly; each host keeps one
+    copy of the tensors in shared memory, which its engines patch and load from. The folder keeps
+    the last full version and what follows, for engines that missed versions or join late.
+
+    All ranks of a sharded trainer make a transport and call ``publish``; rank 0 has the engines.
+
+    Args:
+        model: the trainer's.
+        engines: that serve it, on rank 0.
+        folder: that engines see under the same path; may be None on ranks other than 0.
+        encoding: ``"full"`` or ``"delta"``.
+        dtype: of parameters on the wire, usually the engines' own; None keeps the trainer's.
+        snapshot_every: how often a version is published in full with ``"delta"``.
+        timeout_s: how long engines may take to load a version.
+
+    Raises:
+        ValueError: an argument is out of range, or rank 0 has no engine or folder.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *engines: Fetcher,
+        folder: str | os.PathLike[str] | None,
+        encoding: str = "full",
+        dtype: torch.dtype | None = None,
+        snapshot_every: int = 16,
+        timeout_s: float = 600.0,
+    ) -> None:
+        check_engines(engines)
+        publisher = None
+        if is_first_rank():
+            if folder is None:
+                raise ValueError("folder is None; rank 0 writes the weights, so pass it a path")
+            publisher = Publisher(Path(folder), encoding=encoding, snapshot_every=snapshot_every)
+        self._transport = FolderTransport(
+            model, engines, publisher, dtype=dtype, timeout_s=timeout_s
+        )
+
+    def publish(self, version: int) -> Receipt:
+        """Put the weights of ``version`` into every engine and check that they arrived.
+
+        A delta that does not arrive is followed by the full version.
+
+        Raises:
+            RuntimeError: they did not arrive; the message says what was caught, and where.
+        """
+        return on_all_ranks(self._transport.publish(version))
+
+
+@attrs.define(eq=False, repr=False, slots=False)
 class FolderTransport:
     """Writes a model's checkpoint into a folder and has engines fetch it.
 
     Ranks other than 0 only help to gather: they have no engines and no publisher.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        engines: Sequence[Fetcher],
-        publisher: Publisher | None,
-        *,
-        dtype: torch.dtype | None,
-        timeout_s: float,
-    ) -> None:
-        self._model = model
-        self._engines = engines
-        self._publisher = publisher
-        self._dtype = dtype
-        self._timeout_s = timeout_s
+    _model: nn.Module
+    _engines: Sequence[Fetcher]
+    _publisher: Publisher | None
+    _dtype: torch.dtype | None
+    _timeout_s: float
 
     def publish(self, version: int) -> Receipt:
         """Publish the model's weights; all ranks call it. Ranks other than 0 get an empty one."""
@@ -49,10 +99,9 @@ class FolderTransport:
         layout = checkpoint_layout(self._model, dtype=self._dtype)
         manifest = publisher.write(version, layout, tensors)
         total = time.perf_counter() - started
-        encode = publisher.encode_s
-        seconds = {"gather": tensors.seconds, "encode": encode}
-        seconds["write"] = total - tensors.seconds - encode
-        receipt = self._receipt(publisher.folder, manifest, seconds)
+        seconds = {"gather": tensors.seconds, "encode": publisher.encode_s}
+        seconds["write"] = total - sum(seconds.values())
+        receipt = _receipt(publisher.folder, manifest, seconds)
         started, fallback = time.perf_counter(), None
         try:
             replicas = self._load(publisher.folder, manifest)
@@ -60,13 +109,12 @@ class FolderTransport:
             if manifest.kind != DELTA:
                 raise
             fallback = str(error)
-            manifest = publisher.rewrite_whole(layout)
-            written = self._receipt(publisher.folder, manifest, seconds)
+            manifest = publisher.rewrite_whole()
+            written = _receipt(publisher.folder, manifest, seconds)
             receipt = attrs.evolve(written, bytes=receipt.bytes + written.bytes)
             replicas = self._load(publisher.folder, manifest)
         seconds["load"] = time.perf_counter() - started
-        keep = chain(publisher.folder, version)[0].version
-        publisher.retain(manifest, keep=keep)
+        publisher.retain(manifest, keep=chain(publisher.folder, version)[0].version)
         return attrs.evolve(receipt, replicas=replicas, fallback=fallback)
 
     def _load(self, folder: Path, manifest: Manifest) -> dict[str, list[dict[str, object]]]:
@@ -85,26 +133,24 @@ class FolderTransport:
         )
         return replicas
 
-    @staticmethod
-    def _receipt(folder: Path, manifest: Manifest, seconds: dict[str, float]) -> Receipt:
-        written = manifest.file_size + manifest_path(folder, manifest.version).stat().st_size
-        return Receipt(
-            version=manifest.version,
-            kind=manifest.kind,
-            digest=manifest.digest,
-            tensors=len(manifest.tensors),
-            bytes=written,
-            seconds=seconds,
-            replicas={},
-        )
+
+def _receipt(folder: Path, manifest: Manifest, seconds: dict[str, float]) -> Receipt:
+    return Receipt(
+        version=manifest.version,
+        kind=manifest.kind,
+        digest=manifest.digest,
+        tensors=len(manifest.tensors),
+        bytes=manifest.file_size + manifest_path(folder, manifest.version).stat().st_size,
+        seconds=seconds,
+    )
 
 
+@attrs.define(eq=False)
 class _Timed:
     """Tensors on the CPU, and the seconds that gathering them takes."""
 
-    def __init__(self, items: Iterator[tuple[str, Tensor]]) -> None:
-        self._items = items
-        self.seconds = 0.0
+    _items: Iterator[tuple[str, Tensor]]
+    seconds: float = 0.0
 
     def __iter__(self) -> "_Timed":
         return self

@@ -144,7 +144,7 @@ class NCCL:
             kind="full",
             digest=digest,
             tensors=len(layout),
-            bytes=sum(torch.Size(e.shape).numel() * e.dtype.itemsize for e in layout.values()),
+            bytes=sum(entry.nbytes for entry in layout.values()),
             seconds=seconds,
             replicas=replicas,
         )

@@ -109,12 +109,6 @@ def check_file(folder: Path, manifest: Manifest) -> Path:
     return path
 
 
-def versions(folder: Path) -> list[int]:
-    """The published versions, in order."""
-    found = (_NAME.fullmatch(path.name) for path in folder.glob("*.json"))
-    return sorted(int(match[1]) for match in found if match)
-
-
 def chain(folder: Path, version: int, *, have: str | None = None) -> list[Manifest]:
     """The publications that lead to a version, first to last.
 

@@ -30,6 +30,7 @@ class _Sent:
     """What the last publication held: the base of the next delta."""
 
     manifest: Manifest
+    layout: dict[str, TensorLayout]
     tensors: dict[str, np.ndarray]
 
 
@@ -84,7 +85,7 @@ class Publisher:
         sent, self._sent = self._sent, None  # after an error there is no base
         self.encode_s = 0.0
         if sent and self._follows(sent, version, layout):
-            manifest, kept = self._write_delta(version, layout, tensors, sent)
+            manifest, kept = self._write_delta(version, layout, tensors, sent), sent.tensors
             self._since_snapshot += 1
         else:
             kept = {}
@@ -98,7 +99,7 @@ class Publisher:
             )
             self._since_snapshot = 0
         if self._deltas:
-            self._sent = _Sent(manifest, kept)
+            self._sent = _Sent(manifest, dict(layout), kept)
         self.retain(manifest)
         return manifest
 
@@ -106,7 +107,7 @@ class Publisher:
         """Remove what is useless after a publication; see ``publications.retain``."""
         retain(self.folder, manifest, keep=keep, spare=self._spare)
 
-    def rewrite_whole(self, layout: Mapping[str, TensorLayout]) -> Manifest:
+    def rewrite_whole(self) -> Manifest:
         """Publish the last version again, in full, from the copy that was kept for deltas.
 
         Raises:
@@ -114,21 +115,19 @@ class Publisher:
         """
         if self._sent is None:
             raise ValueError("there is no copy of the last version, which was not a delta")
-        kept = self._sent
-        tensors = ((n, as_tensor(kept.tensors[n], layout[n])) for n in layout)
-        version = kept.manifest.version
-        manifest = write_full(self.folder, version, layout, tensors, deltas_follow=True)
-        self._sent, self._since_snapshot = _Sent(manifest, kept.tensors), 0
-        self.retain(manifest)
-        return manifest
+        sent = self._sent
+        tensors = ((n, as_tensor(sent.tensors[n], entry)) for n, entry in sent.layout.items())
+        version = sent.manifest.version
+        sent.manifest = write_full(self.folder, version, sent.layout, tensors, deltas_follow=True)
+        self._since_snapshot = 0
+        self.retain(sent.manifest)
+        return sent.manifest
 
     def _follows(self, sent: _Sent, version: int, layout: Mapping[str, TensorLayout]) -> bool:
-        before = {name: (entry.dtype, entry.shape) for name, entry in sent.manifest.tensors.items()}
-        now = {n: (str(e.dtype).removeprefix("torch."), e.shape) for n, e in layout.items()}
         return (
             version > sent.manifest.version
             and self._since_snapshot + 1 < self._snapshot_every
-            and before == now
+            and sent.layout == dict(layout)
             and manifest_path(self.folder, sent.manifest.version).is_file()
         )
 
@@ -145,7 +144,7 @@ class Publisher:
         layout: Mapping[str, TensorLayout],
         tensors: Iterable[tuple[str, Tensor]],
         sent: _Sent,
-    ) -> tuple[Manifest, dict[str, np.ndarray]]:
+    ) -> Manifest:
         digests: dict[str, TensorDigest] = {}
         forms: dict[str, str] = {}
         wire: dict[str, Tensor] = {}
@@ -164,7 +163,7 @@ class Publisher:
         path = self.folder / f"{version:08d}.{DELTA}.safetensors"
         sizes = {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in wire.items()}
         write_tensors(path, sizes, wire.items())
-        manifest = commit(
+        return commit(
             self.folder,
             path,
             version,
@@ -173,7 +172,6 @@ class Publisher:
             parent=sent.manifest,
             forms=forms,
         )
-        return manifest, sent.tensors
 
 
 def _difference(old: np.ndarray, new: np.ndarray) -> tuple[str, Tensor]:

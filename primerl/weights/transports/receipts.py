@@ -106,13 +106,13 @@ def check_receipts(
         ignored = set.intersection(*(set(one.get("ignored", ())) for one in workers or [{}]))
         if ignored:
             faults.append(
-                f"coverage: {_some(ignored)} is not served by {url} as it was sent: {_IGNORED}"
+                f"coverage: {a_few(ignored)} is not served by {url} as it was sent: {_IGNORED}"
             )
     if faults:
         raise RuntimeError(f"version {version} did not arrive: " + "; ".join(faults))
 
 
-def _some(names: Collection[str]) -> str:
+def a_few(names: Collection[str]) -> str:
     """A few of the names, and how many more there are."""
     shown = sorted(names)[:3]
     more = len(names) - len(shown)
@@ -123,7 +123,7 @@ def _fault(receipt: Mapping[str, Any], version: int, digest: str, tensors: int) 
     if receipt.get("version") != version:
         return f"version: still serves {receipt.get('version')}"
     if unreached := receipt.get("unreached"):
-        return f"coverage: nothing reached {_some(unreached)}"
+        return f"coverage: nothing reached {a_few(unreached)}"
     if receipt.get("tensors") != tensors:
         return f"coverage: {receipt.get('tensors')} tensors of {tensors} were handed over"
     if receipt.get("digest") != digest:

@@ -1,13 +1,13 @@
 """Folders in a host's shared memory, removed by their last user."""
 
+import contextlib
 import fcntl
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 _POLL_S = 0.01
 _USERS = ".users"
@@ -47,8 +47,9 @@ class SharedFolder:
             except FileNotFoundError:
                 continue  # its last user has just removed it
             fcntl.flock(self._users, fcntl.LOCK_SH)
-            if _still_there(self._users, self.path / _USERS):
-                return
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._users), (self.path / _USERS).stat()):
+                    return
             os.close(self._users)
 
     def close(self) -> None:
@@ -57,13 +58,6 @@ class SharedFolder:
             os.close(self._users)
             self._users = -1
             _remove_if_unused(self.path)
-
-
-def _still_there(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _remove_if_unused(path: Path) -> None:
@@ -80,31 +74,21 @@ def _remove_if_unused(path: Path) -> None:
         os.close(users)
 
 
-def acquire(path: Path, *, exclusive: bool, timeout_s: float) -> int:
-    """Lock a file among processes; returns the descriptor to close.
+def acquire(path: Path, *, exclusive: bool, timeout_s: float) -> BinaryIO:
+    """Lock a file among processes, until the returned file is closed.
 
     Raises:
         TimeoutError: others hold it for longer than ``timeout_s``.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb")
     kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            return descriptor
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return file
         except BlockingIOError:
             if time.monotonic() > deadline:
-                os.close(descriptor)
+                file.close()
                 raise TimeoutError(f"{path} is locked for more than {timeout_s:g} s") from None
             time.sleep(_POLL_S)
-
-
-@contextmanager
-def locked(path: Path, *, timeout_s: float) -> Iterator[None]:
-    """Hold a file's lock alone."""
-    descriptor = acquire(path, exclusive=True, timeout_s=timeout_s)
-    try:
-        yield
-    finally:
-        os.close(descriptor)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -177,7 +178,7 @@ class Canary:
         sampled = [(len(row["logprobs"]), row["temperature"]) for row in rows]
         expected = trainer_logprobs(self.model, [row["token_ids"] for row in rows], sampled=sampled)
         content = on_first_rank(lambda: self._verdict(version, rows, expected, compared))
-        verdict = _verdict_of(content)
+        verdict = msgspec.convert(content, Verdict)
         self._checks.tolerance = verdict.tolerance
         if is_first_rank() and not verdict.passed:
             log.error("%s", verdict.reason)
@@ -218,8 +219,7 @@ class Canary:
     def _read(self, version: int) -> dict[str, list[Reading]]:
         assert isinstance(self._engine, WeightReader)
         first = self._names is None
-        if self._names is None:
-            self._names = list(checkpoint_layout(self.model))
+        self._names = self._names or list(checkpoint_layout(self.model))
         try:
             answers = self._engine.read_weights(
                 self._names, turn=version, timeout_s=self._timeout_s
@@ -253,29 +253,19 @@ class Canary:
     ) -> dict[str, Any]:
         """The verdict as builtins, for every rank; rank 0 keeps the history."""
         assert self._rounding is not None
-        prompts = [len(sequence) for sequence in self.sequences] * (
-            len(rows) // len(self.sequences)
-        )
-        observed = observations(rows, expected, prompts)
+        replicas = len(rows) // len(self.sequences)
+        observed = observations(rows, expected, [len(one) for one in self.sequences] * replicas)
         found = self._checks.verdicts(observed, compared, rounding=self._rounding)
         bad = [one for one in found if not one.passed]
         reasons = "; ".join(f"{one.replica}: {one.reason}" for one in (bad or found))
         assert self._checks.tolerance is not None
         verdict = Verdict(
-            version=version,
+            version=int(version),
             passed=not bad,
             reason=f"version {version} {'failed' if bad else 'passed'} the canary: {reasons}",
-            tolerance=self._checks.tolerance,
+            tolerance=float(self._checks.tolerance),
             mismatch_kl=max(mismatch_kl(-one.differences) for one in observed.values()),
             replicas=tuple(found),
         )
         content: dict[str, Any] = attrs.asdict(verdict)
         return content
-
-
-def _verdict_of(content: dict[str, Any]) -> Verdict:
-    replicas = tuple(
-        ReplicaVerdict(**{**one, "wrong_tensors": tuple(one["wrong_tensors"])})
-        for one in content["replicas"]
-    )
-    return Verdict(**{**content, "replicas": replicas})

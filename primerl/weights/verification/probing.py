@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-Probe = Mapping[str, Sequence[Mapping[str, Any]]]
-
 
 @runtime_checkable
 class Prober(Protocol):
@@ -17,7 +15,7 @@ class Prober(Protocol):
         max_new_tokens: int = ...,
         temperatures: Sequence[float] = ...,
         timeout_s: float = ...,
-    ) -> Probe:
+    ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
         """For each replica by name, for each sequence: ``scores[t]``, the logprob of each token
         given those before it (the first is 0), at temperature 1; and the ``token_ids[n]`` with
         which it is continued, and their ``logprobs[n]``, sampled at the temperature of the sequence

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import msgspec
 import torch
 from torch import Tensor
 
@@ -66,13 +67,15 @@ class Comparison:
 
 def reading_of(tensor: Tensor, part: Part) -> Reading:
     """The reading of a tensor that is ``part``, element by element."""
-    return Reading(parts=(part,), kind=BYTES, dtype=_name(tensor), digest=digest_of(tensor).digest)
+    found = digest_of(tensor)
+    return Reading(parts=(part,), kind=BYTES, dtype=found.dtype, digest=found.digest)
 
 
 def rearranged_reading(tensor: Tensor, parts: Sequence[Part]) -> Reading:
     """The reading of a tensor that holds the elements of ``parts`` in another order."""
     digest = digest_of_contents([content_of(tensor)])
-    return Reading(parts=tuple(parts), kind=CONTENT, dtype=_name(tensor), digest=digest)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Reading(parts=tuple(parts), kind=CONTENT, dtype=dtype, digest=digest)
 
 
 def as_builtins(readings: Iterable[Reading]) -> list[dict[str, Any]]:
@@ -87,9 +90,14 @@ def from_builtins(rows: Iterable[Mapping[str, Any]]) -> list[Reading]:
         RuntimeError: they are malformed.
     """
     try:
-        return [_reading(row) for row in rows]
-    except (KeyError, TypeError, ValueError) as error:
+        readings = msgspec.convert(list(rows), list[Reading])
+        for one in readings:
+            known = isinstance(getattr(torch, one.dtype, None), torch.dtype)
+            if one.kind not in (BYTES, CONTENT) or not known:
+                raise ValueError(f"a reading of kind {one.kind!r} and dtype {one.dtype!r}")
+    except ValueError as error:
         raise RuntimeError(f"an engine's readings of its tensors are malformed: {error}") from error
+    return readings
 
 
 def compare(
@@ -159,26 +167,3 @@ def _content_digests(parts: Sequence[Tensor], dtype: str, wire: torch.dtype) -> 
     """The digests that a tensor merged of ``parts`` may have."""
     ways = zip(*(_held(one, dtype, wire) for one in parts), strict=True)
     return {digest_of_contents([content_of(one) for one in way]) for way in ways}
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _reading(row: Mapping[str, Any]) -> Reading:
-    parts = tuple(
-        Part(name=one["name"], rows=_slice(one["rows"]), columns=_slice(one["columns"]))
-        for one in row["parts"]
-    )
-    if row["kind"] not in (BYTES, CONTENT) or not isinstance(
-        getattr(torch, str(row["dtype"]), None), torch.dtype
-    ):
-        raise ValueError(f"a reading of kind {row['kind']!r} and dtype {row['dtype']!r}")
-    return Reading(parts=parts, kind=row["kind"], dtype=row["dtype"], digest=row["digest"])
-
-
-def _slice(value: Sequence[int] | None) -> Slice | None:
-    if value is None:
-        return None
-    start, stop, step = value
-    return int(start), int(stop), int(step)

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import torch
 
+from primerl.weights.transports.receipts import a_few
 from primerl.weights.verification.scoring import movement, rms
 from primerl.weights.verification.served_tensors import Comparison
 
@@ -169,17 +170,16 @@ class ReplicaChecks:
         tolerance = self.tolerance * (RELAXED if relaxed else 1.0)
         reasons = []
         if tensors.wrong:
-            reasons.append(f"tensors differ from the trainer's: {_some(tensors.wrong)}")
+            reasons.append(f"tensors differ from the trainer's: {a_few(tensors.wrong)}")
         if not difference <= tolerance:
             reasons.append(f"scores differ by {difference:.2g} nats (tolerance {tolerance:.2g})")
-        if not continuation <= ENDS_ABOVE_NOISE.get(self._dtype, 6.0) * noise:
-            what = (
-                "no token was sampled"
-                if not len(one.ends)
-                else f"the continuation differs by {continuation:.2g} nats"
-            )
+        if not len(one.ends):
+            reasons.append("no token was sampled")
+        elif not continuation <= ENDS_ABOVE_NOISE.get(self._dtype, 6.0) * noise:
             cause = ": a prefix cache of other weights, or logprobs that are not processed"
-            reasons.append(what + ("" if reasons or not len(one.ends) else cause))
+            reasons.append(
+                f"the continuation differs by {continuation:.2g} nats{'' if reasons else cause}"
+            )
         if not largest <= PEAK * noise and not reasons:
             reasons.append(f"a token differs by {largest:.2g} nats")
         if not abs(shift) <= visible:
@@ -252,8 +252,3 @@ def _reach(
         f"{bytes_of}; differs by {difference:.2g} nats, {change}; by scores alone, a fault of "
         f"{tolerance:.2g} nats{shift} would have been seen"
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:4])
-    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")

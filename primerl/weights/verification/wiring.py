@@ -1,6 +1,7 @@
 """The wiring test: whether every tensor of the trainer reaches the engines."""
 
 import logging
+import operator
 import re
 import time
 import zlib
@@ -176,11 +177,10 @@ def _perturb_each(
     rows = []
     for group, tensors in tensor_groups(model).items():
         with _perturbed(model, tensors, sequences, before, seed=seed) as (scale, predicted):
-            if scale is None:
-                rows.append(_unseen(group, tensors, predicted))
-                continue
-            publish()
-            seen = canary.scores(sequences)
+            seen = {}
+            if scale is not None:
+                publish()
+                seen = canary.scores(sequences)
         rows.append(_row(group, tensors, scale, predicted, before, seen))
     return rows
 
@@ -207,17 +207,13 @@ def _perturbed(
             predicted = np.concatenate([row[1:] for row in expected]) - before.scores
             enough = max(FAINT if scale == SCALES[-1] else VISIBLE, least)
             # Rank 0 decides, since ranks may differ in the last bit.
-            if on_first_rank(partial(_at_least, rms(predicted), enough)):
+            if on_first_rank(partial(operator.ge, rms(predicted), enough)):
                 found = scale
                 break
         yield found, predicted
     finally:
         for (_, tensor), original in zip(tensors, kept, strict=True):
             _local(tensor).copy_(original)
-
-
-def _at_least(value: float, least: float) -> bool:
-    return value >= least
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -239,39 +235,30 @@ def _add_noise(target: Tensor, original: Tensor, scale: float, *, seed: int) -> 
 def _row(
     group: str,
     tensors: list[tuple[str, Tensor]],
-    scale: float,
+    scale: float | None,
     predicted: np.ndarray,
     before: _Measured,
     seen: Mapping[str, np.ndarray],
 ) -> GroupWiring:
-    moved, rest = {}, {}
+    """What was ``seen``: nothing where no ``scale`` made a visible change."""
+    moved, rest, arrived = {}, {}, None
     for replica, scores in seen.items():
         change = scores - before.seen.get(replica, before.scores)
         moved[replica] = movement(predicted, change)[0]
         rest[replica] = rms(change - predicted) / rms(predicted)
-    low, high = ARRIVED
-    most = min(REST_MOST, REST + REST_NOISE * before.noise / rms(predicted))
-    arrived = all(low < m < high for m in moved.values()) and all(r < most for r in rest.values())
+    if scale is not None:
+        low, high = ARRIVED
+        most = min(REST_MOST, REST + REST_NOISE * before.noise / rms(predicted))
+        near = all(low < one < high for one in moved.values())
+        arrived = near and all(one < most for one in rest.values())
     return GroupWiring(
         group=group,
         tensors=len(tensors),
-        scale=scale,
+        scale=SCALES[-1] if scale is None else scale,
         predicted=rms(predicted),
         moved=moved,
         rest=rest,
         arrived=arrived,
-    )
-
-
-def _unseen(group: str, tensors: list[tuple[str, Tensor]], predicted: np.ndarray) -> GroupWiring:
-    return GroupWiring(
-        group=group,
-        tensors=len(tensors),
-        scale=SCALES[-1],
-        predicted=rms(predicted),
-        moved={},
-        rest={},
-        arrived=None,
     )
 
 

@@ -1,9 +1,10 @@
 """Work that a receiver does while its engine continues to sample."""
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
+
+from primerl.weights.transports.broadcast_group import in_thread
 
 GRACE_S = 0.005  # what a call may keep the engine waiting
 
@@ -27,17 +28,6 @@ class Preparation:
         if not self._outcome.done():
             return None
         if ticket != self._ticket:
-            self._ticket, self._outcome = ticket, Future()
-            arguments = (work, self._outcome)
-            threading.Thread(
-                target=_run, args=arguments, daemon=True, name="primerl-prepare"
-            ).start()
+            self._ticket, self._outcome = ticket, in_thread(work)
             wait([self._outcome], timeout=timeout_s)
         return self._outcome.result() if self._outcome.done() else None
-
-
-def _run(work: Callable[[], dict[str, Any]], outcome: "Future[dict[str, Any]]") -> None:
-    try:
-        outcome.set_result(work())
-    except BaseException as error:  # raised where it is asked for
-        outcome.set_exception(error)

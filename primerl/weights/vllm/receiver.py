@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -91,11 +91,26 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
     def init_transfer_engine(self, init_info: NothingAgreed) -> None:
         """Nothing to do: all that is needed comes with each update."""
 
+    def prepare(self, update: Any) -> dict[str, Any]:
+        """Do what can be done while the engine continues to generate."""
+        started = time.perf_counter()
+        self._fetch(update)
+        self._prepare_s = time.perf_counter() - started
+        return {"version": update.version, "seconds": self._prepare_s}
+
     def start_weight_update(self) -> None:
         """Replace packed parameters by those of the checkpoint's layout."""
         self._discard_half_loaded()
         self._half_loaded = True
         initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Load the prepared update; refuse one that does not arrive as it was published."""
+        started = time.perf_counter()
+        self.receipt = {"version": None, "seconds": {}}
+        receipt = self._receive(update_info)
+        seconds = {"prepare": self._prepare_s, "load": time.perf_counter() - started}
+        self.receipt = {**receipt, "version": update_info.version, "seconds": seconds}
 
     def _load(
         self, tensors: Iterable[tuple[str, Tensor]], expected: dict[str, TensorDigest] | None
@@ -111,9 +126,8 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
                 taken[name] = digest_of(tensor)
                 yield name, tensor
 
-        model: Any = self.model
         tracked = TrackedTensors(noted())
-        loaded = model.load_weights(tracked)
+        loaded = self.model.load_weights(tracked)
         expected = taken if expected is None else expected
         receipt = {
             "digest": digest_of_all(taken),
@@ -159,8 +173,8 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
             return
         started = time.perf_counter()
         finalize_layerwise_reload(self.model, self.model_config)
-        self._repack_tied_head(self.model)
-        self._repack_experts(self.model)
+        self._repack_tied_head()
+        self._repack_experts()
         self._half_loaded = False
         self._release()
         self.receipt["seconds"]["finish"] = time.perf_counter() - started
@@ -182,17 +196,17 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         self._half_loaded = False
         self._release()
 
-    def _repack_tied_head(self, model: nn.Module) -> None:
+    def _repack_tied_head(self) -> None:
         """On the CPU a head that is tied to the embedding keeps its old packed copy (vLLM 0.32)."""
-        for module in model.modules():
+        for module in self.model.modules():
             if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
-    def _repack_experts(self, model: nn.Module) -> None:
+    def _repack_experts(self) -> None:
         """On the CPU reloaded experts are read as if they were packed (vLLM 0.32)."""
         if self.device.type != "cpu":
             return
-        for module in model.modules():
+        for module in self.model.modules():
             kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
             if isinstance(module, RoutedExperts) and kernel is not None:
                 kernel.fused_experts.process_weights_after_loading(module)
@@ -210,31 +224,23 @@ class FolderTransfer(LayerwiseTransfer):
         super().__init__(*args)
         self._reader: FolderReader | None = None
 
-    def prepare(self, update: FolderUpdate) -> dict[str, Any]:
-        """Fetch and check a publication while the engine continues to generate."""
-        started = time.perf_counter()
+    def _fetch(self, update: FolderUpdate) -> None:
+        """Fetch and check a publication."""
         folder = Path(update.folder)
         if self._reader is None or self._reader.folder != folder:
             self.shutdown()
             self._reader = FolderReader(folder)
-        manifest = self._reader.fetch(update.version)
-        self._prepare_s = time.perf_counter() - started
-        return {"version": manifest.version, "kind": manifest.kind, "seconds": self._prepare_s}
+        self._reader.fetch(update.version)
 
-    def receive_weights(self, update_info: FolderUpdate) -> None:
-        """Load the prepared publication; refuse one that does not arrive as it was published."""
+    def _receive(self, update: FolderUpdate) -> dict[str, Any]:
         if self._reader is None:
             raise RuntimeError("prepare_weights was not called before update_weights")
-        started = time.perf_counter()
-        self.receipt = {"version": None, "seconds": {}}
-        manifest, tensors = self._reader.open(update_info.version)
+        manifest, tensors = self._reader.open(update.version)
         try:
-            receipt = self._load(tensors.items(), manifest.tensors)
+            return self._load(tensors.items(), manifest.tensors)
         except BaseException:  # locked no longer than the load, however it ends
             self._reader.release(distrust=True)
             raise
-        seconds = {"prepare": self._prepare_s, "load": time.perf_counter() - started}
-        self.receipt = {**receipt, "version": manifest.version, "seconds": seconds}
 
     def _release(self) -> None:
         if self._reader is not None:
@@ -260,9 +266,8 @@ class BroadcastTransfer(LayerwiseTransfer):
     def _connect(self, place: Membership) -> Communicator:
         return connect_nccl(place, self.device)
 
-    def prepare(self, update: BroadcastUpdate) -> dict[str, Any]:
+    def _fetch(self, update: BroadcastUpdate) -> None:
         """Join the trainer's group, if it is a new one."""
-        started = time.perf_counter()
         if self._group != update.group:
             self.shutdown()
             place = join_group(update.address, update.port, timeout_s=_JOIN_S)
@@ -271,26 +276,19 @@ class BroadcastTransfer(LayerwiseTransfer):
             )
             self._communicator = joining.result(timeout_s=_JOIN_S)
             self._group = update.group
-        self._prepare_s = time.perf_counter() - started
-        return {"version": update.version, "kind": "full", "seconds": self._prepare_s}
 
-    def receive_weights(self, update_info: BroadcastUpdate) -> None:
-        """Load the tensors that the trainer broadcasts, as they come."""
-        if self._communicator is None:
+    def _receive(self, update: BroadcastUpdate) -> dict[str, Any]:
+        communicator = self._communicator
+        if communicator is None:
             raise RuntimeError("prepare_weights was not called before update_weights")
-        started = time.perf_counter()
-        self.receipt = {"version": None, "seconds": {}}
-        receipt = self._load(self._received(self._communicator, update_info), None)
-        seconds = {"prepare": self._prepare_s, "load": time.perf_counter() - started}
-        self.receipt = {**receipt, "version": update_info.version, "seconds": seconds}
 
-    def _received(
-        self, communicator: Communicator, update: BroadcastUpdate
-    ) -> Iterator[tuple[str, Tensor]]:
-        for name, dtype, shape in zip(update.names, update.dtypes, update.shapes, strict=True):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-            communicator.broadcast(tensor, src=0)
-            yield name, tensor
+        def received() -> Iterator[tuple[str, Tensor]]:
+            for name, dtype, shape in zip(update.names, update.dtypes, update.shapes, strict=True):
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+                communicator.broadcast(tensor, src=0)
+                yield name, tensor
+
+        return self._load(received(), None)
 
     def shutdown(self) -> None:
         """Leave the trainer's group."""
@@ -331,13 +329,11 @@ class WeightReceiver:
 
     def served_dtype(self) -> str:
         """The dtype that the model computes in, such as ``"bfloat16"``."""
-        runner: Any = self.model_runner
-        return str(runner.model_config.dtype).removeprefix("torch.")
+        return str(self.model_runner.model_config.dtype).removeprefix("torch.")
 
     def served_vocab_size(self) -> dict[str, int]:
         """The model's number of token ids, in a mapping: vLLM sends a bare number as text."""
-        runner: Any = self.model_runner
-        return {"vocab_size": int(runner.model_config.get_vocab_size())}
+        return {"vocab_size": int(self.model_runner.model_config.get_vocab_size())}
 
     def read_weights(self, names: list[str], turn: int = 0) -> list[dict[str, Any]]:
         """Digests of what this worker computes with, for the published tensors ``names``."""

@@ -102,11 +102,12 @@ class ServedTensors:
     def _linear(self, path: str, module: Any) -> Iterator[Reading]:
         if not isinstance(module.quant_method, UnquantizedLinearMethod):
             return
-        columns = _input_columns(module)
+        width = getattr(module, "input_size_per_partition", module.input_size)
+        first = module.tp_rank * width if isinstance(module, RowParallelLinear) else 0
         for name, here, there in self._rows(path, module):
             weight = self._published.get(f"{name}.weight")
             if weight is not None:
-                yield from self._matrix(module, weight, here, there, columns)
+                yield from self._matrix(module, weight, here, there, (first, first + width))
             bias = self._published.get(f"{name}.bias")
             if bias is not None and getattr(module, "bias", None) is not None:
                 yield reading_of(module.bias[slice(*here)], Part(name=bias, rows=there))
@@ -206,13 +207,6 @@ class ServedTensors:
                     found = [Part(name=name) for name in published if name is not None]
                     if tensor is not None and len(found) == len(names):
                         yield rearranged_reading(tensor[index], found)
-
-
-def _input_columns(module: Any) -> tuple[int, int]:
-    """The columns of the published weight that a layer has on this rank."""
-    width = getattr(module, "input_size_per_partition", module.input_size)
-    first = module.tp_rank * width if isinstance(module, RowParallelLinear) else 0
-    return first, first + width
 
 
 def _columns(module: Any, weight: Tensor, width: int, chosen: tuple[int, int, int]) -> Tensor:

@@ -59,6 +59,13 @@ def packed_logprobs(model, prompt_ids, completions, temperature):
     return [part[len(p) - 1 : -1] for part, p in zip(parts, prompt_ids, strict=True)]
 
 
+def check_logprobs(model, prompt, completion):
+    """They are those of a plain forward pass at temperature 1."""
+    expected = forward_logprobs(model, prompt, completion, 1.0)
+    logprobs = torch.tensor(completion.logprobs)
+    torch.testing.assert_close(expected, logprobs, atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
 def test_logprobs_equal_the_packed_forward_of_the_trainer(family, temperature):
@@ -203,12 +210,7 @@ def test_without_a_pause_an_update_waits_for_requests_in_flight_and_delays_new_o
     for version, completions in enumerate((early, late)):
         for prompt, completion in zip(asked, completions, strict=True):
             assert (completion.versions == version).all()
-            torch.testing.assert_close(
-                forward_logprobs(models[version], prompt, completion, 1.0),
-                torch.tensor(completion.logprobs),
-                atol=TOLERANCE,
-                rtol=0,
-            )
+            check_logprobs(models[version], prompt, completion)
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
@@ -224,12 +226,7 @@ def test_a_repeated_prompt_after_an_update_does_not_use_old_weights(mode):
         completion = asyncio.run(engine.generate(prompt, params))
 
     assert completion.versions.tolist() == [1] * 8
-    torch.testing.assert_close(
-        forward_logprobs(second, prompt, completion, 1.0),
-        torch.tensor(completion.logprobs),
-        atol=TOLERANCE,
-        rtol=0,
-    )
+    check_logprobs(second, prompt, completion)
 
 
 def test_greedy_takes_the_likeliest_token_beside_sampled_requests():
@@ -300,12 +297,7 @@ def test_more_requests_than_fit_the_cache_all_complete():
         completions = asyncio.run(generate_all(engine, [(p, params) for p in asked]))
 
     for prompt, completion in zip(asked, completions, strict=True):
-        torch.testing.assert_close(
-            forward_logprobs(model, prompt, completion, 1.0),
-            torch.tensor(completion.logprobs),
-            atol=TOLERANCE,
-            rtol=0,
-        )
+        check_logprobs(model, prompt, completion)
 
 
 def test_a_long_prompt_is_processed_in_parts_exactly():
@@ -315,12 +307,7 @@ def test_a_long_prompt_is_processed_in_parts_exactly():
     with rollout.TransformersEngine(model, seed=0) as engine:
         completion = asyncio.run(engine.generate(prompt, SamplingParams(max_tokens=8)))
 
-    torch.testing.assert_close(
-        forward_logprobs(model, prompt, completion, 1.0),
-        torch.tensor(completion.logprobs),
-        atol=TOLERANCE,
-        rtol=0,
-    )
+    check_logprobs(model, prompt, completion)
 
 
 def test_a_cache_that_does_not_fit_the_memory_is_an_error_before_work_starts():

@@ -500,7 +500,7 @@ def test_a_replica_that_failed_to_load_is_not_used_until_the_next_update(servers
         for _ in range(4):
             assert run(one.generate([3], P(max_tokens=1))).versions.tolist() == [1]
     assert first.bodies == []
-    assert second.label == engine._labels.name(1)
+    assert second.label == engine._settings.labels.name(1)
     time.sleep(0.4)
     assert first.label == "failed", "it is not seeded by itself either"
     engine.load_weights({}, version=2)
@@ -508,16 +508,29 @@ def test_a_replica_that_failed_to_load_is_not_used_until_the_next_update(servers
     copy.close()
 
 
-def test_a_failed_replica_is_not_used_whatever_it_reports(servers, make, monkeypatch):
-    monkeypatch.setattr("primerl.rollout.engines.vllm.client.updates.SEED_AGAIN_S", 0.3)
+@pytest.fixture
+def half_loaded(servers, make, monkeypatch):
+    """Makes an engine whose first server failed to load version 1, and at first to be labelled."""
+
+    def made(*, label_again_s, label_failures):
+        path = "primerl.rollout.engines.vllm.client.updates.SEED_AGAIN_S"
+        monkeypatch.setattr(path, label_again_s)
+        engine = make(*servers)
+        servers[0].faults["/update_weights"] = [(500, "half way")]
+        servers[0].faults["/update_weight_version"] = [(500, "not now")] * label_failures
+        with pytest.raises(RuntimeError, match="half way"):
+            engine.load_weights({}, version=1)
+        return engine
+
+    return made
+
+
+def test_a_failed_replica_is_not_used_whatever_it_reports(servers, half_loaded):
     first, second = servers
-    engine = make(*servers)
-    first.faults["/update_weights"] = [(500, "half way")]
-    first.faults["/update_weight_version"] = [(500, "not now")] * 2
-    with pytest.raises(RuntimeError, match="half way"):
-        engine.load_weights({}, version=1)
+    engine = half_loaded(label_again_s=0.3, label_failures=2)
+    name = engine._settings.labels.name
     time.sleep(0.4)
-    assert first.label == engine._labels.name(0), "it still says that it serves what it did"
+    assert first.label == name(0), "it still says that it serves what it did"
     assert [row["serving"] for row in engine.replicas()] == [False, True]
     until(lambda: first.label == "failed")
     with pytest.raises(RuntimeError, match=f"{first.url} failed to load weights"):
@@ -526,18 +539,12 @@ def test_a_failed_replica_is_not_used_whatever_it_reports(servers, make, monkeyp
     engine.load_weights({}, version=2)
     assert [row["version"] for row in engine.replicas()] == [2, 2]
     time.sleep(0.5)
-    assert (first.label, second.label) == (engine._labels.name(2),) * 2
+    assert (first.label, second.label) == (name(2),) * 2
 
 
-def test_a_failed_replica_that_is_restarted_is_seeded(servers, make, monkeypatch):
-    monkeypatch.setattr("primerl.rollout.engines.vllm.client.updates.SEED_AGAIN_S", 0.1)
-    first, _second = servers
-    engine = make(*servers)
-    first.faults["/update_weights"] = [(500, "half way")]
-    first.faults["/update_weight_version"] = [(500, "not now")] * 3
-    with pytest.raises(RuntimeError, match="half way"):
-        engine.load_weights({}, version=1)
-    first.restart()
+def test_a_failed_replica_that_is_restarted_is_seeded(servers, half_loaded):
+    engine = half_loaded(label_again_s=0.1, label_failures=3)
+    servers[0].restart()
     until(lambda: [row["version"] for row in engine.replicas()] == [1, 1])
 
 
@@ -853,7 +860,7 @@ def test_a_call_after_one_that_failed_does_not_find_the_server_dead(server):
         http = Http(None)
         try:
             with pytest.raises(ServerFailed, match="the method failed"):
-                await http.post(server.url, "/collective_rpc", b"{}")
+                await http.post(server.url, "/collective_rpc", {})
             return await http.post(server.url, "/resume")
         finally:
             await http.close()
@@ -935,7 +942,7 @@ def test_a_synchronous_run_publishes_and_takes(servers, make, isolation):
             engine.load_weights({}, version=version + 1)
             played = rollouts.evaluate(tasks[:2], P(max_tokens=2, temperature=0))
             assert {int(v) for one in played for v in one.samples[0].versions[2:]} == {version + 1}
-        other = make(*servers, run=engine._labels.run, adopt=None)
+        other = make(*servers, run=engine._settings.labels.run, adopt=None)
         played = rollouts.evaluate(tasks[:2], P(max_tokens=2, temperature=0), engine=other)
         assert {int(v) for one in played for v in one.samples[0].versions[2:]} == {4}
 

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,14 +125,14 @@ def damaged(tmp_path, damage, encoding="full"):
     return model, servers, transport
 
 
-def file_of(update, tmp_path):
-    return next(tmp_path.glob(f"{update['version']:08d}.*.safetensors"))
+def file_of(update):
+    return next(Path(update["folder"]).glob(f"{update['version']:08d}.*.safetensors"))
 
 
 def test_a_truncated_file(tmp_path):
     def truncate(update, call):
         if call == 1:
-            os.truncate(file_of(update, tmp_path), 1000)
+            os.truncate(file_of(update), 1000)
 
     model, servers, transport = damaged(tmp_path, truncate)
     transport.publish(1)
@@ -148,17 +149,17 @@ def test_a_truncated_file(tmp_path):
     servers.close()
 
 
+def flip_a_bit(update, call):
+    if call == 1:
+        path = file_of(update)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(bytes(data))
+
+
 def test_a_flipped_bit_in_a_full_version(tmp_path):
     """No worker hashes the file: it hashes what it hands to its model."""
-
-    def flip(update, call):
-        if call == 1:
-            path = file_of(update, tmp_path)
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            path.write_bytes(bytes(data))
-
-    model, servers, transport = damaged(tmp_path, flip)
+    model, servers, transport = damaged(tmp_path, flip_a_bit)
     transport.publish(1)
     with pytest.raises(RuntimeError, match=r"digest: .* on http://replica0 worker 0"):
         transport.publish(2)
@@ -168,14 +169,7 @@ def test_a_flipped_bit_in_a_full_version(tmp_path):
 
 
 def test_a_flipped_bit_in_a_delta_is_answered_by_the_full_version(tmp_path):
-    def flip(update, call):
-        if call == 1:
-            path = file_of(update, tmp_path)
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            path.write_bytes(bytes(data))
-
-    model, servers, transport = damaged(tmp_path, flip, encoding="delta")
+    model, servers, transport = damaged(tmp_path, flip_a_bit, encoding="delta")
     transport.publish(1)
     train(model)
     receipt = transport.publish(2)

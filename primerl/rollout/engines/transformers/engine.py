@@ -2,8 +2,8 @@
 
 import asyncio
 import copy
+import functools
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from primerl.rollout.engines.transformers.continuous_batching import (
     start_batching,
     supported,
 )
-from primerl.rollout.engines.transformers.served_weights import match_tensors
 from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
@@ -78,10 +77,15 @@ class TransformersEngine:
         served.zero_grad()
         served.set_attn_implementation("sdpa")
         self._model = served
-        self._on_update = on_update
-        self._max_concurrent = max_concurrent
+        self._recompute = on_update == "recompute"
         self._cache_tokens = cache_tokens
-        self._seed = seed
+        self._start_batching = functools.partial(
+            start_batching,
+            served,
+            max_concurrent=max_concurrent,
+            cache_tokens=cache_tokens,
+            seed=seed,
+        )
         self._version = version
         self._batcher: Batcher | None = None
         self._loop: BackgroundLoop | None = None
@@ -106,15 +110,8 @@ class TransformersEngine:
     def start(self) -> "TransformersEngine":
         """Start serving; ``with`` does so, and closes the engine at its end."""
         refuse_inference_mode()
-        manager = start_batching(
-            self._model,
-            max_concurrent=self._max_concurrent,
-            cache_tokens=self._cache_tokens,
-            seed=self._seed,
-        )
-        self._batcher = Batcher(
-            manager, recompute=self._on_update == "recompute", version=self.version
-        )
+        manager = self._start_batching()
+        self._batcher = Batcher(manager, recompute=self._recompute, version=self.version)
         self._loop = BackgroundLoop("primerl-engine")
         return self
 
@@ -131,12 +128,7 @@ class TransformersEngine:
     def __enter__(self) -> "TransformersEngine":
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     async def generate(
@@ -179,7 +171,7 @@ class TransformersEngine:
         refuse_inference_mode()
         if version < self.version:
             raise ValueError(f"version {version} is older than {self.version}, which is served")
-        pairs = match_tensors(self._model, tensors)
+        pairs = _match_tensors(self._model, tensors)
         batcher, loop = self._running()
         future = loop.submit(batcher.update(pairs, version))
         try:
@@ -215,3 +207,31 @@ class TransformersEngine:
                 "the engine is not running; use `with TransformersEngine(...) as engine`"
             )
         return self._batcher, self._loop
+
+
+def _match_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pair each served tensor with its new value: ``(served, new)``.
+
+    The names are those of ``model.state_dict()``: parameters and saved buffers. A tensor that two
+    names share needs only one of them.
+
+    Raises:
+        ValueError: a name is unknown, a shape differs, or a tensor is missing.
+    """
+    served = model.state_dict()
+    pairs, covered = [], set()
+    for name, new in tensors.items():
+        if name not in served or served[name].shape != new.shape:
+            expected = tuple(served[name].shape) if name in served else "no such tensor"
+            raise ValueError(
+                f"weights for {name!r} have shape {tuple(new.shape)}; the served model has "
+                f"{expected}"
+            )
+        covered.add(served[name].data_ptr())
+        pairs.append((served[name], new))
+    missing = [name for name, tensor in served.items() if tensor.data_ptr() not in covered]
+    if missing:
+        raise ValueError(
+            f"no weights were given for {', '.join(missing[:5])} ({len(missing)} tensors)"
+        )
+    return pairs

@@ -1,12 +1,9 @@
 """Calls to all vLLM servers of a fleet, other than completion requests."""
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
-from uuid import uuid4
 
-import msgspec
 import numpy as np
 
 from primerl._vllm_names import COLLECTIVE_RPC, METRICS
@@ -22,28 +19,25 @@ METRICS_BYTES = 1 << 24
 
 async def call_all(
     fleet: Fleet,
-    replicas: Sequence[Replica],
     call: Callable[[Replica], Awaitable[Any]],
-    deadline: float,
     what: str,
+    *,
+    timeout_s: float,
+    replicas: Collection[Replica] | None = None,
 ) -> dict[Replica, Any]:
-    """Call ``call`` for all replicas at once; replicas that die are left out while others remain.
-
-    Args:
-        fleet: of the replicas.
-        replicas: those to call.
-        call: what to do for each.
-        deadline: by the monotonic clock.
-        what: begins the error message.
+    """Call all replicas at once, by default the live ones; those that die are left out.
 
     Raises:
-        RuntimeError: a call failed for another reason, or no replica is left.
+        RuntimeError: a call failed for another reason or took too long, or no replica is left; the
+            message begins with ``what``.
     """
 
     async def bounded(replica: Replica) -> Any:
-        async with asyncio.timeout(deadline - time.monotonic()):
+        async with asyncio.timeout(timeout_s):
             return await call(replica)
 
+    if replicas is None:
+        replicas = await fleet.live()
     results = await asyncio.gather(*map(bounded, replicas), return_exceptions=True)
     answers: dict[Replica, Any] = {}
     failures = []
@@ -66,15 +60,14 @@ async def call_all(
 
 
 async def call_route(
-    fleet: Fleet, path: str, body: bytes, *, timeout_s: float, max_bytes: int
+    fleet: Fleet, path: str, body: Mapping[str, Any] | None, *, timeout_s: float, max_bytes: int
 ) -> dict[str, Any]:
     """The decoded responses of all live replicas to a POST, by url."""
     answers = await call_all(
         fleet,
-        await fleet.live(),
         lambda replica: fleet.http.post(replica.url, path, body, max_bytes=max_bytes),
-        time.monotonic() + timeout_s,
         f"{path} failed",
+        timeout_s=timeout_s,
     )
     return {replica.url: decode(answer, replica.url) for replica, answer in answers.items()}
 
@@ -83,10 +76,9 @@ async def read_metrics(fleet: Fleet, *, timeout_s: float) -> dict[str, dict[str,
     """The metrics of all live replicas, by url and name."""
     pages = await call_all(
         fleet,
-        await fleet.live(),
         lambda replica: fleet.http.get(replica.url, METRICS, max_bytes=METRICS_BYTES),
-        time.monotonic() + timeout_s,
         "there are no metrics",
+        timeout_s=timeout_s,
     )
     return {
         replica.url: _parse_metrics(page.decode(errors="replace"))
@@ -112,21 +104,17 @@ async def probe(
         # Two requests: vLLM scores without its prefix cache, and samples with it. Of equal blocks
         # it uses the oldest: those of older weights, if any, or those that scoring computed.
         how: dict[str, Any] = {"salt": replica.label or "", "priority": requests.FIRST}
-
-        async def ask(body: bytes, request_id: str, scored: int) -> responses.Response:
-            most = responses.most_bytes(max_new_tokens, scored=scored)
-            content = await fleet.ask(replica, body, max_bytes=most)
-            return responses.read_response(
-                content, replica.url, request_id=request_id, prompt_length=len(token_ids)
-            )
-
-        name = uuid4().hex
-        scored = await ask(
-            requests.score_body(token_ids, request_id=name, **how), name, len(token_ids)
+        scored = await fleet.ask(
+            replica,
+            requests.score_body(token_ids, **how),
+            max_bytes=responses.most_bytes(1, scored=len(token_ids)),
         )
-        name = uuid4().hex
-        body = requests.generate_body(token_ids, params, request_id=name, **how)
-        choice = (await ask(body, name, 0)).choices[0]
+        answer = await fleet.ask(
+            replica,
+            requests.generate_body(token_ids, params, **how),
+            max_bytes=responses.most_bytes(max_new_tokens),
+        )
+        choice = answer.choices[0]
         versions = [one or 0 for one in responses.span_versions(choice, fleet.number)]
         completion = responses.make_completion(choice, versions)
         limits = Limits(
@@ -147,32 +135,26 @@ async def probe(
         return list(await asyncio.gather(*(one(replica, *pair) for pair in pairs)))
 
     numbered = [replica for replica in await fleet.live() if replica.version is not None]
-    deadline = time.monotonic() + timeout_s
-    answers = await call_all(fleet, numbered, every, deadline, "the probe failed")
+    answers = await call_all(
+        fleet, every, "the probe failed", timeout_s=timeout_s, replicas=numbered
+    )
     return {replica.url: answer for replica, answer in answers.items()}
 
 
-async def post(fleet: Fleet, replica: Replica, path: str, body: bytes = b"") -> bytes:
-    """POST to one replica; returns the content of its response."""
-    return await fleet.http.post(replica.url, path, body)
-
-
 async def rpc(
-    fleet: Fleet, replica: Replica, method: str, arguments: Mapping[str, Any]
+    fleet: Fleet, replica: Replica, method: str, **arguments: Any
 ) -> list[dict[str, Any]]:
     """Call a method of the worker extension; one result per worker of the replica."""
-    results = await rpc_results(fleet, replica, method, arguments)
+    results = await rpc_results(fleet, replica, method, **arguments)
     if not all(isinstance(one, dict) for one in results):
         raise RuntimeError(f"{replica.url} answered {method} with {results!r:.200}")
     return results
 
 
-async def rpc_results(
-    fleet: Fleet, replica: Replica, method: str, arguments: Mapping[str, Any]
-) -> list[Any]:
+async def rpc_results(fleet: Fleet, replica: Replica, method: str, **arguments: Any) -> list[Any]:
     """As ``rpc``, with results of any type."""
-    body = encode({"method": method, "kwargs": arguments})
-    answer = decode(await post(fleet, replica, COLLECTIVE_RPC, body), replica.url)
+    body = {"method": method, "kwargs": arguments}
+    answer = decode(await fleet.http.post(replica.url, COLLECTIVE_RPC, body), replica.url)
     results = answer.get("results") if isinstance(answer, dict) else None
     return results if isinstance(results, list) else []
 
@@ -185,21 +167,15 @@ async def agreed(fleet: Fleet, method: str, *, timeout_s: float) -> Any:
     """
     answers = await call_all(
         fleet,
-        await fleet.live(),
-        lambda replica: rpc_results(fleet, replica, method, {}),
-        time.monotonic() + timeout_s,
+        lambda replica: rpc_results(fleet, replica, method),
         f"{method} was not answered",
+        timeout_s=timeout_s,
     )
     results = [one for results in answers.values() for one in results]
     if not results or any(one != results[0] for one in results):
         named = {replica.url: results for replica, results in answers.items()}
         raise RuntimeError(f"the servers differ in {method}: {named!r:.300}")
     return results[0]
-
-
-def encode(value: Mapping[str, Any]) -> bytes:
-    """Encode a JSON body."""
-    return msgspec.json.encode(value)
 
 
 def decode(content: bytes, where: str) -> Any:

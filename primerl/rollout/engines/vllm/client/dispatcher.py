@@ -2,9 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import attrs
@@ -23,6 +22,7 @@ from primerl.types import Completion, PolicyVersion, SamplingParams
 FIRST_BACKOFF_S = 0.1
 MOST_BACKOFF_S = 5.0
 VOCAB_SIZE_S = 10.0  # timeout of asking a server for the size of its vocabulary
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 _UNFINISHED = ("abort", "error", None)  # the server failed; the request may be valid
 
@@ -37,33 +37,14 @@ class _Retry(Exception):
 
 
 class Dispatcher:
-    """Sends requests to the servers of a fleet, on its event loop.
+    """Sends requests to the servers of a fleet, on its event loop."""
 
-    Args:
-        fleet: the servers.
-        keeps_prefixes: whether the prefix cache survives updates, so that it may hold prefixes
-            computed with older weights.
-        retries: how often a request is sent again.
-        routes_folder: where expert routes are written.
-        vocab_size: the number of token ids; None asks the servers.
-    """
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        *,
-        keeps_prefixes: bool,
-        retries: int,
-        routes_folder: Path | None,
-        vocab_size: int | None,
-    ) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, fleet: Fleet) -> None:
+        self.vocab_size = fleet.settings.vocab_size
         """The number of token ids, if known; read from other threads."""
         self._fleet = fleet
-        self._keeps_prefixes = keeps_prefixes
-        self._retries = retries
-        self._routes_folder = routes_folder
-        self._asked_vocab_size = vocab_size is not None
+        self._routes_folder = fleet.settings.routes_folder
+        self._asked_vocab_size = self.vocab_size is not None
         self._asking = asyncio.Lock()
 
     async def generate(
@@ -78,14 +59,10 @@ class Dispatcher:
         max_bytes = responses.most_bytes(params.max_tokens, routed=routed)
 
         async def ask(replica: Replica) -> Completion:
-            label, request_id = replica.label, uuid4().hex
+            label = replica.label
             # The salt is the replica's last known weights: prefixes of others are never reused.
-            body = requests.generate_body(prompt, params, salt=label or "", request_id=request_id)
-            content = await self._attempt(replica, body, max_bytes)
-            answer = responses.read_response(
-                content, replica.url, request_id=request_id, prompt_length=len(prompt)
-            )
-            choice = answer.choices[0]
+            body = requests.generate_body(prompt, params, salt=label or "")
+            choice = (await self._attempt(replica, body, max_bytes)).choices[0]
             if choice.finish_reason in _UNFINISHED:
                 raise _Retry(f"{replica.url} ended a request with {choice.finish_reason!r}")
             versions = await self._versions(choice, replica)
@@ -102,46 +79,35 @@ class Dispatcher:
             routes = await self._store_routes(choice)
             return completion if routes is None else attrs.evolve(completion, routes=routes)
 
-        completion: Completion = await self._dispatch(session, ask)
-        return completion
+        return await self._dispatch(session, ask)
 
     async def score(self, token_ids: list[int]) -> np.ndarray:
         """The logprobs of a sequence, computed by any replica that serves."""
         max_bytes = responses.most_bytes(1, scored=len(token_ids))
 
         async def ask(replica: Replica) -> np.ndarray:
-            request_id = uuid4().hex
-            body = requests.score_body(token_ids, request_id=request_id)
-            content = await self._attempt(replica, body, max_bytes)
-            answer = responses.read_response(
-                content, replica.url, request_id=request_id, prompt_length=len(token_ids)
-            )
+            answer = await self._attempt(replica, requests.score_body(token_ids), max_bytes)
             return responses.prompt_scores(answer, token_ids)
 
-        scores: np.ndarray = await self._dispatch(None, ask)
-        return scores
+        return await self._dispatch(None, ask)
 
-    async def _serving(self, session: str | None, avoid: set[str]) -> Replica:
-        """The replica for a request; waits for one.
+    async def _dispatch(
+        self, session: str | None, ask: Callable[[Replica], Coroutine[Any, Any, T]]
+    ) -> T:
+        """Send a request until it is answered, each time to another replica if there is one.
 
         Raises:
             RuntimeError: none served for ``down_timeout_s``, though weights were published.
         """
-        found: Replica = await self._fleet.wait(
-            lambda: self._fleet.replicas.choose(session, avoid=avoid),
-            "no replica has served",
-            patient=lambda: self._fleet.replicas.unpublished,
-        )
-        return found
-
-    async def _dispatch(
-        self, session: str | None, ask: Callable[[Replica], Coroutine[Any, Any, Any]]
-    ) -> Any:
-        """Send a request until it is answered, each time to another replica if there is one."""
         avoid: set[str] = set()
         failures: list[str] = []
+        replicas = self._fleet.replicas
         while True:
-            replica = await self._serving(session, avoid)
+            replica = await self._fleet.wait(
+                lambda: replicas.choose(session, avoid=avoid),
+                "no replica has served",
+                patient=lambda: replicas.unpublished,
+            )
             try:
                 return await ask(replica)
             except BadCompletion as error:
@@ -152,7 +118,7 @@ class Dispatcher:
                 if retry.free:
                     continue
                 failures.append(str(retry))
-                if len(failures) > self._retries:
+                if len(failures) > self._fleet.settings.retries:
                     raise RuntimeError(
                         f"a request failed {len(failures)} times: {'; '.join(failures)}"
                     ) from retry
@@ -160,7 +126,9 @@ class Dispatcher:
                     backoff = FIRST_BACKOFF_S * 2 ** (len(failures) - 1)
                     await asyncio.sleep(min(backoff, MOST_BACKOFF_S))
 
-    async def _attempt(self, replica: Replica, body: bytes, max_bytes: int) -> bytes:
+    async def _attempt(
+        self, replica: Replica, body: Mapping[str, Any], max_bytes: int
+    ) -> responses.Response:
         try:
             async with self._fleet.holding(replica):
                 return await self._fleet.ask(replica, body, max_bytes=max_bytes)
@@ -199,7 +167,7 @@ class Dispatcher:
                 return
             try:
                 async with asyncio.timeout(VOCAB_SIZE_S):
-                    found = await rpc_results(self._fleet, replica, SERVED_VOCAB_SIZE, {})
+                    found = await rpc_results(self._fleet, replica, SERVED_VOCAB_SIZE)
             except Unreachable:
                 return  # ask the server of the next response
             except (RuntimeError, ValueError, TimeoutError) as error:
@@ -223,13 +191,12 @@ class Dispatcher:
             last = versions[-1]
             self._fleet.replicas.serves(replica, self._fleet.labels.name(last), last)
             self._fleet.tell()
-        if self._keeps_prefixes and versions[0] != self._fleet.number(label):
+        if self._fleet.settings.on_update == "keep" and versions[0] != self._fleet.number(label):
             # Its prompt may have reused a prefix that older weights computed.
             raise _Retry(f"{replica.url} was updated before it began a request", wait=False)
 
     async def _store_routes(self, choice: responses.Choice) -> str | None:
-        content = responses.routed_experts(choice) if self._routes_folder is not None else None
-        if content is None or self._routes_folder is None:
+        if self._routes_folder is None or (content := responses.routed_experts(choice)) is None:
             return None
         path = self._routes_folder / f"{uuid4().hex}.npy"
         await asyncio.to_thread(path.write_bytes, content)

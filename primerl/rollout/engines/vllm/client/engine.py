@@ -1,22 +1,22 @@
 """A client of vLLM servers."""
 
 import asyncio
+import functools
 import os
-import queue
 import secrets
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from primerl._vllm_names import COLLECTIVE_RPC, READ_WEIGHTS, SERVED_DTYPE
 from primerl.rollout.engines.vllm.client.calls import agreed, call_route, probe, read_metrics
-from primerl.rollout.engines.vllm.client.connection import Connection, Settings
+from primerl.rollout.engines.vllm.client.connection import Connection
+from primerl.rollout.engines.vllm.client.fleet import Fleet
 from primerl.rollout.engines.vllm.client.members import Members, key_of, url_of
+from primerl.rollout.engines.vllm.client.settings import Settings
 from primerl.rollout.engines.vllm.client.updates import Rendezvous
 from primerl.rollout.engines.vllm.protocol.labels import Labels
 from primerl.rollout.engines.vllm.protocol.requests import LEAST_TEMPERATURE
@@ -82,9 +82,9 @@ class VLLMEngine:
     ) -> None:
         if version < 0:
             raise ValueError(f"version is {version}, expected at least 0")
-        self._members = Members.of(servers)
-        self._labels = Labels(secrets.token_hex(4) if run is None else run)
+        self._members = Members(servers)
         self._settings = Settings(
+            labels=Labels(secrets.token_hex(4) if run is None else run),
             api_key=api_key or key_of(servers) or os.environ.get("PRIMERL_API_KEY"),
             on_update=on_update,
             request_timeout_s=request_timeout_s,
@@ -144,8 +144,7 @@ class VLLMEngine:
             RuntimeError: no server could be reached.
         """
         if self._context_length is None:
-            connection = self._connected()
-            self._context_length = connection.run(connection.fleet.context())
+            self._context_length = self._connected().run(Fleet.context)
         return self._context_length
 
     @property
@@ -155,8 +154,8 @@ class VLLMEngine:
         Raises:
             RuntimeError: no server could be reached, or they differ.
         """
-        connection = self._connected()
-        return str(connection.run(agreed(connection.fleet, SERVED_DTYPE, timeout_s=60.0)))
+        ask = functools.partial(agreed, method=SERVED_DTYPE, timeout_s=60.0)
+        return str(self._connected().run(ask))
 
     # ---- requests ----
 
@@ -257,17 +256,13 @@ class VLLMEngine:
         """
         connection = self._connected()
         self._refuse_older(version)
-        meetings: queue.Queue[Rendezvous | None] = queue.Queue()
-        ready = None if send is None else meetings.put
+        meeting = None if send is None else Rendezvous()
         future = connection.loop.submit(
-            connection.updates.load(update, version, timeout_s=timeout_s, ready=ready)
+            connection.updates.load(update, version, timeout_s=timeout_s, meeting=meeting)
         )
         try:
-            if send is not None:
-                future.add_done_callback(lambda _: meetings.put(None))
-                meeting = meetings.get()
-                if meeting is not None and meeting.ready.wait(timeout_s) and not meeting.broken:
-                    send()
+            if send is not None and meeting is not None and meeting.wait(future):
+                send()
             receipts: dict[str, list[dict[str, Any]]] = future.result()
         except BaseException:
             future.cancel()
@@ -286,7 +281,7 @@ class VLLMEngine:
         """
         connection = self._connected()
         self._refuse_older(version)
-        connection.run(connection.updates.adopt(version, timeout_s=timeout_s))
+        connection.run(lambda _: connection.updates.adopt(version, timeout_s=timeout_s))
 
     def _refuse_older(self, version: PolicyVersion) -> None:
         if version < self.version:
@@ -306,10 +301,8 @@ class VLLMEngine:
             RuntimeError: a server failed, or its response exceeds ``max_bytes``.
             ValueError: a server refused the request.
         """
-        connection = self._connected()
-        content = b"" if body is None else msgspec.json.encode(body)
-        return connection.run(
-            call_route(connection.fleet, path, content, timeout_s=timeout_s, max_bytes=max_bytes)
+        return self._connected().run(
+            lambda fleet: call_route(fleet, path, body, timeout_s=timeout_s, max_bytes=max_bytes)
         )
 
     def probe(
@@ -343,10 +336,9 @@ class VLLMEngine:
         tokens = [[int(token) for token in sequence] for sequence in sequences]
         for one in tokens:
             self._check(one, max_new_tokens)
-        connection = self._connected()
-        return connection.run(
-            probe(
-                connection.fleet,
+        return self._connected().run(
+            lambda fleet: probe(
+                fleet,
                 tokens,
                 max_new_tokens=max_new_tokens,
                 temperatures=[0.0] * len(tokens) if temperatures is None else temperatures,
@@ -382,8 +374,7 @@ class VLLMEngine:
 
     def replicas(self) -> list[dict[str, Any]]:
         """Status of each server: ``url alive serving version in_flight error``."""
-        connection = self._connected()
-        return connection.run(connection.fleet.report())
+        return self._connected().run(Fleet.report)
 
     def metrics(self, *, timeout_s: float = 60.0) -> dict[str, dict[str, float]]:
         """Counters and gauges of vLLM, by server and name.
@@ -391,8 +382,7 @@ class VLLMEngine:
         Raises:
             RuntimeError: a server failed.
         """
-        connection = self._connected()
-        return connection.run(read_metrics(connection.fleet, timeout_s=timeout_s))
+        return self._connected().run(functools.partial(read_metrics, timeout_s=timeout_s))
 
     def join(self, url: Any) -> None:
         """Add a server, in all copies of this engine."""
@@ -418,12 +408,7 @@ class VLLMEngine:
     def __enter__(self) -> "VLLMEngine":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _connected(self) -> Connection:
@@ -435,6 +420,6 @@ class VLLMEngine:
                 raise RuntimeError("the engine was closed")
             if self._connection is None:
                 self._connection = Connection.open(
-                    self._members, self._labels, self._settings, version=self._known_version
+                    self._members, self._settings, version=self._known_version
                 )
             return self._connection

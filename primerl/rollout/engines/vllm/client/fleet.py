@@ -4,15 +4,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from primerl import _vllm_names as names
 from primerl.rollout.engines.replicas import Replica, Replicas
 from primerl.rollout.engines.vllm.client.http import Http, Refused, ServerFailed, Unreachable
 from primerl.rollout.engines.vllm.client.members import Members
+from primerl.rollout.engines.vllm.client.settings import Settings
 from primerl.rollout.engines.vllm.protocol import responses
-from primerl.rollout.engines.vllm.protocol.labels import Labels
 from primerl.rollout.errors import summary
 from primerl.types import PolicyVersion
 
@@ -26,17 +27,10 @@ log = logging.getLogger(__name__)
 class Fleet:
     """The servers of one copy of an engine; used on one event loop only."""
 
-    def __init__(
-        self,
-        members: Members,
-        labels: Labels,
-        *,
-        api_key: str | None,
-        version: PolicyVersion,
-        down_timeout_s: float,
-    ) -> None:
+    def __init__(self, members: Members, settings: Settings, *, version: PolicyVersion) -> None:
+        self.settings = settings
+        self.labels = settings.labels
         self.replicas = Replicas(members.urls, version=version)
-        self.labels = labels
         self.version = version
         """The version of the slowest replica in use; read from other threads."""
         self.newest_version = version
@@ -47,12 +41,11 @@ class Fleet:
         self.on_unseeded: Callable[[Replica], None] | None = None
         """Called when a replica is up without weights of this run."""
         self._members = members
-        self._down_timeout_s = down_timeout_s
         self._changed = asyncio.Event()
         self._confirming = asyncio.Lock()
         self._scopes: dict[Replica, set[asyncio.Timeout]] = {}
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
-        self.http = Http(api_key)
+        self.http = Http(settings.api_key)
 
     async def watch(self) -> None:
         """Watch the servers until cancelled."""
@@ -194,9 +187,8 @@ class Fleet:
         Raises:
             RuntimeError: none did for ``down_timeout_s``.
         """
-        await self.wait(lambda: self.context_length, "no server has reported its context length")
-        assert self.context_length is not None
-        return self.context_length
+        what = "no server has reported its context length"
+        return await self.wait(lambda: self.context_length, what)
 
     async def report(self) -> list[dict[str, Any]]:
         """The status of each replica."""
@@ -229,25 +221,33 @@ class Fleet:
         Raises:
             RuntimeError: it did not for ``down_timeout_s``, not counting while ``patient()``.
         """
-        deadline = time.monotonic() + self._down_timeout_s
+        timeout_s = self.settings.down_timeout_s
+        deadline = time.monotonic() + timeout_s
         while (found := find()) is None:
             if patient():
-                deadline = time.monotonic() + self._down_timeout_s
+                deadline = time.monotonic() + timeout_s
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._changed.wait()
             except TimeoutError:
                 raise RuntimeError(
-                    f"{what} for {self._down_timeout_s:g} s: {self.replicas.describe()}"
+                    f"{what} for {timeout_s:g} s: {self.replicas.describe()}"
                 ) from None
         return found
 
     # ---- requests ----
 
-    async def ask(self, replica: Replica, body: bytes, *, max_bytes: int) -> bytes:
-        """The content of one replica's response to a completion request."""
-        return await self.http.post(
+    async def ask(
+        self, replica: Replica, body: Mapping[str, Any], *, max_bytes: int
+    ) -> responses.Response:
+        """One replica's response to a completion request."""
+        request_id = uuid4().hex
+        body = {"request_id": request_id, **body}
+        content = await self.http.post(
             replica.url, names.GENERATE, body, keep=True, max_bytes=max_bytes
+        )
+        return responses.read_response(
+            content, replica.url, request_id=request_id, prompt_length=len(body["token_ids"])
         )
 
     @contextlib.asynccontextmanager

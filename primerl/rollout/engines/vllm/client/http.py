@@ -9,6 +9,7 @@ the trainer and the server may need.
 
 import asyncio
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, NoReturn
 
 import aiohttp
@@ -18,9 +19,6 @@ CONNECT_S = 5.0
 KEEP_ALIVE_S = 2.0  # less than the server's 5 s, which might close a connection as it is used
 SMALL_BYTES = 1 << 20  # default maximum size of a response
 ERROR_BYTES = 1 << 16  # the part of an error response that is read
-TOO_MANY = 429
-FORBIDDEN = 403
-NO_KEY = 401
 
 
 class Unreachable(ConnectionError):
@@ -67,19 +65,14 @@ class Http:
         self,
         url: str,
         path: str,
-        body: bytes = b"",
+        body: Mapping[str, Any] | None = None,
         *,
         keep: bool = False,
         max_bytes: int = SMALL_BYTES,
     ) -> bytes:
-        """The content of a POST response; a request that is cancelled closes its connection.
+        """The content of a response of up to ``max_bytes`` to a POST of JSON.
 
-        Args:
-            url: of the server.
-            path: of the route.
-            body: what is sent.
-            keep: whether the connection is kept alive for other requests.
-            max_bytes: the maximum size of the response.
+        A request that is cancelled closes its connection, which ``keep`` keeps alive for others.
 
         Raises:
             BadResponse: the response is larger, or compressed.
@@ -89,7 +82,8 @@ class Http:
             RuntimeError: the key is wrong, the route is disabled, or the server doesn't speak HTTP.
         """
         session = self._kept if keep else self._single
-        return await self._request(session, "POST", url, path, body, max_bytes)
+        content = b"" if body is None else msgspec.json.encode(body)
+        return await self._request(session, "POST", url, path, content, max_bytes)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -144,11 +138,11 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 
 def _raise_error(where: str, status: int, content: bytes) -> NoReturn:
     what = f"{where} answered {status}: {_refusal(content)}"
-    if status == NO_KEY:
+    if status == HTTPStatus.UNAUTHORIZED:
         raise RuntimeError(f"{what}; pass the server's key: VLLMEngine(..., api_key=)")
-    if status >= 500 or status == TOO_MANY:
+    if status >= 500 or status == HTTPStatus.TOO_MANY_REQUESTS:
         raise ServerFailed(what)
-    if status == FORBIDDEN:
+    if status == HTTPStatus.FORBIDDEN:
         raise RuntimeError(what)  # for any request, as where the route is not enabled
     raise Refused(what)
 

@@ -7,11 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-MODE = 0o600
-
 
 class Members:
-    """A list of urls, or the path of a file with one url per line, read again when it changes.
+    """The urls of servers, or the path of a file with one per line, read again when it changes.
 
     A list is written to a private file once it is pickled or changed, so that copies follow it.
 
@@ -20,29 +18,20 @@ class Members:
             https://, or the file can't be read.
     """
 
-    def __init__(self, urls: Sequence[str] | os.PathLike[str] | str) -> None:
+    def __init__(self, servers: Any) -> None:
         self._path: Path | None = None
         self._remove: weakref.finalize[..., Any] | None = None
         self._seen: tuple[int, int, int] | None = None
-        if isinstance(urls, str) and "://" in urls:
-            urls = [urls]
-        if isinstance(urls, str | os.PathLike):
-            self._path = Path(urls).absolute()
+        if isinstance(servers, os.PathLike) or (isinstance(servers, str) and "://" not in servers):
+            self._path = Path(servers).absolute()
             self.urls = self._load()
             self._seen = self._stamp()
-        else:
-            self.urls = [tidy(url) for url in urls]
-            if not self.urls:
-                raise ValueError("there are no urls; pass at least one server")
-            if len(set(self.urls)) < len(self.urls):
-                raise ValueError(f"a server is given twice: {', '.join(self.urls)}")
-
-    @classmethod
-    def of(cls, servers: Any) -> "Members":
-        """The urls of ``VLLMEngine(servers)``."""
-        if isinstance(servers, str | os.PathLike):
-            return cls(servers)
-        return cls([url_of(one) for one in _several(servers)])
+            return
+        self.urls = [url_of(one) for one in _several(servers)]
+        if not self.urls:
+            raise ValueError("there are no urls; pass at least one server")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"a server is given twice: {', '.join(self.urls)}")
 
     def changed(self) -> bool:
         """Read the file again if it was written since; returns whether it was."""
@@ -60,12 +49,11 @@ class Members:
             os.close(handle)
             self._path = Path(name)
             self._remove = weakref.finalize(self, self._path.unlink, missing_ok=True)
-        # The folder may be shared: a new file, whose name nobody can have predicted.
+        # The folder may be shared: a new file for its owner alone, of an unpredictable name.
         handle, partial = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
         try:
             with os.fdopen(handle, "w") as file:
                 file.write("".join(f"{url}\n" for url in self.urls))
-            os.chmod(partial, MODE)
             os.replace(partial, self._path)
         except BaseException:
             os.unlink(partial)
@@ -80,9 +68,6 @@ class Members:
         if self._path is None:
             self.write(self.urls)
         return {**self.__dict__, "_remove": None, "_seen": None}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
 
     def _stamp(self) -> tuple[int, int, int] | None:
         assert self._path is not None

@@ -1,10 +1,12 @@
 """Weight updates of all vLLM servers of a fleet."""
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Future
 from threading import Event
 from typing import Any
 
@@ -12,17 +14,13 @@ import attrs
 
 from primerl import _vllm_names as names
 from primerl.rollout.engines.replicas import FAILED, Replica
-from primerl.rollout.engines.vllm.client.calls import call_all, encode, post, rpc
+from primerl.rollout.engines.vllm.client.calls import call_all, rpc
 from primerl.rollout.engines.vllm.client.fleet import Fleet
 from primerl.rollout.engines.vllm.client.http import ServerFailed, Unreachable
+from primerl.rollout.engines.vllm.client.settings import ON_UPDATE
 from primerl.rollout.errors import summary
 from primerl.types import PolicyVersion
 
-ON_UPDATE = {
-    "recompute": "mode=keep&clear_cache=true",
-    "keep": "mode=keep&clear_cache=false",
-    "drain": "mode=wait&clear_cache=true",
-}
 REPAIR_S = 10.0  # timeout of a request that repairs a server in the background
 PREPARED_S = 0.02  # interval of asking whether an update is prepared
 LAST_S = 60.0  # how much later than the first data-parallel rank another may be prepared
@@ -44,11 +42,12 @@ class Publication:
 class Rendezvous:
     """A barrier of replicas that are ready to receive and the thread that sends."""
 
-    def __init__(self, parties: int) -> None:
-        self._missing = parties
-        self._all = asyncio.Event()
-        self.ready = Event()
+    def __init__(self) -> None:
+        self.missing = -1
+        """How many replicas have not arrived; below 0 while it is not known who will."""
         self.broken = False
+        self._all = asyncio.Event()
+        self._over = Event()
 
     async def arrive(self) -> None:
         """Wait for the others.
@@ -56,9 +55,10 @@ class Rendezvous:
         Raises:
             ServerFailed: one of them can't receive.
         """
-        self._missing -= 1
-        if not self._missing:
-            self._open()
+        self.missing -= 1
+        if not self.missing:
+            self._all.set()
+            self._over.set()
         await self._all.wait()
         if self.broken:
             raise ServerFailed("another replica was not ready to receive the weights")
@@ -66,19 +66,22 @@ class Rendezvous:
     def give_up(self) -> None:
         """Break the barrier: one of the replicas can't receive, so nothing is sent."""
         self.broken = True
-        self._open()
-
-    def _open(self) -> None:
         self._all.set()
-        self.ready.set()
+        self._over.set()
+
+    def wait(self, update: "Future[Any]") -> bool:
+        """Wait in another thread until all have arrived; returns False if they will not."""
+        update.add_done_callback(lambda _: self._over.set())
+        self._over.wait()
+        return not self.missing and not self.broken
 
 
 class Updates:
     """Updates the servers of a fleet, and seeds those that return; on the fleet's event loop."""
 
-    def __init__(self, fleet: Fleet, *, on_update: str) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._pause = ON_UPDATE[on_update]
+        self._pause = ON_UPDATE[fleet.settings.on_update]
         self._latest: Publication | None = None
         self._busy = asyncio.Lock()
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
@@ -91,39 +94,38 @@ class Updates:
         version: PolicyVersion,
         *,
         timeout_s: float,
-        ready: Callable[[Rendezvous], None] | None,
+        meeting: Rendezvous | None,
     ) -> dict[str, list[dict[str, Any]]]:
         """Load ``update`` into all live replicas; see ``VLLMEngine.load_weights``."""
         deadline = time.monotonic() + timeout_s
         for seeding in self._tasks.values():
             seeding.cancel()  # its replica gets these weights instead
         async with self._busy:
-            replicas = await self._fleet.live()
+            live = await self._fleet.live()
             prepared = await call_all(
                 self._fleet,
-                replicas,
                 lambda one: self._prepare(one, update),
-                deadline,
                 f"version {version} was not prepared, and no server was changed",
+                timeout_s=deadline - time.monotonic(),
+                replicas=live,
             )
             self._fleet.published = max(version, self._fleet.published or 0)
-            meeting = Rendezvous(len(prepared)) if ready is not None else None
-            if ready is not None and meeting is not None:
-                ready(meeting)
             self._latest = None  # until a replica has loaded it
-            receipts: dict[Replica, list[dict[str, Any]]] = {}
+            if meeting is not None:
+                meeting.missing = len(prepared)
 
-            async def swap(replica: Replica) -> None:
-                receipts[replica] = await self._swap(replica, update, version, meeting)
+            async def swap(replica: Replica) -> list[dict[str, Any]]:
+                receipt = await self._swap(replica, update, version, meeting)
                 if meeting is None:
                     self._latest = Publication(version, dict(update))
+                return receipt
 
-            await call_all(
+            receipts = await call_all(
                 self._fleet,
-                list(prepared),
                 swap,
-                deadline,
                 f"version {version} was not loaded everywhere",
+                timeout_s=deadline - time.monotonic(),
+                replicas=prepared,
             )
             return {replica.url: receipt for replica, receipt in receipts.items()}
 
@@ -135,10 +137,10 @@ class Updates:
             self._fleet.published = max(version, self._fleet.published or 0)
             await call_all(
                 self._fleet,
-                replicas,
                 lambda one: self._name(one, version),
-                time.monotonic() + timeout_s,
                 f"version {version} was not adopted everywhere",
+                timeout_s=timeout_s,
+                replicas=replicas,
             )
             self._latest = Publication(version, None) if fresh else None
 
@@ -146,15 +148,15 @@ class Updates:
 
     async def _prepare(self, replica: Replica, update: Mapping[str, Any]) -> None:
         """Have all workers fetch and verify an update while they sample."""
-        arguments = {"update": dict(update), "ticket": secrets.token_hex(8)}
-        while True:
-            workers = await rpc(self._fleet, replica, names.PREPARE_WEIGHTS, arguments)
-            if all(one.get("prepared") for one in workers):
-                break
+        ticket = secrets.token_hex(8)
+        prepare = functools.partial(
+            rpc, self._fleet, replica, names.PREPARE_WEIGHTS, update=dict(update), ticket=ticket
+        )
+        while not all(one.get("prepared") for one in await prepare()):
             await asyncio.sleep(PREPARED_S)
         # vLLM returns the results of the first data-parallel rank only. This waits for the others,
         # which are nearly done, and fails if one has failed.
-        await rpc(self._fleet, replica, names.PREPARE_WEIGHTS, arguments | {"timeout_s": LAST_S})
+        await prepare(timeout_s=LAST_S)
 
     async def _swap(
         self,
@@ -166,36 +168,31 @@ class Updates:
         """Pause, load, resume; a replica that fails is not used until a later load succeeds."""
         touched = False
         newer = replica.version is not None and version > replica.version
+        label = self._fleet.labels.name(version)
+        post = functools.partial(self._fleet.http.post, replica.url)
         try:
             # Prefixes are cached by version: clear those of other weights with the same number.
             pause = self._pause if newer else self._pause.replace("cache=false", "cache=true")
-            await post(self._fleet, replica, f"{names.PAUSE}?{pause}")
+            await post(f"{names.PAUSE}?{pause}")
             touched = True
-            await post(self._fleet, replica, names.START_UPDATE)
+            await post(names.START_UPDATE)
             if meeting is not None:
                 await meeting.arrive()
-            await post(
-                self._fleet, replica, names.LOAD_UPDATE, encode({"update_info": dict(update)})
-            )
-            label = self._fleet.labels.name(version)
-            await post(self._fleet, replica, names.FINISH_UPDATE, encode({"weight_version": label}))
-            await post(self._fleet, replica, names.RESUME)
+            await post(names.LOAD_UPDATE, {"update_info": dict(update)})
+            await post(names.FINISH_UPDATE, {"weight_version": label})
+            await post(names.RESUME)
         except BaseException as error:
             if meeting is not None:
                 meeting.give_up()
-            if touched:
-                self._mark_failed(replica)
+            if touched:  # other copies of the engine stop using it by its label
+                self._fleet.failed(replica)
+                self._in_background(self._label_failed(replica))
             elif not isinstance(error, Unreachable) or error.sent:
                 self._in_background(self._resume(replica))
             raise
         self._fleet.replicas.loaded(replica, label, version)
         self._fleet.tell()
-        return await rpc(self._fleet, replica, names.WEIGHT_RECEIPT, {})
-
-    def _mark_failed(self, replica: Replica) -> None:
-        """Stop using the replica, in this copy of the engine and, by its label, in others."""
-        self._fleet.failed(replica)
-        self._in_background(self._label_failed(replica))
+        return await rpc(self._fleet, replica, names.WEIGHT_RECEIPT)
 
     def _in_background(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)
@@ -205,19 +202,18 @@ class Updates:
     async def _resume(self, replica: Replica) -> None:
         try:
             async with asyncio.timeout(REPAIR_S):
-                await post(self._fleet, replica, names.RESUME)
+                await self._fleet.http.post(replica.url, names.RESUME)
         except Exception as error:  # in the background: it has no other handler
             log.error("%s could not be resumed: %s", replica.url, summary(error))
 
     async def _label_failed(self, replica: Replica) -> None:
         """Label a server as failed as soon as possible, while it is."""
-        body = encode({"new_version": FAILED})
         while replica.failed and self._fleet.replicas.get(replica.url) is replica:
             async with self._busy:  # not during a later load
                 if replica.failed and replica.alive:  # a lost one may be restarted
                     try:
                         async with asyncio.timeout(REPAIR_S):
-                            await post(self._fleet, replica, names.SET_WEIGHT_VERSION, body)
+                            await self._set_label(replica, FAILED)
                             return
                     except Exception as error:  # in the background, as above
                         log.error(
@@ -225,11 +221,15 @@ class Updates:
                         )
             await asyncio.sleep(SEED_AGAIN_S)
 
+    async def _set_label(self, replica: Replica, label: str) -> None:
+        body = {"new_version": label}
+        await self._fleet.http.post(replica.url, names.SET_WEIGHT_VERSION, body)
+
     async def _name(self, replica: Replica, version: PolicyVersion) -> None:
         label = self._fleet.labels.name(version)
         if replica.failed or replica.label == FAILED:
             raise RuntimeError(f"{replica.url} failed to load weights: publish to it")
-        await post(self._fleet, replica, names.SET_WEIGHT_VERSION, encode({"new_version": label}))
+        await self._set_label(replica, label)
         self._fleet.replicas.loaded(replica, label, version)
         self._fleet.tell()
 

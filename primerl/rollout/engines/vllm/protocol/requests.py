@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from primerl.types import SamplingParams
 
 FIRST = -1  # the priority of requests that must not queue behind rollouts
@@ -12,13 +10,8 @@ LEAST_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 
 
 def generate_body(
-    prompt: Sequence[int],
-    params: SamplingParams,
-    *,
-    salt: str,
-    request_id: str,
-    priority: int = 0,
-) -> bytes:
+    prompt: Sequence[int], params: SamplingParams, *, salt: str, priority: int = 0
+) -> dict[str, Any]:
     """A request for one completion, ended only by ``max_tokens`` or a stop token."""
     sampling: dict[str, Any] = {
         "max_tokens": params.max_tokens,
@@ -32,27 +25,18 @@ def generate_body(
     }
     if params.seed is not None:
         sampling["seed"] = params.seed
-    body: dict[str, Any] = {
-        "request_id": request_id,
-        "token_ids": prompt,
-        "sampling_params": sampling,
-        "cache_salt": salt,
-    }
-    return msgspec.json.encode(body | ({"priority": priority} if priority else {}))
+    body = {"token_ids": prompt, "sampling_params": sampling, "cache_salt": salt}
+    return body | ({"priority": priority} if priority else {})
 
 
 def score_body(
-    token_ids: Sequence[int], *, request_id: str, salt: str | None = None, priority: int = 0
-) -> bytes:
+    token_ids: Sequence[int], *, salt: str | None = None, priority: int = 0
+) -> dict[str, Any]:
     """A request for the logprobs of a prompt, which vLLM computes without its prefix cache.
 
     What it computes is cached for requests of the same ``salt``.
     """
     sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
-    body: dict[str, Any] = {
-        "request_id": request_id,
-        "token_ids": token_ids,
-        "sampling_params": sampling,
-    }
+    body = {"token_ids": token_ids, "sampling_params": sampling}
     body |= {} if salt is None else {"cache_salt": salt}
-    return msgspec.json.encode(body | ({"priority": priority} if priority else {}))
+    return body | ({"priority": priority} if priority else {})

@@ -102,7 +102,8 @@ def wait_until_ready(
     while status_of(host, port, HEALTH) != 200:
         code = exit_code()
         if code is not None:
-            what = f"the vLLM server exited while starting ({describe_exit(code)})"
+            how = f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
+            what = f"the vLLM server exited while starting ({how})"
             raise _failure(what, log_path, log_start)
         if time.monotonic() > deadline:
             what = f"the vLLM server did not answer within {timeout_s:.0f} s"
@@ -116,11 +117,6 @@ def wait_until_ready(
             log_path,
             log_start,
         )
-
-
-def describe_exit(code: int) -> str:
-    """Describe an exit code of the supervisor, where 128 + n is signal n."""
-    return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
 
 
 def _failure(what: str, log_path: Path | None, log_start: int) -> RuntimeError:

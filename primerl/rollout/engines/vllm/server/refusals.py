@@ -44,9 +44,6 @@ _REFUSED = {
     "model": _Refusal("the model is the first argument"),
     "config": _Refusal("arguments in a file are not checked: pass them by name"),
 }
-_SHORT = {"q": "quantization"}
-# With "synthetic" acceptance, draft tokens are accepted regardless of the distribution.
-_SPECULATIVE = re.compile(r"synthetic", re.IGNORECASE)
 
 
 def refuse_arguments(engine_args: Mapping[str, Any], flags_as_given: Sequence[str]) -> None:
@@ -61,7 +58,8 @@ def refuse_arguments(engine_args: Mapping[str, Any], flags_as_given: Sequence[st
     given = [(name, "" if value is None else str(value)) for name, value in engine_args.items()]
     for name, value in [*given, *_flags(flags_as_given)]:
         plain = name.partition(".")[0].replace("-", "_").removeprefix("no_")
-        if plain.startswith("spec") and _SPECULATIVE.search(f"{name} {value}"):
+        # With "synthetic" acceptance, draft tokens are accepted regardless of the distribution.
+        if plain.startswith("spec") and "synthetic" in f"{name} {value}".lower():
             raise ValueError(f"serve_vllm refuses {name}: draft tokens would be of no policy")
         for refused in _named(plain):
             refusal = _REFUSED[refused]
@@ -71,7 +69,7 @@ def refuse_arguments(engine_args: Mapping[str, Any], flags_as_given: Sequence[st
 
 def _named(name: str) -> list[str]:
     """The refused arguments that a name may mean."""
-    name = _SHORT.get(name, name)
+    name = "quantization" if name == "q" else name
     return [name] if name in _REFUSED else [one for one in _REFUSED if one.startswith(name)]
 
 

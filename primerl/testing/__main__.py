@@ -1,9 +1,9 @@
 """``python -m primerl.testing FOLDER`` writes SmolLM2-135M-Instruct there, without a network."""
 
-import sys
+import argparse
 
 from primerl.testing.models import smollm2
 
-if len(sys.argv) != 2:
-    sys.exit("usage: python -m primerl.testing FOLDER    (writes SmolLM2-135M-Instruct there)")
-print(smollm2(sys.argv[1]))  # noqa: T201  the command's answer
+parser = argparse.ArgumentParser(prog="python -m primerl.testing", description=__doc__)
+parser.add_argument("folder", help="is made; where it holds a model already, nothing is done")
+print(smollm2(parser.parse_args().folder))  # noqa: T201  the command's answer

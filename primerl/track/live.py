@@ -1,11 +1,14 @@
 """A live view of a run in the terminal."""
 
 import sys
+import time
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 from primerl._optional import require
 
+RECENT = 10  # steps that the time left is estimated from
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = (
     ("reward", "{:.3f}"),
@@ -44,6 +47,7 @@ class LiveView:
         self._title = title
         self._steps = steps
         self._history: dict[str, list[float]] = {}
+        self._began = time.monotonic()
         self._console = console or Console(file=sys.stdout)
         self._live: Any = None
         if self._console.is_terminal:
@@ -57,7 +61,8 @@ class LiveView:
             if isinstance(value, int | float):
                 self._history.setdefault(name, []).append(float(value))
         if self._live is None:
-            self._console.print(_line(step, self._steps, metrics), highlight=False, soft_wrap=True)
+            line = f"step {step + 1}/{self._steps}  {_line(metrics)}  {self._time(step)}"
+            self._console.print(line, highlight=False, soft_wrap=True)
         else:
             self._live.start()
             self._live.update(self.table(step, metrics), refresh=True)
@@ -72,7 +77,7 @@ class LiveView:
         from rich import box
         from rich.table import Table
 
-        title = f"{self._title}  step {step + 1}/{self._steps}"
+        title = f"{self._title}  step {step + 1}/{self._steps}  {self._time(step)}"
         table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE)
         table.add_column("metric")
         table.add_column("now", justify="right", style="bold")
@@ -82,6 +87,12 @@ class LiveView:
             now = "-" if value is None else form.format(value)
             table.add_row(name, now, sparkline(self._history.get(name, [])))
         return table
+
+    def _time(self, step: int) -> str:
+        """The time since the start, and what is left if further steps take as long as the last."""
+        last = self._history.get("step_s", [])[-RECENT:]
+        left = f", {duration(fmean(last) * (self._steps - step - 1))} left" if last else ""
+        return f"{duration(time.monotonic() - self._began)} elapsed{left}"
 
 
 def sparkline(values: list[float], *, width: int = 40) -> str:
@@ -95,10 +106,17 @@ def sparkline(values: list[float], *, width: int = 40) -> str:
     return "".join(BARS[round((value - low) * scale)] for value in values)
 
 
-def _line(step: int, steps: int, metrics: Mapping[str, Any]) -> str:
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as 1:02:03 or 2:03."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _line(metrics: Mapping[str, Any]) -> str:
     parts = [
         f"{name} {form.format(metrics[name])}"
         for name, form in SHOWN
         if metrics.get(name) is not None
     ]
-    return f"step {step + 1}/{steps}  " + "  ".join(parts)
+    return "  ".join(parts)

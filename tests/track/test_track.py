@@ -468,6 +468,24 @@ def test_the_live_view_prints_a_line_off_a_terminal(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "step 1/2  reward 0.500" in out
     assert "step 2/2" in out
+    assert "0:00 elapsed, 0:00 left" in out
+
+
+def test_the_time_left_is_that_of_the_last_steps(capsys):
+    view = track.LiveView("a run", steps=1000)
+    for step in range(30):
+        view(step, {"step_s": 100.0 if step < 20 else 2.0})
+
+    assert capsys.readouterr().out.splitlines()[-1].endswith("elapsed, 32:20 left")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (7384, "2:03:04")]
+)
+def test_durations(seconds, text):
+    from primerl.track.live import duration
+
+    assert duration(seconds) == text
 
 
 def test_the_live_view_draws_a_table_with_curves_on_a_terminal(tmp_path):

@@ -31,6 +31,7 @@ DAYS = ["Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "Mon
 def policy(smollm2):
     """SmolLM2, its tokenizer, and its weights after 0 to 3 AdamW steps at lr 1e-4."""
     model, tokenizer = models.load_pretrained(smollm2)
+    tokenizer.chat_template = None  # a diary's days are plain text
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
     texts = ["The sea was calm, and we ate well.", "A storm took the mast on that very day."]
     versions = [{name: tensor.clone() for name, tensor in model.state_dict().items()}]

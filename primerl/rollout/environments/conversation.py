@@ -27,7 +27,8 @@ class Conversation:
 
     Args:
         engine: samples the replies.
-        tokenizer: a Hugging Face tokenizer. Without a chat template, turns take plain strings.
+        tokenizer: a Hugging Face tokenizer. A turn that is a string is a user's message if it has a
+            chat template, and is the text itself if not.
         params: of every reply. The tokenizer's ``eos_token_id`` always stops a reply as well.
         session: an id of the conversation, for engines of several replicas.
     """
@@ -110,9 +111,12 @@ class Conversation:
         self._versions.extend([NOT_SAMPLED] * len(token_ids) if versions is None else versions)
 
     def _tokenize(self, messages: Messages | str) -> list[int]:
+        has_template = bool(getattr(self._tokenizer, "chat_template", None))
         if isinstance(messages, str):
-            return self._encode(messages, special=not self.token_ids)
-        if getattr(self._tokenizer, "chat_template", None) is None:
+            if not has_template:
+                return self._encode(messages, special=not self.token_ids)
+            messages = [{"role": "user", "content": messages}]
+        if not has_template:
             raise ValueError(
                 "the tokenizer has no chat template; pass the turn as a string, or set "
                 "tokenizer.chat_template"

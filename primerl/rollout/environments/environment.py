@@ -39,11 +39,8 @@ def single_turn(tokenizer: Any, *, reward: Reward) -> Environment:
     async def environment(task: Task, engine: Engine, params: SamplingParams) -> Rollout:
         if "prompt" not in task:
             raise ValueError(f"the task has no 'prompt', only {sorted(task)}")
-        prompt = task["prompt"]
-        if isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
-            prompt = [{"role": "user", "content": prompt}]
         chat = Conversation(engine, tokenizer, params)
-        reply = await chat.turn(prompt)
+        reply = await chat.turn(task["prompt"])
         return chat.rollout(reward=await _reward(reward, task, reply))
 
     return environment

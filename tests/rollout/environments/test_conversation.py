@@ -116,6 +116,18 @@ def test_several_messages_may_come_between_two_replies():
     assert engine.prompts[1] == engine.prompts[0] + "call|<tool>42|<user>go on|<assistant>"
 
 
+def test_a_string_is_a_users_message_in_each_turn_and_in_a_task():
+    as_text, as_messages, as_task = (Scripted("b", "d") for _ in range(3))
+
+    play(as_text, "a", "c")
+    play(as_messages, user("a"), user("c"))
+    environment = rollout.single_turn(Codes(), reward=lambda task, reply: 1.0)
+    asyncio.run(environment({"prompt": "a"}, as_task, PARAMS))
+
+    assert as_text.prompts == as_messages.prompts
+    assert as_task.prompts == as_messages.prompts[:1]
+
+
 def test_without_a_template_turns_are_plain_text():
     engine = Scripted("b", "d")
 

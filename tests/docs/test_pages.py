@@ -67,3 +67,18 @@ def test_names_are_exported(page):
     for package, name in re.findall(names, (ROOT / page).read_text()):
         exports = importlib.import_module(f"primerl.{package}").__all__
         assert name in exports, f"{page} names {package}.{name}"
+
+
+def test_messages_under_troubleshooting_are_those_of_the_package():
+    """The longest piece of each without a number or a name is somewhere in the source."""
+    source = "".join(path.read_text() for path in (ROOT / "primerl").rglob("*.py"))
+    source = re.sub(r'"\s*f?"', "", source)
+    rows = re.findall(
+        r"^\| (`.*?`) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE
+    )
+    messages = [message for row in rows for message in re.findall(r"`(.*?)`", row)]
+
+    assert len(messages) > 15
+    for message in messages:
+        pieces = re.split(r"\.\.\.|\b[A-Z_]+\b|\d+|lr=|[;,]", message)
+        assert max(pieces, key=len).strip() in source, message

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +47,10 @@ def check_run_folder(folder, *, steps=2):
     summary = json.loads((folder / "summary.json").read_text())
     metrics = (folder / "metrics.jsonl").read_text().splitlines()
     assert summary["steps"] == steps == len(metrics)
+    documented = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    for name in {name for line in metrics for name in json.loads(line)} - {"step"}:
+        assert f"`{name}`" in documented or f"`{name.split('/')[0]}/" in documented, name
+    assert (folder / "report.html").is_file()
     assert 0 <= summary["eval_before"] <= 1
     assert 0 <= summary["eval_after"] <= 1
     assert (folder / "final" / "model.safetensors").is_file()

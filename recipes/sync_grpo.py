@@ -179,6 +179,8 @@ def main(args: Args) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on few cores, more would slow down the engine beside the trainer
     world = parallel.process_group(seed=args.seed)
+    # Beside the view, or in its place: track.wandb_sink("project", args).
+    sinks = [track.LiveView("GRPO", steps=args.steps)] if world.is_first else []
     model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
     environment, train_tasks, eval_tasks = build_environment(args, tokenizer)
@@ -190,13 +192,11 @@ def main(args: Args) -> None:
     # the worker and the run do nothing.
     run = track.IdleRun()
     if world.is_first:
-        # Beside the view, or in its place: track.wandb_sink("project", args).
-        view = track.LiveView("GRPO", steps=args.steps)
         run = track.Run(
             args.resume or args.run_dir,
             args=args,
             decode=tokenizer.decode,
-            sinks=[view],
+            sinks=sinks,
             state=saved.get("run"),
             steps=args.steps,
             fixed=FIXED,

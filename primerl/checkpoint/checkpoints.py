@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from primerl._progress import report
 from primerl._ranks import exchange, on_every_rank
 from primerl.checkpoint import folders
 from primerl.checkpoint.generators import generator_states
@@ -181,6 +182,7 @@ class Checkpoints:
             ValueError: a value or a tensor can't be saved; or the folder holds checkpoints from
                 which this run was not resumed.
         """
+        report("saving", f"step {step}")
         self._writer.finish()
         self._claim(resumed=None)
         snapshot = self._snapshot(step, values)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from primerl._checkpoint_tensors import TensorLayout, checkpoint_layout, checkpoint_tensors
 from primerl._files import saved_folder
 from primerl._optional import require
+from primerl._progress import report
 from primerl._ranks import is_first_rank
 from primerl._tensor_files import write_tensors
 
@@ -39,6 +40,7 @@ def load_pretrained(
             raise ValueError(f"{name} is no model folder: it has no config.json")
     elif folder.is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise ValueError(f"there is no model folder {name}; pass a folder or a hub id (org/name)")
+    report("loading the model", name)
     try:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         return loaded, transformers.AutoTokenizer.from_pretrained(name)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from primerl._progress import report
 from primerl.parallel.device_mesh import Mesh
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ def scatter(
             raise ValueError(f"rank {rank} passes batches; only rank 0 may have any")
         return _moved(_receive(kind), device)
     checked = _checked(batches, world_size // cp)
+    report("training", f"micro-batches: {len(checked[0])}")
     if cp > 1:
         divided = [[one.split(cp) for one in mine] for mine in checked]  # type: ignore[attr-defined]
         checked = [[parts[part] for parts in of_list] for of_list in divided for part in range(cp)]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
+from primerl._progress import report
 from primerl.rollout.collection.buffer import ON_STALE
 from primerl.rollout.collection.plan import Plan
 from primerl.rollout.collection.staleness import check_schedule
@@ -343,6 +344,7 @@ class Worker:
     def _finish(self, future: "Future[Any]", what: str, timeout_s: float | None) -> Any:
         """The future's result; raises where the event loop that should set it is blocked."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        progress: Future[Any] | None = None
         try:
             while not wait([future], max(0.0, min(1.0, deadline - time.monotonic()))).done:
                 silent = time.monotonic() - self._host.last_heartbeat
@@ -356,6 +358,11 @@ class Worker:
                     raise RuntimeError(f"{what}: the worker's event loop has ended")
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"{what} than {timeout_s:.0f} s")
+                if progress is None:
+                    progress = self._call("progress")
+                elif progress.done() and progress.exception() is None:
+                    report(*progress.result())
+                    progress = None
             return future.result()
         except CancelledError:
             raise RuntimeError(f"{what}: the worker was closed") from None

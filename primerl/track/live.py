@@ -1,13 +1,16 @@
 """A live view of a run in the terminal."""
 
+import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
 from primerl._optional import require
+from primerl._progress import NAME as PROGRESS
 
+QUIET_S = 10.0  # off a terminal, a line is printed at least this often while something is done
 RECENT = 10  # steps that the time left is estimated from
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = (
@@ -33,6 +36,9 @@ SHOWN = (
 class LiveView:
     """A sink that redraws a table with a curve for each metric; plain lines off a terminal.
 
+    From when it is made, it also shows what is being done: loading, evaluating 12/32, saving. That
+    is what loggers below ``primerl.progress`` say, at the level INFO.
+
     Args:
         title: of the run.
         steps: how many are planned.
@@ -47,7 +53,10 @@ class LiveView:
         self._title = title
         self._steps = steps
         self._history: dict[str, list[float]] = {}
-        self._began = time.monotonic()
+        self._began = self._last_line = time.monotonic()
+        self._table: Any = None
+        self._phase = ""
+        self._progress = ProgressHandler(self._show_progress)
         self._console = console or Console(file=sys.stdout)
         self._live: Any = None
         if self._console.is_terminal:
@@ -60,17 +69,36 @@ class LiveView:
         for name, value in metrics.items():
             if isinstance(value, int | float):
                 self._history.setdefault(name, []).append(float(value))
+        self._last_line = time.monotonic()
         if self._live is None:
             line = f"step {step + 1}/{self._steps}  {_line(metrics)}  {self._time(step)}"
             self._console.print(line, highlight=False, soft_wrap=True)
         else:
+            self._table = self.table(step, metrics)
             self._live.start()
-            self._live.update(self.table(step, metrics), refresh=True)
+            self._live.update(self._table, refresh=True)
 
     def close(self) -> None:
         """Leave the last table on the screen."""
+        self._progress.close()
         if self._live is not None:
+            if self._table is not None:
+                self._live.update(self._table, refresh=True)
             self._live.stop()
+
+    def _show_progress(self, phase: str, text: str) -> None:
+        now = time.monotonic()
+        if self._live is not None:
+            from rich.console import Group
+            from rich.text import Text
+
+            status = Text(f"{duration(now - self._began)}  {text}", style="dim")
+            self._live.start()
+            self._live.update(Group(self._table, status) if self._table else status, refresh=True)
+        elif now - self._last_line > QUIET_S or (not self._history and phase != self._phase):
+            self._console.print(f"{duration(now - self._began)}  {text}", highlight=False)
+            self._last_line = now
+        self._phase = phase
 
     def table(self, step: int, metrics: Mapping[str, Any]) -> Any:
         """The table of one step, as a rich renderable."""
@@ -93,6 +121,26 @@ class LiveView:
         last = self._history.get("step_s", [])[-RECENT:]
         left = f", {duration(fmean(last) * (self._steps - step - 1))} left" if last else ""
         return f"{duration(time.monotonic() - self._began)} elapsed{left}"
+
+
+class ProgressHandler(logging.Handler):
+    """Passes on what is reported as progress, ``show(phase, text)``, until it is closed."""
+
+    def __init__(self, show: Callable[[str, str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._show = show
+        logger = logging.getLogger(PROGRESS)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a record."""
+        self._show(getattr(record, "phase", ""), record.getMessage())
+
+    def close(self) -> None:
+        """Show no more."""
+        logging.getLogger(PROGRESS).removeHandler(self)
+        super().close()
 
 
 def sparkline(values: list[float], *, width: int = 40) -> str:

@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import nn
 
+from primerl._progress import report
 from primerl._ranks import is_first_rank, on_first_rank
 from primerl.weights.transports.folder_transport import Disk
 from primerl.weights.transports.receipts import Receipt, Transport, on_all_ranks
@@ -70,6 +71,7 @@ class VerifiedTransport:
         Raises:
             RuntimeError: they did not arrive, or the canary failed after each retry too.
         """
+        report("publishing", f"version {version}")
         if self._test_wiring_first:
             self._test_wiring(version)
         for retries_left in reversed(range(self._retries + 1)):

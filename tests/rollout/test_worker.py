@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import itertools
+import logging
 import re
 import threading
 import time
@@ -341,6 +342,27 @@ def test_no_mixture_of_useless_groups_keeps_a_trainer_waiting(on_stale, offsets,
     assert time.monotonic() - began < 15
     assert stats["dropped"] > 5
     assert balanced(stats)
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_trainer_that_waits_says_for_what(caplog, isolation):
+    async def slow(task, engine, params):
+        await asyncio.sleep(0.1 if task["id"] == "0" else 3.0)
+        return await rollout.single_turn(CharacterCodes(), reward=lambda t, r: 1.0)(
+            task, engine, params
+        )
+
+    tasks = [{"id": str(n), "prompt": "a"} for n in range(3)]
+    with make_worker(
+        FakeEngine(), slow, tasks, keep=[], max_staleness=0, isolation=isolation
+    ) as rollouts:
+        with caplog.at_level(logging.INFO, "primerl.progress"):
+            rollouts.take(version=0)
+            rollouts.evaluate(tasks, SamplingParams(max_tokens=3, temperature=0))
+
+    said = "\n".join(caplog.messages)
+    assert re.search(r"^rollouts: [0-2]/3 groups, [1-3] in flight$", said, re.MULTILINE)
+    assert re.search(r"^evaluating: [0-2]/3 rollouts$", said, re.MULTILINE)
 
 
 def test_each_usable_group_is_progress_however_long_the_whole_step_takes():

@@ -471,6 +471,50 @@ def test_the_live_view_prints_a_line_off_a_terminal(tmp_path, capsys):
     assert "0:00 elapsed, 0:00 left" in out
 
 
+def test_the_live_view_prints_each_new_phase_until_the_first_step(capsys, monkeypatch):
+    from primerl._progress import report
+    from primerl.track import live
+
+    view = track.LiveView("a run", steps=2)
+    report("loading the model", "m")
+    report("evaluating", "3/32 rollouts")
+    report("evaluating", "9/32 rollouts")
+    view(0, {"reward": 0.5})
+    report("saving", "step 1")
+    monkeypatch.setattr(live, "QUIET_S", -1.0)
+    report("rollouts", "1/8 groups")
+    view.close()
+    report("rollouts", "2/8 groups")
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ", 1)[1] for line in lines if "step 1/2" not in line] == [
+        "loading the model: m",
+        "evaluating: 3/32 rollouts",
+        "rollouts: 1/8 groups",
+    ]
+    assert len(lines) == 4
+
+
+def test_on_a_terminal_what_is_done_is_below_the_table():
+    import io
+
+    from rich.console import Console
+
+    from primerl._progress import report
+
+    screen = io.StringIO()
+    view = track.LiveView("a run", steps=2, console=Console(file=screen, force_terminal=True))
+    report("starting the engine")
+    assert "starting the engine" in screen.getvalue()
+    view(0, {"reward": 0.5})
+    report("rollouts", "1/8 groups")
+    assert screen.getvalue().rindex("rollouts: 1/8") > screen.getvalue().rindex("reward")
+    before = len(screen.getvalue())
+    view.close()
+
+    assert "rollouts: 1/8" not in screen.getvalue()[before:]
+
+
 def test_the_time_left_is_that_of_the_last_steps(capsys):
     view = track.LiveView("a run", steps=1000)
     for step in range(30):

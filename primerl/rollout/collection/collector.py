@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -69,6 +70,7 @@ class Collector:
         self._taken: PolicyVersion = 0  # the last step that was handed out
         self._ended_delivery = 0  # takes up to this one have reached the trainer, or were given up
         self._evaluations: set[asyncio.Task[Any]] = set()
+        self._evaluated: Counter[str] = Counter()  # rollouts of the evaluations that run
         self._background: list[asyncio.Task[None]] = []
         self.lag = LoopLag()
         self._trainer_wait_s = 0.0
@@ -162,6 +164,8 @@ class Collector:
         current = asyncio.current_task()
         assert current is not None
         self._evaluations.add(current)
+        tasks = list(tasks)
+        self._evaluated["of"] += len(tasks)
         try:
             return await evaluate(
                 self._environment,
@@ -170,11 +174,23 @@ class Collector:
                 params,
                 retries=self._plan.retries,
                 health=health,
+                on_end=lambda _: self._evaluated.update(ended=1),
             )
         finally:
             self._evaluations.discard(current)
+            if not self._evaluations:
+                self._evaluated.clear()
             if evaluated is not self._engine:
                 self._engines.forget(engine)
+
+    def progress(self) -> tuple[str, str]:
+        """What the trainer waits for, and how far it is."""
+        if self._evaluations:
+            return "evaluating", f"{self._evaluated['ended']}/{self._evaluated['of']} rollouts"
+        buffer = self._buffer
+        refused = buffer.refusals.filters.total()
+        detail = f"{buffer.ready}/{self._plan.groups_per_step} groups, {buffer.in_flight} in flight"
+        return "rollouts", detail + (f", the last {refused} refused by filters" if refused else "")
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start; see ``Worker.stats``."""

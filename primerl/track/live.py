@@ -124,13 +124,20 @@ class LiveView:
 
 
 class ProgressHandler(logging.Handler):
-    """Passes on what is reported as progress, ``show(phase, text)``, until it is closed."""
+    """Passes on what is reported as progress, ``show(phase, text)``.
+
+    Until it is closed, or another is made: an earlier view may belong to a run that failed before
+    it began.
+    """
 
     def __init__(self, show: Callable[[str, str], None]) -> None:
         super().__init__(logging.INFO)
         self._show = show
         logger = logging.getLogger(PROGRESS)
         logger.setLevel(logging.INFO)
+        for earlier in logger.handlers[:]:
+            if isinstance(earlier, ProgressHandler):
+                earlier.close()
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:

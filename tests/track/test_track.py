@@ -495,6 +495,17 @@ def test_the_live_view_prints_each_new_phase_until_the_first_step(capsys, monkey
     assert len(lines) == 4
 
 
+def test_progress_is_shown_by_the_newest_view(capsys):
+    from primerl._progress import report
+
+    track.LiveView("of a run that failed before it began", steps=2)
+    view = track.LiveView("a run", steps=2)
+    report("loading the model", "m")
+    view.close()
+
+    assert capsys.readouterr().out.count("loading the model") == 1
+
+
 def test_on_a_terminal_what_is_done_is_below_the_table():
     import io
 

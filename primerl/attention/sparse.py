@@ -172,7 +172,9 @@ def _attend_rows(
     gqa = q.shape[0] != k.shape[0]
     q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     attended = F.scaled_dot_product_attention(
-        *(q, k, v),
+        q,
+        k,
+        v,
         attn_mask=mask,
         scale=scaling,
         dropout_p=dropout,

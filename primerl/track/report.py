@@ -71,7 +71,7 @@ def write_report(
         max_bytes: the most of a run's ``rollouts.jsonl`` that the report has, in the same way.
 
     Raises:
-        ValueError: no folders are given, or one holds no run.
+        ValueError: no folders are given, or one holds no run, or other records than a run's.
     """
     if not runs:
         raise ValueError("no run is given; expected the folder of at least one")
@@ -125,20 +125,27 @@ def _by_name(lines: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
 def _rollout_lines(folder: Path) -> list[_Line]:
     lines = []
     for start, text in complete_lines(folder / ROLLOUTS):
-        record = json.loads(text)
-        line = _Line(
-            start=start,
-            length=len(text),
-            step=record["step"],
-            task=record["task_id"],
-            environment=record["environment"],
-            reward=record["reward"],
-            stop=record["stop"],
-            tokens=len(record["token_ids"]),
-            trained=sum(record["loss_mask"]),
-        )
-        lines.append(line)
+        try:
+            lines.append(_line(start, text))
+        except (ValueError, KeyError, TypeError) as error:
+            where = f"{folder / ROLLOUTS}, line {len(lines) + 1}"
+            raise ValueError(f"{where}, is no record of a rollout: {error!r}") from None
     return lines
+
+
+def _line(start: int, text: bytes) -> _Line:
+    record = json.loads(text)
+    return _Line(
+        start=start,
+        length=len(text),
+        step=record["step"],
+        task=record["task_id"],
+        environment=record["environment"],
+        reward=record["reward"],
+        stop=record["stop"],
+        tokens=len(record["token_ids"]),
+        trained=sum(record["loss_mask"]),
+    )
 
 
 def _chosen(lines: list[_Line], max_rollouts: int, max_bytes: int) -> list[_Line]:

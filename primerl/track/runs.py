@@ -149,7 +149,7 @@ class Run:
             write_json(self.folder / SUMMARY, self.summary)
             try:
                 write_report([self.folder])
-            except OSError as problem:  # which would hide the error of the run
+            except (OSError, ValueError) as problem:  # which would hide the error of the run
                 sys.stderr.write(f"{self.folder} has no report: {problem}\n")
         self._files.close()
         for sink in self._sinks:

@@ -149,6 +149,18 @@ def test_a_run_that_fails_has_a_report_that_says_why(tmp_path):
     assert run["summary"]["error"] == "ZeroDivisionError: half way"
 
 
+@pytest.mark.parametrize("name", ["args.json", "rollouts.jsonl"])
+def test_records_that_were_damaged_hide_no_error_of_the_run(tmp_path, capsys, name):
+    with pytest.raises(ZeroDivisionError), track.Run(tmp_path):  # noqa: PT012
+        (tmp_path / name).write_text('{"step": 0}\n[\n')
+        raise ZeroDivisionError("half way")
+
+    assert f"{tmp_path} has no report: {tmp_path / name}" in capsys.readouterr().err
+    assert "half way" in (tmp_path / "summary.json").read_text()
+    with pytest.raises(ValueError, match="is no record|cannot be read"):
+        track.write_report([tmp_path])
+
+
 @pytest.mark.parametrize(("share", "recorded"), [(0.0, 0), (0.25, 2), (0.5, 4), (1.0, 8)])
 def test_a_share_of_the_groups_is_recorded(tmp_path, share, recorded):
     folder = record(tmp_path, steps=4, record_rollouts=share)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -239,9 +240,9 @@ def test_flags_can_be_read_at_a_glance(root, name):
     assert len(load(root, name).Args.__attrs_attrs__) <= 25
 
 
-def test_minibatches_16_bits_recomputation_and_no_evaluation(root, tiny_chat_model, tmp_path):
+def test_minibatches_recomputation_and_no_evaluation(root, tiny_chat_model, tmp_path):
     arguments = ["--model", tiny_chat_model, "--steps", "2", "--groups-per-step", "2"]
-    arguments += ["--group-size", "4", "--minibatches", "2", "--dtype", "bfloat16", "--recompute"]
+    arguments += ["--group-size", "4", "--minibatches", "2", "--recompute"]
     arguments += ["--eval-tasks", "0", "--run-dir", tmp_path / "run"]
     helper = root / "tests/helpers/recipe_with_signal.py"
 
@@ -251,7 +252,25 @@ def test_minibatches_16_bits_recomputation_and_no_evaluation(root, tiny_chat_mod
     assert summary["steps"] == 2
     assert summary["eval_before"] is summary["eval_after"] is None
     first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
-    assert 1e-9 < first["mismatch_kl"] < 1e-2  # the engine computes in 32 bits
+    assert 1e-9 < first["mismatch_kl"] < 1e-2  # 16 bits, by default
+
+
+def test_the_grpo_recipes_reward_by_hand(root):
+    reward = load(root, "async_grpo").reward
+    task = {"answer": "57"}
+
+    assert reward(task, "57") == reward(task, "57.") == 1.0
+    assert reward(task, "It is 57.") == pytest.approx(1 / 3)
+    assert reward(task, "75") == reward(task, "It is 570") == reward(task, "") == 0.0
+
+
+def test_the_grpo_recipes_tasks_are_all_pairs_in_either_order(root):
+    tasks = load(root, "sync_grpo").build_tasks(seed=0)
+    pairs = [[int(word) for word in re.findall(r"\d+", task["prompt"])] for task in tasks]
+
+    assert all(int(task["answer"]) == max(pair) for task, pair in zip(tasks, pairs, strict=True))
+    assert len({frozenset(pair) for pair in pairs}) == len(tasks) == 90 * 89 / 2
+    assert 0.4 < sum(first < second for first, second in pairs) / len(pairs) < 0.6
 
 
 def test_a_mistake_is_one_clear_error_before_work_starts(root, smollm2_folder, tmp_path):
@@ -259,7 +278,7 @@ def test_a_mistake_is_one_clear_error_before_work_starts(root, smollm2_folder, t
     messages = {
         ("--model", "/nowhere/model"): "there is no model folder /nowhere/model",
         (*model, "--max-tokens", "100000"): "max_tokens=100000 leaves no room for a prompt",
-        (*model, "--eval-tasks", "1000"): "--eval-tasks is 1000; expected less than 784",
+        (*model, "--eval-tasks", "5000"): "--eval-tasks is 5000; expected less than 4005",
         (*model, "--resume", "mistyped"): "there is no folder mistyped to resume from",
     }
 

@@ -18,9 +18,10 @@ import pytest
 from primerl.weights.transports.shared_folder import shared_memory
 
 SMALL = ["--steps", "2", "--groups-per-step", "2", "--group-size", "4", "--eval-tasks", "4"]
+SMALL += ["--dtype", "float32"]
 # Its scorer gives a part of the reward often, so that groups have a signal.
 SMALL += ["--env", "reasoning-gym:letter_counting"]
-OWN_SERVER = ["--engine", "vllm", "--vllm", "dtype", "float32", "max_model_len", "1024"]
+OWN_SERVER = ["--engine", "vllm", "--vllm", "max_model_len", "1024"]
 OWN_SERVER += ["max_num_seqs", "32", "max_num_batched_tokens", "512"]
 THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}  # of its server too
 TIMEOUT_S = 600.0

@@ -363,6 +363,24 @@ def test_the_engine_serves_a_copy():
         assert torch.equal(tensor, original[name])
 
 
+def test_a_smaller_dtype_rounds_the_copy_and_its_updates_and_nothing_else():
+    model = wide_model("qwen3")
+    other = perturbed(model, 1)
+    params = SamplingParams(max_tokens=20)
+
+    with rollout.TransformersEngine(model, dtype=torch.bfloat16, seed=0) as engine:
+        for version, source in enumerate((model, other)):
+            weights.SharedMemory(source, engine).publish(version)
+            completion = asyncio.run(engine.generate([5, 6, 7], params))
+
+            rounded = copy.deepcopy(source).to(torch.bfloat16)
+            logprobs = torch.tensor(completion.logprobs)
+            for reference, least, most in ((rounded, 0.0, 0.05), (source, 1e-4, 0.2)):
+                expected = forward_logprobs(reference, [5, 6, 7], completion, 1.0).float()
+                assert least <= (expected - logprobs).abs().mean() < most
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 def test_wrong_weights_are_refused_and_change_nothing():
     model = wide_model()
     good = dict(model.state_dict())

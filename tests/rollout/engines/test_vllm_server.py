@@ -230,6 +230,9 @@ def test_environment_defaults_on_a_cpu(monkeypatch):
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "2",
+        "GOMP_SPINCOUNT": "200000",
+        "MALLOC_MMAP_THRESHOLD_": "1073741824",
+        "MALLOC_TRIM_THRESHOLD_": "1099511627776",
     }
     ours = {
         name: value

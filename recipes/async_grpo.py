@@ -189,7 +189,7 @@ def main(args: Args) -> None:
     world = parallel.process_group(seed=args.seed)
     # Beside the view, or in its place: track.wandb_sink("project", args).
     sinks = [track.LiveView("GRPO", steps=args.steps)] if world.is_first else []
-    parallel.settle_cpu(sharing=2)  # trainer and engine compute at the same time
+    parallel.settle_cpu()
     model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
     environment, train_tasks, eval_tasks = build_environment(args, tokenizer)

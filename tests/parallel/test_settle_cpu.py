@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from primerl import parallel
-
 PROGRAM = """
 import logging, os, resource, sys
 import torch
@@ -15,9 +13,9 @@ from primerl import parallel
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(8)
-parallel.settle_cpu(sharing=2)
+parallel.settle_cpu()
 print(torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
-parallel.settle_cpu(sharing=2)
+parallel.settle_cpu()
 print(torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
 torch.ones(2**24)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -48,8 +46,8 @@ def settled(*, variable=None):
 def test_cores_are_divided_once_and_said():
     said, first, _, again, _ = settled()
 
-    assert first == again == "4 4"
-    assert said.startswith("cpu: 4 threads for trainer and engine each")
+    assert first == again == "8 4"
+    assert said.startswith("cpu: 8 threads, and 4 for a server beside it")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
@@ -57,11 +55,6 @@ def test_what_the_environment_says_decides_and_freed_memory_is_kept():
     said, first, _, again, page_faults = settled(variable="1")
 
     assert first == again == "1 1"
-    assert "1 thread for trainer and engine each, as OMP_NUM_THREADS says" in said
+    assert "1 threads for trainer and engine each, as OMP_NUM_THREADS says" in said
     assert "freed memory is kept" in said
     assert int(page_faults) < 4 * PAGES  # where all eight tensors were cleared, 8 times
-
-
-def test_no_process_to_share_with_is_refused():
-    with pytest.raises(ValueError, match="sharing is 0, expected how many processes compute"):
-        parallel.settle_cpu(sharing=0)

@@ -1,4 +1,7 @@
-"""The edits of docs/recipes.md, applied to a copy of the recipe, which is then run."""
+"""The edits of docs/recipes.md, applied to copies of the recipe, which are then run.
+
+Those up to "start again" make one copy, the others another.
+"""
 
 import json
 import re
@@ -6,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file
 
 
 def edits(page):
@@ -17,33 +21,40 @@ def edits(page):
         yield before, after
 
 
-@pytest.fixture(scope="module")
-def edited(root, tmp_path_factory):
+def edited(root, folder, part):
+    """The recipe after the edits of one ``part`` of the page, 0 or 1."""
     recipe = (root / "recipes/async_grpo.py").read_text()
-    for before, after in edits((root / "docs/recipes.md").read_text()):
+    pages = (root / "docs/recipes.md").read_text().split("start again from the recipe")
+    for before, after in edits(pages[part]):
         assert recipe.count(before) == 1, before
         recipe = recipe.replace(before, after)
-    path = tmp_path_factory.mktemp("mine") / "mine.py"
+    path = folder / "mine.py"
     path.write_text(recipe)
     return path
 
 
-@pytest.fixture(scope="module")
-def metrics(root, edited, tiny_chat_model):
-    command = [root / "tests/helpers/recipe_with_signal.py", edited, "--model", tiny_chat_model]
-    command += ["--steps", 3, "--groups-per-step", 4, "--group-size", 4, "--eval-tasks", 2]
-    command += ["--eval-every", 2, "--run-dir", edited.parent / "run", "--lr", 1e-3]
+def run(root, recipe, *arguments):
+    """The lines of ``metrics.jsonl`` of a run."""
+    command = [root / "tests/helpers/recipe_with_signal.py", recipe, *arguments]
     done = subprocess.run(
         [sys.executable, *map(str, command)],
-        cwd=edited.parent,
+        cwd=recipe.parent,
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
-    lines = (edited.parent / "run/metrics.jsonl").read_text().splitlines()
+    lines = (recipe.parent / "run/metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def metrics(root, tiny_chat_model, tmp_path_factory):
+    recipe = edited(root, tmp_path_factory.mktemp("mine"), 0)
+    small = ["--steps", 3, "--groups-per-step", 4, "--group-size", 4, "--eval-tasks", 2]
+    small += ["--eval-every", 2, "--run-dir", recipe.parent / "run", "--lr", 1e-3]
+    return run(root, recipe, "--model", tiny_chat_model, *small)
 
 
 def test_the_edited_recipe_trains_with_a_reference(metrics):
@@ -60,3 +71,46 @@ def test_it_draws_from_both_environments(metrics):
 
 def test_it_evaluates_when_it_is_told(metrics):
     assert ["evaluation" in line for line in metrics] == [True, False, True]
+
+
+@pytest.fixture(scope="module")
+def other_run(root, tiny_chat_model, tmp_path_factory):
+    """With adapters, two epochs, a curriculum, two turns and a sink; stopped once, and resumed."""
+    recipe = edited(root, tmp_path_factory.mktemp("other"), 1)
+    small = ["--groups-per-step", 4, "--group-size", 4, "--eval-tasks", 2, "--save-every", 1]
+    small += ["--steps", 1, "--run-dir", recipe.parent / "run", "--lr", 1e-2]
+    run(root, recipe, "--model", tiny_chat_model, *small)
+    again = ["--resume", recipe.parent / "run", "--steps", 2]
+    return recipe.parent, run(root, recipe, *again)
+
+
+def test_only_adapters_are_trained_and_saved(other_run):
+    folder, metrics = other_run
+
+    names = list(load_file(folder / "run/final/adapter_model.safetensors"))
+    assert names
+    assert all(".lora_" in name for name in names)
+    assert all(line["grad_norm"] > 0 for line in metrics)
+
+
+def test_the_second_epoch_is_off_policy(other_run):
+    """In the first pass of the first step, the policy is the one that sampled."""
+    _, metrics = other_run
+
+    assert metrics[0]["staleness_max"] == 0
+    assert metrics[0]["ratio_p99"] > 1.01
+
+
+def test_it_plays_two_turns(other_run):
+    folder, _ = other_run
+    records = (folder / "run/rollouts.jsonl").read_text()
+
+    assert "Only the larger number, please." in records
+
+
+def test_a_sink_gets_every_step_and_a_resumed_run_goes_on(other_run):
+    folder, metrics = other_run
+
+    assert [line["step"] for line in metrics] == [0, 1]
+    expected = [f"{line['step']} {line['reward']}" for line in metrics]
+    assert (folder / "rewards.txt").read_text().splitlines() == expected

@@ -1,5 +1,6 @@
 """Token dispatch to experts by the DeepEP library, over NVLink and RDMA."""
 
+import importlib
 import inspect
 from typing import Any
 
@@ -8,7 +9,6 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from primerl._optional import require
 from primerl.parallel.expert_parallel.dispatch import Compute
 
 INSTALL = (
@@ -90,7 +90,7 @@ class DeepEP:
 
 def _library() -> Any:
     try:
-        library = require("deep_ep", extra="deep_ep")
+        library = importlib.import_module("deep_ep")
     except ImportError as error:
         raise ImportError(f"DeepEP is not installed: {INSTALL}") from error
     buffer = getattr(library, "Buffer", None)

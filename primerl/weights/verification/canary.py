@@ -80,8 +80,9 @@ class Canary:
       each is larger than the change; where its standard error is above 0.2, or the prediction is
       not well above the trainer's own rounding, nothing is concluded.
 
-    In 16 bits, where all tensors were the trainer's bit for bit, the tolerance is doubled and
-    nothing is concluded from movement: there the scores watch for gross faults alone.
+    In 16 bits, where all tensors were the trainer's bit for bit, the tolerance and the most that
+    one token may differ are doubled, and nothing is concluded from movement: there the scores watch
+    for gross faults alone.
 
     All ranks make a canary and call ``check``, since the forward pass of a sharded model is a
     collective; rank 0 alone has an engine, and all get its verdict. docs/verification.md says what

@@ -167,7 +167,8 @@ class ReplicaChecks:
         moved, error = self._moved(name, one, rounding)
         tensors = Comparison(published=0, compared=0, wrong=()) if compared is None else compared
         relaxed = self._rough and 0 < tensors.published == tensors.compared and not tensors.wrong
-        tolerance = self.tolerance * (RELAXED if relaxed else 1.0)
+        factor = RELAXED if relaxed else 1.0
+        tolerance = self.tolerance * factor
         reasons = []
         if tensors.wrong:
             reasons.append(f"tensors differ from the trainer's: {a_few(tensors.wrong)}")
@@ -180,7 +181,7 @@ class ReplicaChecks:
             reasons.append(
                 f"the continuation differs by {continuation:.2g} nats{'' if reasons else cause}"
             )
-        if not largest <= PEAK * noise and not reasons:
+        if not largest <= PEAK * noise * factor and not reasons:
             reasons.append(f"a token differs by {largest:.2g} nats")
         if not abs(shift) <= visible:
             reasons.append(f"scores shifted by {shift:.2g} nats since the last check")

@@ -112,6 +112,13 @@ def test_compilation_is_off_by_default_on_a_cpu():
     assert "--enforce-eager" not in command(on_cpu=True, optimization_level=2)
 
 
+def test_blocks_of_the_prefix_cache_are_short_on_a_cpu_unless_they_are_set():
+    assert "--block-size=32" in command(on_cpu=True)
+    assert "--block-size=128" in command(on_cpu=True, block_size=128)
+    for words in (command(), command(on_cpu=True, flags=("--block-size=128",))):
+        assert "--block-size=32" not in words
+
+
 def test_the_command_has_the_settings_for_training():
     words = command()
 

@@ -11,6 +11,8 @@ from random_steps import trained
 
 from primerl import testing, weights
 from primerl.weights.verification import scoring
+from primerl.weights.verification.served_tensors import Comparison
+from primerl.weights.verification.verdicts import Observation, ReplicaChecks
 
 SIZES = {"count": 3, "length": 40, "new_tokens": 6}
 
@@ -205,6 +207,23 @@ def test_in_bfloat16_an_engine_that_does_not_move_at_all_is_caught():
 
     assert "0% of the change" in failed(verdicts)
     assert verdicts[1].replicas[0].difference < verdicts[1].tolerance
+
+
+@pytest.mark.parametrize(("wrong", "passes"), [((), True), (("w",), False)])
+def test_in_bfloat16_one_odd_token_fails_only_where_a_tensor_differs(wrong, passes):
+    """Of SmolLM2 on vLLM, 3.4 nats at one of 190 tokens, with noise of 0.14, all tensors equal."""
+    noise = np.resize([0.14, -0.14], 570)
+    odd = np.where(np.arange(570) == 400, 3.5, noise)
+    checks = ReplicaChecks(dtype=torch.bfloat16, tolerance=None)
+
+    def verdict(differences, wrong):
+        one = Observation(expected=np.zeros(570), scores=differences, ends=noise[:16])
+        comparison = Comparison(published=1, compared=1, wrong=wrong)
+        return checks.verdicts({"a": one}, {"a": comparison}, rounding=0.1)[0]
+
+    assert verdict(noise, ()).passed
+    assert verdict(odd, wrong).passed == passes
+    assert not verdict(np.where(np.arange(570) == 400, 9.0, noise), ()).passed
 
 
 def test_in_bfloat16_updates_that_arrive_pass_whether_or_not_anything_is_concluded():

@@ -95,6 +95,9 @@ def server_command(
         arguments["worker_extension_cls"] = WORKER_EXTENSION
     if on_cpu and not given & _COMPILATION:
         arguments["enforce_eager"] = True  # compiling adds a minute or more to each start
+    if on_cpu and "block_size" not in given:
+        # A prompt is cached in whole blocks, which on a CPU have 128 tokens: most have fewer.
+        arguments["block_size"] = 32
     arguments |= engine_args
     middleware = arguments.pop("middleware", ())
     wrapped = [middleware] if isinstance(middleware, str) else [*middleware]

@@ -1,6 +1,7 @@
 """Tracking: a run's folder, metrics, trained rollouts, live view and report."""
 
 from primerl.track.arguments import command_line, instead_of, new_file, number
+from primerl.track.interrupts import interruptible
 from primerl.track.live import LiveView
 from primerl.track.mismatch_gate import MismatchGate
 from primerl.track.report import write_report
@@ -15,6 +16,7 @@ __all__ = [
     "Sink",
     "command_line",
     "instead_of",
+    "interruptible",
     "new_file",
     "number",
     "wandb_sink",

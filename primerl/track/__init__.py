@@ -6,7 +6,7 @@ from primerl.track.live import LiveView
 from primerl.track.mismatch_gate import MismatchGate
 from primerl.track.report import write_report
 from primerl.track.runs import IdleRun, Run
-from primerl.track.sinks import Sink, wandb_sink
+from primerl.track.sinks import Sink, tensorboard_sink, trackio_sink, wandb_sink
 
 __all__ = [
     "IdleRun",
@@ -19,6 +19,8 @@ __all__ = [
     "interruptible",
     "new_file",
     "number",
+    "tensorboard_sink",
+    "trackio_sink",
     "wandb_sink",
     "write_report",
 ]

@@ -1,5 +1,7 @@
 import json
 import math
+import subprocess
+import sys
 import time
 
 import attrs
@@ -631,6 +633,46 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     assert logged["staleness_max"] == 1
     assert "mismatch_kl" in logged
     assert list(tmp_path.glob("wandb/offline-run-*"))
+
+
+def test_tensorboard(tmp_path):
+    tensorboard = pytest.importorskip("tensorboardX")
+    sink = track.tensorboard_sink(tmp_path / "events")
+
+    record(tmp_path / "run", sinks=[sink])
+
+    (path,) = (tmp_path / "events").iterdir()
+    found = {}
+    with path.open("rb") as file:
+        while header := file.read(8):
+            file.read(4)  # the checksum of the length
+            event = tensorboard.proto.event_pb2.Event()
+            event.ParseFromString(file.read(int.from_bytes(header, "little")))
+            file.read(4)
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    assert found["reward"] == [(0, 0.5), (1, 0.5)]
+    assert found["mismatch_kl"] == [(0, pytest.approx(0.05))]
+    assert "alarm" not in found
+
+
+def test_trackio(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    pytest.importorskip("trackio")
+    sink = track.trackio_sink("primerl-test", {"lr": 0.1}, name="first", auto_log_cpu=False)
+
+    record(tmp_path / "run", sinks=[sink])
+
+    command = [sys.executable, "-m", "trackio.cli", "get", "metric", "--json", "--project"]
+    command += ["primerl-test", "--run", "first", "--metric", "reward"]
+    said = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+    points = [(point["step"], point["value"]) for point in json.loads(said)["values"]]
+    assert points == [(0, 0.5), (1, 0.5)]
+
+
+@pytest.mark.parametrize("sink", [track.tensorboard_sink, track.trackio_sink])
+def test_a_sink_for_no_place_does_nothing(sink):
+    assert sink(None)(0, {"loss": 1.0}) is None
 
 
 def test_words_are_distinct_and_short():

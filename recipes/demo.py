@@ -109,6 +109,7 @@ def backward(
         )
 
 
+@track.interruptible()
 def main(args: Args) -> None:
     torch.set_num_threads(1)  # for the trainer, and as many for the engine
     world = parallel.process_group()

@@ -7,7 +7,7 @@ On a laptop's CPU, with a chat model of 135M parameters and no network (a minute
     python recipes/sync_grpo.py --model smollm2 --steps 20    # --engine vllm: with its server
 
 Copy this file and edit it: ``build_environment`` is the problem, ``backward`` the algorithm.
-GPUs: ``torchrun --nproc-per-node 8``. SIGTERM saves; ``--resume RUN_DIR`` continues.
+GPUs: ``torchrun --nproc-per-node 8``. Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues.
 ``diff recipes/sync_grpo.py recipes/async_grpo.py`` shows what asynchrony takes.
 """
 
@@ -183,6 +183,7 @@ def backward(
     return total
 
 
+@track.interruptible()
 def main(args: Args) -> None:
     world = parallel.process_group(seed=args.seed)
     # Beside the view, or in its place: track.wandb_sink("project", args).

@@ -123,14 +123,14 @@ class Checkpoints:
             self.close()
         else:
             self._writer.abandon(10.0)  # worth a moment, but other ranks may be gone
-        if self._rank == 0 and isinstance(error, (Stopped, KeyboardInterrupt)):
-            self._say_how_to_resume()
-
-    def _say_how_to_resume(self) -> None:
-        saved = folders.steps(self._folder)
-        if saved:
+        saved = folders.steps(self._folder) if self._rank == 0 else []
+        if saved and isinstance(error, (Stopped, KeyboardInterrupt)):
             step, run = folders.step_of(saved[-1]), os.path.relpath(self._folder.parent)
-            sys.stderr.write(f"stopped; step {step} is saved. To continue: --resume {run}\n")
+            how = f"step {step} is saved. To continue: --resume {run}"
+            if isinstance(error, Stopped):
+                sys.stderr.write(f"stopped; {how}\n")
+            else:
+                error.add_note(how)
 
     def load(self, saved: Saved | None) -> int:
         """Resume from ``saved``, and return its step; 0 for a new run. All ranks call it.

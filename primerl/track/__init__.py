@@ -1,11 +1,12 @@
 """Tracking: a run's folder, metrics, trained rollouts, live view and report."""
 
 from primerl.track.arguments import command_line, instead_of, new_file, number
+from primerl.track.interrupts import interruptible
 from primerl.track.live import LiveView
 from primerl.track.mismatch_gate import MismatchGate
 from primerl.track.report import write_report
 from primerl.track.runs import IdleRun, Run
-from primerl.track.sinks import Sink, wandb_sink
+from primerl.track.sinks import Sink, tensorboard_sink, trackio_sink, wandb_sink
 
 __all__ = [
     "IdleRun",
@@ -15,8 +16,11 @@ __all__ = [
     "Sink",
     "command_line",
     "instead_of",
+    "interruptible",
     "new_file",
     "number",
+    "tensorboard_sink",
+    "trackio_sink",
     "wandb_sink",
     "write_report",
 ]

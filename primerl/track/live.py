@@ -10,6 +10,7 @@ from typing import Any
 from primerl._optional import require
 from primerl._progress import NAME as PROGRESS
 
+PLAIN_WIDTH = 100  # of a prompt's end, and of a reply, off a terminal
 QUIET_S = 10.0  # off a terminal, a line is printed at least this often while something is done
 RECENT = 10  # steps that the time left is estimated from
 BARS = "▁▂▃▄▅▆▇█"
@@ -36,8 +37,9 @@ SHOWN = (
 class LiveView:
     """A sink that redraws a table with a curve for each metric; plain lines off a terminal.
 
-    From when it is made, it also shows what is being done: loading, evaluating 12/32, saving. That
-    is what loggers below ``primerl.progress`` say, at the level INFO.
+    Below the table is one reply of the step, of the end of a prompt and the beginning of what was
+    sampled. From when it is made, the view also shows what is being done: loading, evaluating
+    12/32, saving. That is what loggers below ``primerl.progress`` say, at the level INFO.
 
     Args:
         title: of the run.
@@ -56,6 +58,7 @@ class LiveView:
         self._began = self._last_line = time.monotonic()
         self._table: Any = None
         self._phase = ""
+        self._reply: tuple[str, str, float] | None = None
         self._progress = ProgressHandler(self._show_progress)
         self._console = console or Console(file=sys.stdout)
         self._live: Any = None
@@ -73,10 +76,37 @@ class LiveView:
         if self._live is None:
             line = f"step {step + 1}/{self._steps}  {_line(metrics)}  {self._time(step)}"
             self._console.print(line, highlight=False, soft_wrap=True)
+            for text in self._reply_lines(PLAIN_WIDTH):
+                self._console.print(text, soft_wrap=True)
         else:
-            self._table = self.table(step, metrics)
+            from rich.console import Group
+
+            lines = self._reply_lines(self._console.width)
+            self._table = Group(self.table(step, metrics), *lines)
             self._live.start()
             self._live.update(self._table, refresh=True)
+
+    def show_reply(self, prompt: str, completion: str, reward: float) -> None:
+        """Show one of a step's replies with the step's metrics, which come next."""
+        self._reply = (prompt, completion, reward)
+
+    def _reply_lines(self, width: int) -> list[Any]:
+        """The end of the prompt and the beginning of the reply, a line of ``width`` cells each."""
+        from rich.text import Text
+
+        if self._reply is None:
+            return []
+        prompt, completion, reward = self._reply
+        lines = []
+        for label, text in (
+            ("prompt  ", end_of(visible(prompt), width - len("prompt  "))),
+            (f"reply, reward {reward:.3g}  ", visible(completion)),
+        ):
+            # A Text, unlike a string, is not read as markup.
+            line = Text(label, style="dim", no_wrap=True).append(text, style="not dim")
+            line.truncate(width, overflow="ellipsis")
+            lines.append(line)
+        return lines
 
     def close(self) -> None:
         """Leave the last table on the screen."""
@@ -159,6 +189,25 @@ def sparkline(values: list[float], *, width: int = 40) -> str:
     low, high = min(values), max(values)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((value - low) * scale)] for value in values)
+
+
+def visible(text: str) -> str:
+    """The text on one line, with control characters as escapes: they could steer the terminal."""
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
+
+
+def end_of(text: str, width: int) -> str:
+    """The end of the text that fits into ``width`` cells of a terminal."""
+    from rich.cells import cell_len
+
+    if cell_len(text) <= width:
+        return text
+    end = text[-width:]  # a letter takes a cell or two, or none
+    while cell_len(end) > width - 1:
+        end = end[1:]
+    return "…" + end
 
 
 def duration(seconds: float) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from primerl.track.run_folder import RunFolder, plain, write_line
-from primerl.types import Group, Rollout, TrainingSample
+from primerl.types import Group, Rollout, Sample, TrainingSample
 
 Decode = Callable[[list[int]], str]
 
@@ -44,9 +44,24 @@ class RolloutRecords:
                     if recorded:
                         self._write(step, group, rollout, one)
 
+    def reply(self, groups: Sequence[Group]) -> tuple[str, str, float] | None:
+        """The prompt, completion and reward of one trained rollout; None if none can be read."""
+        if self._decode is None:
+            return None
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            for sample in rollout.samples:
+                if sample.loss_mask.any():
+                    return *self._texts(self._decode, sample), rollout.reward
+        return None
+
+    def _texts(self, decode: Decode, sample: Sample | TrainingSample) -> tuple[str, str]:
+        ids: list[int] = sample.token_ids.tolist()
+        begin = int(sample.loss_mask.argmax())
+        return decode(ids[:begin]), decode(ids[begin:])
+
     def _write(self, step: int, group: Group, rollout: Rollout, one: TrainingSample) -> None:
         ids: list[int] = one.token_ids.tolist()
-        begin = int(one.loss_mask.argmax())
+        texts = (None, None) if self._decode is None else self._texts(self._decode, one)
         record: dict[str, Any] = {
             "step": step,
             "task_id": group.task_id,
@@ -54,8 +69,8 @@ class RolloutRecords:
             "reward": rollout.reward,
             "stop": rollout.stop,
             "metrics": {name: plain(value) for name, value in rollout.metrics.items()},
-            "prompt": None if self._decode is None else self._decode(ids[:begin]),
-            "completion": None if self._decode is None else self._decode(ids[begin:]),
+            "prompt": texts[0],
+            "completion": texts[1],
             "temperature": one.temperature,
             "token_ids": ids,
             "loss_mask": one.loss_mask.astype(int).tolist(),

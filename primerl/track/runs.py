@@ -67,7 +67,8 @@ class Run:
         args: an attrs value or a mapping.
         decode: token ids to text.
         record_rollouts: the share of groups whose rollouts are recorded; 0 for none.
-        sinks: functions ``(step, metrics) -> None``.
+        sinks: functions ``(step, metrics) -> None``. One with a method ``show_reply(prompt,
+            completion, reward)`` is shown a reply of each step before, if there is ``decode``.
         gate: watches ``mismatch_kl``.
         state: what ``Run.state`` returned, to resume that run in its folder.
         steps: how many are planned; needed to tell a resumed run that is finished.
@@ -233,6 +234,9 @@ class Run:
         self.summary["steps"] = self._steps = step + 1
         self.summary["staleness_max"] = max(self.staleness, default=None)
         for sink in self._sinks:
+            show_reply = getattr(sink, "show_reply", None)
+            if show_reply is not None and (reply := self._rollouts.reply(groups)) is not None:
+                show_reply(*reply)
             sink(step, line)
         return line
 

@@ -1,5 +1,6 @@
 """Sinks: where metrics go besides the run's own files. A sink is a function."""
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,3 +32,61 @@ def wandb_sink(project: str | None, args: Any = None, **init: Any) -> Sink:
         run.log(numbers, step=step, commit=True)
 
     return sink
+
+
+def tensorboard_sink(folder: str | os.PathLike[str] | None, **writer: Any) -> Sink:
+    """A sink that writes numbers for TensorBoard: ``tensorboard --logdir FOLDER`` shows them.
+
+    Args:
+        folder: for the event files; None for a sink that does nothing.
+        writer: other arguments of ``tensorboardX.SummaryWriter``
+            (https://tensorboardx.readthedocs.io/en/latest/tensorboard.html), such as
+            ``flush_secs=10``.
+    """
+    if folder is None:
+        return lambda step, metrics: None  # noqa: ARG005
+    events = require("tensorboardX", extra="tensorboard").SummaryWriter(os.fspath(folder), **writer)
+
+    def log(step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in _numbers(metrics).items():
+            events.add_scalar(name, value, step)
+
+    return _ClosingSink(log, events.close)
+
+
+def trackio_sink(project: str | None, args: Any = None, **init: Any) -> Sink:
+    """A sink that logs numbers to Trackio, on this computer: ``trackio show`` shows them.
+
+    Args:
+        project: the project; None for a sink that does nothing.
+        args: of the run, an attrs value or a mapping: Trackio's ``config``.
+        init: other arguments of ``trackio.init``
+            (https://huggingface.co/docs/trackio/api#trackio.init), such as ``name="first"``.
+    """
+    if project is None:
+        return lambda step, metrics: None  # noqa: ARG005
+    if args is not None:
+        init["config"] = attrs.asdict(args) if attrs.has(type(args)) else dict(args)
+    run = require("trackio", extra="trackio").init(project=project, **init)
+
+    def log(step: int, metrics: Mapping[str, Any]) -> None:
+        numbers = _numbers(metrics)
+        own = ("step", "time")  # Trackio's own names, for what it records anyway
+        run.log({name: numbers[name] for name in numbers if name not in own}, step=step)
+
+    return _ClosingSink(log, run.finish)
+
+
+@attrs.frozen
+class _ClosingSink:
+    """A sink that is closed when the run ends."""
+
+    log: Sink
+    close: Callable[[], None]
+
+    def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.log(step, metrics)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}

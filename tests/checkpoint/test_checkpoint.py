@@ -11,7 +11,7 @@ import xxhash
 from safetensors import safe_open
 from torch import nn
 
-from primerl import checkpoint, optim
+from primerl import checkpoint, optim, track
 from primerl._digests import digest_of_file
 from primerl.checkpoint import folders, writing
 from primerl.checkpoint.generators import generator_states, set_generators
@@ -536,6 +536,21 @@ def test_by_default_no_checkpoint_is_due(tmp_path):
     net = Net()
     with checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net))) as saves:
         assert not any(map(saves.due, range(10)))
+
+
+def test_an_interrupted_run_says_how_to_resume_in_its_only_line(three, capsys, monkeypatch):
+    monkeypatch.chdir(three.parent)
+    net = Net()
+    optimizer = OPTIMIZERS["plain SGD"](trainable(net))
+
+    with pytest.raises(SystemExit) as ended, track.interruptible():
+        with checkpoint.Checkpoints(three, net, optimizer):
+            raise KeyboardInterrupt
+
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == (
+        f"stopped by Ctrl-C; step 3 is saved. To continue: --resume {three.name}\n"
+    )
 
 
 def test_a_loop_that_was_told_to_stop_leaves_with_exit_code_143():

@@ -1,21 +1,25 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from primerl import parallel, track
+from primerl._interrupts import interrupt_main_thread
 from primerl.parallel.launch.stop_signals import StoppedError, StopSignals
+
+KINDS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @pytest.fixture(autouse=True)
 def handlers():
     """Restores the handlers after each test."""
-    kinds = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.getsignal(kind) for kind in kinds]
+    before = [signal.getsignal(kind) for kind in KINDS]
     yield before
-    for kind, handler in zip(kinds, before, strict=True):
+    for kind, handler in zip(KINDS, before, strict=True):
         signal.signal(kind, handler)
 
 
@@ -54,6 +58,88 @@ def test_sigterm_is_recorded_once_a_loop_checks_but_a_second_one_raises():
         send(signal.SIGTERM)
 
 
+def test_ctrl_c_is_recorded_once_a_loop_checks_but_a_second_one_raises(capfd):
+    signals = StopSignals(10.0)
+    signals.install()
+    signals.defer()
+    send(signal.SIGINT)
+
+    assert signals.received
+    assert "the run stops after this step; a second one ends it" in capfd.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT)
+
+
+def test_ctrl_c_raises_before_a_loop_checks():
+    signals = StopSignals(10.0)
+    signals.install()
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT)
+
+
+def test_an_interrupt_from_another_thread_does_not_wait_for_a_step():
+    """As the watchdog of the worker sends it to a trainer that may wait for the worker."""
+    signals = StopSignals(10.0)
+    signals.install()
+    signals.defer()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_main_thread()
+
+    assert not signals.received
+
+
+def test_an_interrupt_of_an_earlier_run_is_forgotten():
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_main_thread()
+    signals = StopSignals(10.0)
+    signals.install()
+    signals.defer()
+    send(signal.SIGINT)
+
+    assert signals.received
+
+
+def test_a_process_that_ignores_ctrl_c_goes_on_to():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signals = StopSignals(10.0)
+    signals.install()
+
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+SCRIPT = """
+import time
+from primerl import parallel, track
+
+@track.interruptible()
+def main():
+    with parallel.process_group() as world:
+        world.should_stop()
+        print("ready", flush=True)
+        time.sleep(60)
+
+main()
+"""
+
+
+def test_a_script_that_is_interrupted_twice_ends_at_once_with_one_line():
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == "\n"  # after the terminal's ^C
+        assert process.stderr.readline().startswith("Ctrl-C: the run stops after this step")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+
+    assert errors == "stopped by Ctrl-C\n"
+    assert process.returncode == 130
+
+
 def test_a_second_sigterm_cancels_the_one_after_the_grace():
     """Otherwise it is sent to whatever handles signals then: here, it killed the tests."""
     signals = StopSignals(0.2)
@@ -73,10 +159,10 @@ def test_a_second_sigterm_cancels_the_one_after_the_grace():
 def test_handlers_are_restored_if_no_signal_came(handlers):
     signals = StopSignals(10.0)
     signals.install()
-    assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)] != handlers
+    assert [signal.getsignal(kind) for kind in KINDS] != handlers
     signals.restore()
 
-    assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)] == handlers
+    assert [signal.getsignal(kind) for kind in KINDS] == handlers
 
 
 def test_sigusr1_is_recorded_however_often_it_is_sent():
@@ -159,14 +245,14 @@ def test_failing_to_connect_restores_the_handlers(monkeypatch, handlers):
     with pytest.raises(ValueError, match="MASTER_ADDR"), parallel.process_group():
         pass
 
-    assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)] == handlers
+    assert [signal.getsignal(kind) for kind in KINDS] == handlers
 
 
 def test_without_a_signal_a_world_of_one_leaves_no_handler(alone, handlers):
     with parallel.process_group() as world:
         assert not world.should_stop()
 
-    assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)] == handlers
+    assert [signal.getsignal(kind) for kind in KINDS] == handlers
 
 
 def test_a_grace_of_zero_is_refused():

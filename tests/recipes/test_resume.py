@@ -37,16 +37,22 @@ def steps_logged(folder):
 
 
 def stop(arguments, folder, *, after, how):
-    """Run until ``after`` steps are logged, send a signal, and return the exit code and output."""
+    """Run until ``after`` steps are logged, send a signal, and return the exit code and output.
+
+    SIGINT goes to the process group, as a terminal sends it.
+    """
     with (folder.parent / "output").open("w+") as output:
-        process = subprocess.Popen(arguments, stdout=output, stderr=output, cwd=folder.parent)
+        process = subprocess.Popen(
+            arguments, stdout=output, stderr=output, cwd=folder.parent, start_new_session=True
+        )
         deadline = time.monotonic() + TIMEOUT_S
         try:
             while len(steps_logged(folder)) < after:
                 assert process.poll() is None, output.seek(0) or output.read()
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-            os.kill(process.pid, how)
+            send = os.killpg if how == signal.SIGINT else os.kill
+            send(process.pid, how)
             code = process.wait(TIMEOUT_S)
         finally:
             process.kill()
@@ -129,6 +135,34 @@ def test_the_summary_is_of_the_whole_run(told):
     assert "error" not in summary
     assert summary["finished"]
     assert (folder / "final" / "model.safetensors").is_file()
+
+
+def test_ctrl_c_saves_the_step_and_ends_with_one_line(root, model, tmp_path):
+    folder = tmp_path / "run"
+    arguments = command(root, model, folder, steps=10_000, ranks=1, more=("--eval-every", 0))
+    code, output = stop(arguments, folder, after=2, how=signal.SIGINT)
+
+    taken = len(steps_logged(folder))
+    assert code == 143
+    assert "Traceback" not in output
+    last = output.splitlines()[-1]
+    assert last == f"stopped; step {taken} is saved. To continue: --resume run"
+    assert (folder / "checkpoints" / f"step-{taken:08d}").is_dir()
+    # The worker's own process ended in peace: no group was lost.
+    assert "KeyboardInterrupt" not in output
+
+
+def test_ctrl_c_ends_the_demo_with_one_line(root, tmp_path):
+    folder = tmp_path / "run"
+    words = [sys.executable, root / "recipes" / "demo.py", "--warmup-steps", 1, "--steps", 1000]
+    words += ["--groups-per-step", 2, "--group-size", 4, "--run-dir", folder]
+    code, output = stop([str(word) for word in words], folder, after=1, how=signal.SIGINT)
+
+    assert code == 130
+    assert output.splitlines()[-1] == "stopped by Ctrl-C"
+    assert "Traceback" not in output
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["error"] == "KeyboardInterrupt: this process was told to stop (SIGINT)"
 
 
 def contents(folder):

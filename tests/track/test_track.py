@@ -1,5 +1,7 @@
 import json
 import math
+import subprocess
+import sys
 import time
 
 import attrs
@@ -15,8 +17,8 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def record(folder, *, steps=2, **settings):
-    with track.Run(folder, decode=lambda ids: f"{len(ids)} tokens", **settings) as run:
+def record(folder, *, steps=2, decode=lambda ids: f"{len(ids)} tokens", **settings):
+    with track.Run(folder, decode=decode, **settings) as run:
         for step in range(steps):
             groups = [make_group([0.0, 1.0], version=0, task_id=f"t{step}")]
             run.log(
@@ -526,6 +528,56 @@ def test_on_a_terminal_what_is_done_is_below_the_table():
     assert "rollouts: 1/8" not in screen.getvalue()[before:]
 
 
+def test_a_reply_of_each_step_is_below_its_line(tmp_path, capsys):
+    record(tmp_path, sinks=[track.LiveView("a run", steps=2)], decode=lambda ids: f"[bold]{ids}\n")
+
+    lines = capsys.readouterr().out.splitlines()
+    (first, *_) = [place for place, line in enumerate(lines) if line.startswith("step 1/2")]
+    taken = json.loads((tmp_path / "rollouts.jsonl").read_text().splitlines()[0])
+    begin = taken["loss_mask"].index(1)
+    assert lines[first + 1] == f"prompt  [bold]{taken['token_ids'][:begin]}\\n"
+    assert lines[first + 2] == (
+        f"reply, reward {taken['reward']:.3g}  [bold]{taken['token_ids'][begin:]}\\n"
+    )
+
+
+def test_without_decode_no_reply_is_shown(tmp_path, capsys):
+    record(tmp_path, sinks=[track.LiveView("a run", steps=2)], decode=None)
+
+    assert "reply" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("letter", ["a", "東"])
+def test_a_long_prompt_and_reply_are_cut_to_the_terminal(letter):
+    import io
+
+    from rich.cells import cell_len
+    from rich.console import Console
+
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=60, color_system=None)
+    view = track.LiveView("a run", steps=2, console=console)
+    view.show_reply(letter * 500 + "?", "!" + letter * 500, 0.5)
+    view(0, {"reward": 0.5})
+    view.close()
+
+    shown = [line.rstrip() for line in screen.getvalue().splitlines()]
+    (prompt, *_) = [line for line in shown if line.startswith("prompt")]
+    (reply, *_) = [line for line in shown if line.startswith("reply")]
+    assert prompt.startswith(f"prompt  …{letter}")
+    assert prompt.endswith(f"{letter}?")
+    assert reply.startswith(f"reply, reward 0.5  !{letter}")
+    assert reply.removesuffix("…").rstrip().endswith(letter)
+    assert reply.endswith("…")
+    assert all(57 <= cell_len(line) <= 60 for line in (prompt, reply))
+
+
+def test_what_could_steer_a_terminal_is_made_visible():
+    from primerl.track.live import visible
+
+    assert visible("\x1b[31m\r\n\t\u202e\ud800 [b]é東") == "\\x1b[31m\\r\\n\\t\\u202e\\ud800 [b]é東"
+
+
 def test_the_time_left_is_that_of_the_last_steps(capsys):
     view = track.LiveView("a run", steps=1000)
     for step in range(30):
@@ -581,6 +633,46 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     assert logged["staleness_max"] == 1
     assert "mismatch_kl" in logged
     assert list(tmp_path.glob("wandb/offline-run-*"))
+
+
+def test_tensorboard(tmp_path):
+    tensorboard = pytest.importorskip("tensorboardX")
+    sink = track.tensorboard_sink(tmp_path / "events")
+
+    record(tmp_path / "run", sinks=[sink])
+
+    (path,) = (tmp_path / "events").iterdir()
+    found = {}
+    with path.open("rb") as file:
+        while header := file.read(8):
+            file.read(4)  # the checksum of the length
+            event = tensorboard.proto.event_pb2.Event()
+            event.ParseFromString(file.read(int.from_bytes(header, "little")))
+            file.read(4)
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    assert found["reward"] == [(0, 0.5), (1, 0.5)]
+    assert found["mismatch_kl"] == [(0, pytest.approx(0.05))]
+    assert "alarm" not in found
+
+
+def test_trackio(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    pytest.importorskip("trackio")
+    sink = track.trackio_sink("primerl-test", {"lr": 0.1}, name="first", auto_log_cpu=False)
+
+    record(tmp_path / "run", sinks=[sink])
+
+    command = [sys.executable, "-m", "trackio.cli", "get", "metric", "--json", "--project"]
+    command += ["primerl-test", "--run", "first", "--metric", "reward"]
+    said = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+    points = [(point["step"], point["value"]) for point in json.loads(said)["values"]]
+    assert points == [(0, 0.5), (1, 0.5)]
+
+
+@pytest.mark.parametrize("sink", [track.tensorboard_sink, track.trackio_sink])
+def test_a_sink_for_no_place_does_nothing(sink):
+    assert sink(None)(0, {"loss": 1.0}) is None
 
 
 def test_words_are_distinct_and_short():

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: a request to stop after the current step, or to end the process."""
+"""Ctrl-C, SIGTERM and SIGUSR1: to stop after the current step, or to end the process."""
 
 import os
 import signal
@@ -6,6 +6,11 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from primerl._interrupts import is_from_inside
+
+ENDING = (signal.SIGINT, signal.SIGTERM)  # the second of them ends the process
+STOPPING = b"\nCtrl-C: the run stops after this step; a second one ends it at once\n"
 
 
 class StoppedError(RuntimeError):
@@ -15,30 +20,38 @@ class StoppedError(RuntimeError):
 class StopSignals:
     """The signal handlers of one process, between ``install`` and ``restore``.
 
-    SIGTERM and SIGUSR1 raise ``StoppedError``, so that context managers exit. After ``defer``,
-    which a loop that checks after each step calls, the first SIGTERM and every SIGUSR1 are only
-    recorded. SIGTERM still raises if a rank has failed, or if ``grace_s`` pass without a check:
-    torchrun kills 30 s after its SIGTERM, and also sends it when a rank was killed without leaving
-    an error. Once one has raised, further signals are ignored.
+    SIGTERM and SIGUSR1 raise ``StoppedError``, and SIGINT (Ctrl-C) ``KeyboardInterrupt``, so that
+    context managers exit. After ``defer``, which a loop that checks after each step calls, the
+    first SIGTERM or SIGINT and every SIGUSR1 are only recorded. SIGTERM and SIGINT still raise if a
+    rank has failed, or if ``grace_s`` pass without a check: torchrun kills 30 s after it has passed
+    one on, and also sends SIGTERM when a rank was killed without leaving an error. Once one has
+    raised, further signals are ignored.
+
+    Args:
+        grace_s: in seconds.
+        says: whether this process says that Ctrl-C has to wait.
     """
 
-    def __init__(self, grace_s: float) -> None:
+    def __init__(self, grace_s: float, *, says: bool = True) -> None:
         self.received = False
         """Whether this process was asked to stop."""
         self.agreed = False
         """Whether all ranks have agreed to stop."""
         self._grace_s = grace_s
+        self._says = says
         self._deferred = False
-        self._terminated = False
+        self._ended = False
         self._ending = False
         self._failed: Callable[[], bool] | None = None
         self._timer: threading.Timer | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
-        """Handle both signals."""
-        for which in (signal.SIGTERM, signal.SIGUSR1):
-            if self._is_main() and which not in self._before:
+        """Handle the signals; SIGINT not in a process that ignores it, as in the background."""
+        is_from_inside()  # of an earlier run
+        for which in (*ENDING, signal.SIGUSR1):
+            ignored = which == signal.SIGINT and signal.getsignal(which) is signal.SIG_IGN
+            if self._is_main() and which not in self._before and not ignored:
                 self._before[which] = signal.signal(which, self._receive)
 
     def watch(self, failed: Callable[[], bool]) -> None:
@@ -74,14 +87,18 @@ class StopSignals:
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
         name = signal.Signals(signum).name
+        inside = signum == signal.SIGINT and is_from_inside()
         rank_failed = self._failed is not None and self._failed()
-        again = self._terminated and signum == signal.SIGTERM
-        if not self._deferred or again or (rank_failed and signum == signal.SIGTERM):
+        at_once = signum in ENDING and (self._ended or rank_failed)
+        if not self._deferred or at_once or inside:
             self.ignore()
-            raise StoppedError(f"this process was told to stop ({name})")
+            kind = KeyboardInterrupt if signum == signal.SIGINT else StoppedError
+            raise kind(f"this process was told to stop ({name})")
         self.received = True
-        if signum == signal.SIGTERM:
-            self._terminated = True
+        if signum == signal.SIGINT and self._says:
+            os.write(2, STOPPING)  # sys.stderr may be in the middle of a write
+        if signum in ENDING:
+            self._ended = True
             if self._failed is not None:
                 self._timer = threading.Timer(self._grace_s, os.kill, (os.getpid(), signum))
                 self._timer.daemon = True

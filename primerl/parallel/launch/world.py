@@ -46,12 +46,12 @@ class World:
         return self.rank == 0
 
     def should_stop(self) -> bool:
-        """Whether SIGTERM or SIGUSR1 came, to any rank; all ranks ask together, after each step.
+        """Whether Ctrl-C, SIGTERM or SIGUSR1 came, to any rank; all ask together after each step.
 
         From the first time on, those signals wait for this question, so that a run can be saved;
-        before, they are raised as an error, so that contexts are closed. SIGTERM ends a process at
-        once if it comes again, and, where there are several ranks, if one has failed, or if this
-        was not asked within ``grace_s``.
+        before, they are raised as an error, so that contexts are closed. Ctrl-C and SIGTERM end a
+        process at once if one comes again, and, where there are several ranks, if one has failed,
+        or if this was not asked within ``grace_s``.
         """
         self._signals.defer()
         if bool(all_sum(int(self._signals.received))):
@@ -92,8 +92,8 @@ def process_group(
     Entering connects the ranks, by gloo for CPU tensors and NCCL for those of CUDA; leaving waits
     until every rank leaves. When a rank fails, the others fail too, by an error that names it and
     says what it said. From entering on, SIGTERM, by which torchrun ends them, and SIGUSR1 are
-    raised as an error, so that a run's summary is written and processes are ended. A loop that asks
-    ``World.should_stop`` gets to the end of its step first.
+    raised as an error, as Ctrl-C is, so that a run's summary is written and processes are ended. A
+    loop that asks ``World.should_stop`` gets to the end of its step first.
 
     Args:
         timeout_s: how long ranks wait for each other, in seconds: longer than what the first rank
@@ -130,7 +130,7 @@ def process_group(
         device=device,
         timeout_s=timeout_s,
         seed=seed,
-        signals=StopSignals(grace_s),
+        signals=StopSignals(grace_s, says=rank == 0),
     )
 
 

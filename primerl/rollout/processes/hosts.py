@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import logging
-import signal
 import threading
 import time
 from typing import Any
 
+from primerl._interrupts import interrupt_main_thread
 from primerl.rollout.collection.collector import Collector
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.engines.remote import EngineHost, is_portable
@@ -110,10 +110,9 @@ class InProcess:
         self.cause_of_death = await self._child.wait()
         log.error("%s", self.cause_of_death)
         await asyncio.sleep(INTERRUPT_S)
-        main = threading.main_thread()
-        if not self._death_reported and self._trainer is main and main.ident is not None:
+        if not self._death_reported and self._trainer is threading.main_thread():
             self.interrupted = True
-            signal.pthread_kill(main.ident, signal.SIGINT)
+            interrupt_main_thread()
 
     async def stop(self) -> dict[str, Any] | None:
         """Stop collecting; returns the last stats, or None if the process has died."""

@@ -708,6 +708,18 @@ def test_a_server_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
     assert 0.4 < time.monotonic() - started < 10
 
 
+def test_ctrl_c_in_the_terminal_does_not_reach_a_server(tmp_path):
+    """It goes to the process group; the run that owns the server has to save first."""
+    folder = launch.make_folder("", within=str(tmp_path))
+    command = [sys.executable, "-c", "import os; print(os.getsid(0), os.getpgid(0))"]
+    child = launch.start(command, folder=folder, grace_s=0.5, stdout=subprocess.PIPE)
+    said, _ = child.communicate(timeout=30)
+    session, group = map(int, said.split())
+
+    assert session != os.getsid(0)
+    assert group != os.getpgid(0)
+
+
 def test_processes_that_keep_starting_others_are_all_killed(tmp_path):
     """Each fork moves to a session of its own, and its parent ends at once."""
     source = """

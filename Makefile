@@ -1,7 +1,8 @@
-# Every target does its own set-up in .venv, from a bare clone.
+# Every target but gpu does its own set-up in .venv, from a bare clone.
 #   make demo                     train a policy on this computer's CPU (a few minutes)
 #   make test                     the tests
 #   make test-vllm                the tests that need vLLM; installs its build for CPUs (3.5 GB)
+#   make gpu                      the tests and benchmarks of one GPU, in under 9 minutes: gpu-report.md
 #   make check | bench | docs     linters and types | benchmarks | the documentation site
 #   make mutants                  does a test fail for every small fault in the numerics? (docs/mutants.md)
 # TORCH_INDEX=<url> takes torch from another package index, such as the CPU wheels of pytorch.org.
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Tests start many processes, which should not each compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-vllm check bench docs mutants clean
+.PHONY: demo test test-vllm gpu check bench docs mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python recipes/demo.py $(ARGS)
@@ -24,6 +25,10 @@ test: $(VENV)/.test
 
 test-vllm: $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/vllm -m "vllm and not slow and not gpu" $(ARGS)
+
+# With the Python and the packages that the machine has: nothing is installed.
+gpu:
+	$(PYTHON) tools/gpu_report.py $(ARGS)
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .

@@ -20,7 +20,6 @@ import pytest
 import runtime_types
 from character_codes import CharacterCodes
 from forked_ranks import forked_ranks
-from hypothesis import settings
 from jaxtyping import jaxtyped
 
 from primerl import types
@@ -28,14 +27,26 @@ from primerl.types import NOT_SAMPLED, Completion, Group, Rollout, Sample
 
 HELPERS = Path(__file__).parent / "helpers"
 
-settings.register_profile("primerl", deadline=None)  # a busy machine is no failure
-settings.load_profile("primerl")
+# Test files that need Hypothesis say so themselves, where it is not installed.
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import settings
+
+    settings.register_profile("primerl", deadline=None)  # a busy machine is no failure
+    settings.load_profile("primerl")
 
 # The import hook of jaxtyping (--jaxtyping-packages in pyproject.toml) checks the arguments of
 # functions and the fields of dataclasses, but not those of attrs classes, so wrap their __init__.
 for value in vars(types).values():
     if isinstance(value, type) and attrs.has(value):
         value.__init__ = jaxtyped(typechecker=runtime_types.checked)(value.__init__)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU: torch sees no CUDA device")
 
 
 def make_sample(prompt=3, completion=4, *, version=0, kind=Sample, seed=0, **fields):

@@ -1,0 +1,148 @@
+"""The runner of tests on a GPU, on small files of tests, without a GPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+SMALL = """
+import os
+import time
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+def test_passes():
+    pass
+
+
+def test_fails():
+    assert 1 == 2, "one is not two"
+
+
+def test_ends_its_process():
+    os._exit(3)
+
+
+@pytest.mark.parametrize("x", [{"a": 1}, [2]], ids=str)
+def test_skips(x):
+    pytest.skip("for a reason")
+
+
+def test_measures(benchmark):
+    benchmark.extra_info["ratio"] = 2
+    benchmark.pedantic(lambda: None, rounds=3)
+
+
+def test_hangs():
+    time.sleep(3600)
+
+
+def test_follows():
+    pass
+"""
+
+
+def report_of(root, folder, *arguments):
+    command = [sys.executable, root / "tools/gpu_report.py", "--report", folder / "found"]
+    done = subprocess.run(
+        [*command, "--commit", "abc", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **WITHOUT_GPU},
+        timeout=300,
+    )
+    assert (folder / "found.json").exists(), done.stderr
+    return done, json.loads((folder / "found.json").read_text())
+
+
+def test_the_report_of_a_small_run(root, tmp_path):
+    """What fails, ends its process, lacks a package or hangs keeps no other test from running."""
+    absent, small = tmp_path / "test_absent.py", tmp_path / "test_small.py"
+    absent.write_text("import no_such_package\n")
+    small.write_text(SMALL)
+
+    done, report = report_of(root, tmp_path, "--test-seconds", "15", absent, small)
+
+    results = report["results"]
+    found = {
+        result["test"].rpartition("/")[2].rpartition("::")[2]: (
+            result["outcome"],
+            result.get("reason"),
+        )
+        for result in results
+    }
+    assert found == {
+        "test_absent.py": ("skipped", "no_such_package is not installed"),
+        "test_passes": ("passed", None),
+        "test_fails": ("failed", "AssertionError: one is not two"),
+        "test_ends_its_process": ("failed", "its process ended with 3"),
+        "test_skips[{'a': 1}]": ("skipped", "for a reason"),
+        "test_skips[[2]]": ("skipped", "for a reason"),
+        "test_measures": ("passed", None),
+        "test_hangs": ("failed", "ended after 15 s"),
+        "test_follows": ("passed", None),
+    }
+    (measured,) = [result for result in results if "median_s" in result]
+    assert measured["rounds"] == 3
+    assert measured["measured"] == {"ratio": 2}
+    assert done.returncode == 1
+    facts = report["provenance"]
+    assert facts["commit"] == "abc"
+    assert facts["GPUs that torch sees"] == 0
+    assert facts["missing packages"] == "none"
+    assert {"date", "command", "machine", "python", "torch", "transformers", "vllm"} <= set(facts)
+    written = (tmp_path / "found.md").read_text()
+    assert "\n3 failed, 3 passed, 3 skipped; " in written
+    assert "| transformers |" in written
+    assert "AssertionError: one is not two" in written
+    assert "{'ratio': 2}" in written
+
+
+def test_without_time_all_is_reported_as_not_run(root, tmp_path):
+    small = tmp_path / "test_small.py"
+    small.write_text(SMALL)
+
+    done, report = report_of(root, tmp_path, "--minutes", "0", small)
+
+    assert [result["outcome"] for result in report["results"]] == ["not run"]
+    assert report["results"][0]["reason"] == "the time was up"
+    assert done.returncode == 1
+
+
+def test_gpu_tests_are_collected_and_skip_without_a_gpu(root, monkeypatch):
+    monkeypatch.syspath_prepend(root / "tools")
+    gpu_report = pytest.importorskip("gpu_report")
+    files = [path for path in gpu_report.gpu_files() if not gpu_report.is_benchmark(path)]
+
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "-q", *files],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, **WITHOUT_GPU},
+        timeout=600,
+    )
+
+    assert done.returncode == 0, done.stdout[-3000:]
+    (skipped,) = re.findall(r"^(\d+) skipped, \d+ deselected in", done.stdout, re.MULTILINE)
+    assert int(skipped) >= 20
+    reasons = re.findall(r"^SKIPPED \[(\d+)\] (.*)$", done.stdout, re.MULTILINE)
+    assert sum(int(count) for count, _ in reasons) == int(skipped)
+    assert all("needs a GPU: torch sees no CUDA device" in reason for _, reason in reasons)
+
+
+def test_its_benchmarks_exist(root, monkeypatch):
+    monkeypatch.syspath_prepend(root / "tools")
+    gpu_report = pytest.importorskip("gpu_report")
+
+    files = gpu_report.gpu_files()
+
+    assert all(path.exists() for path in files)
+    assert len([path for path in files if gpu_report.is_benchmark(path)]) == 3

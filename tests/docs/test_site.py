@@ -1,0 +1,83 @@
+"""The documentation site: built strictly, with all of its links and the fields of all values."""
+
+import html.parser
+import os
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import attrs
+import pytest
+
+import primerl
+
+ROOT = Path(__file__).parents[2]
+
+
+class Page(html.parser.HTMLParser):
+    """What a page links to, and the anchors that it has."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.anchors = [], set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        of = dict(attributes)
+        self.anchors |= {of[name] for name in ("id", "name") if of.get(name)}
+        self.links += [of[name] for name in ("href", "src") if of.get(name)]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Every page of the built site, by its path."""
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {path: Page(path.read_text()) for path in folder.rglob("*.html")}
+
+
+def test_every_link_of_the_site_leads_somewhere(site):
+    broken = []
+    for path, page in site.items():
+        if path.name == "404.html":  # its links begin at the root of a server
+            continue
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            fragment = unquote(parts.fragment)
+            missing = fragment and target in site and fragment not in site[target].anchors
+            if missing or not target.is_file():
+                broken.append(f"{path.parent.name}: {link}")
+
+    assert not broken
+    assert sum(len(page.links) for page in site.values()) > 1000
+
+
+def test_the_api_page_has_the_fields_of_every_value(site):
+    (api,) = [page for path, page in site.items() if path.parent.name == "api"]
+    values = [
+        f"primerl.{package}.{name}.{field.name}"
+        for package in primerl.__all__
+        for name in getattr(primerl, package).__all__
+        for value in [getattr(getattr(primerl, package), name)]
+        if isinstance(value, type) and attrs.has(value)
+        for field in attrs.fields(value)
+        if not field.name.startswith("_")
+    ]
+
+    assert len(values) > 50
+    assert not [name for name in values if name not in api.anchors]

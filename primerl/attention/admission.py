@@ -18,6 +18,8 @@ CONTEXT_ATTENTION = "primerl_context"
 CONTEXT_SPARSE_ATTENTION = f"{CONTEXT_ATTENTION}_sparse"
 # These build a square mask over the whole pack; attention by document replaces them.
 MASKED_ATTENTION = ("eager", "sdpa")
+# What transformers calls layers with an indexer: the second name is that of 5.17.
+INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
 # Families whose keys an indexer chooses (primerl.attention.sparse).
 SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 # Layers that see no other token, or whose attention packed attention computes.
@@ -135,7 +137,7 @@ def unpackable_layers(model: nn.Module) -> list[str]:
     text = config.get_text_config(decoder=True)
     lists = (getattr(text, name, None) for name in ("layer_types", "layers_block_type"))
     kinds = {kind for kinds in lists for kind in kinds or () if isinstance(kind, str)}
-    known = PACKABLE_LAYERS | {"indexed_attention"} if is_sparse(model) else PACKABLE_LAYERS
+    known = PACKABLE_LAYERS | INDEXED_LAYERS if is_sparse(model) else PACKABLE_LAYERS
     return sorted(kinds - known)
 
 

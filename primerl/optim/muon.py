@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.1,
-        adjust_lr: str = "match_rms_adamw",
+        adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         steps: int = 5,
@@ -83,7 +83,8 @@ class Muon(Optimizer):
         if steps < 1:
             raise ValueError(f"steps is {steps}, expected at least 1")
         if adjust_lr not in ADJUSTMENTS:
-            raise ValueError(f"adjust_lr is {adjust_lr!r}; expected one of {ADJUSTMENTS}")
+            expected = ", ".join(ADJUSTMENTS)
+            raise ValueError(f"adjust_lr is {adjust_lr!r}; expected one of {expected}")
         self._steps, self._dtype = steps, dtype
         defaults = {
             "lr": lr,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -114,7 +114,7 @@ def pack(
     max_tokens: int,
     ranks: int,
     cost: Callable[..., Any] | None = None,
-    too_long: str = "raise",
+    too_long: Literal["raise", "alone"] = "raise",
     share_prefixes: bool = False,
 ) -> list[list[PackedBatch]]:
     """Pack samples into micro-batches: a list for each rank, all of the same length.

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -17,7 +17,7 @@ def bins(
     max_tokens: int,
     ranks: int,
     cost: Callable[..., Any] | None = None,
-    too_long: str = "raise",
+    too_long: Literal["raise", "alone"] = "raise",
 ) -> list[list[list[int]]]:
     """Assign samples to micro-batches of at most ``max_tokens``, equally many for each rank.
 

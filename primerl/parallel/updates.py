@@ -1,6 +1,7 @@
 """Skipping or stopping on losses and gradients that are not finite, on all ranks alike."""
 
 import logging
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +34,9 @@ class UpdateGuard:
         ValueError: ``on_nonfinite`` is neither, or ``max_in_a_row`` is below 1.
     """
 
-    def __init__(self, *, on_nonfinite: str = "stop", max_in_a_row: int = 10) -> None:
+    def __init__(
+        self, *, on_nonfinite: Literal["skip", "stop"] = "stop", max_in_a_row: int = 10
+    ) -> None:
         if on_nonfinite not in ("skip", "stop"):
             raise ValueError(f'on_nonfinite is {on_nonfinite!r}; expected "skip" or "stop"')
         if max_in_a_row < 1:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -49,8 +49,7 @@ class MeshPlan:
     """Whether layers recompute their activations (``parallel.recompute``)."""
     share_prefixes: bool = False
     """As for ``packing.pack``."""
-    optimizer: str = "adamw"
-    """Or ``"muon"``."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
     resume: bool = False
     """Whether another model, loaded from a checkpoint, makes the last step."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import attrs
 import torch
@@ -48,7 +48,7 @@ def _family(task: dict[str, Any], control: dist.ProcessGroup, folder: Path | Non
     """The findings for one family: in one process, then on each mesh."""
     name, family, settings = task["name"], task["family"], task["settings"]
     plans = [MeshPlan(**fields) for fields in task["meshes"]]
-    optimizers = {plan.optimizer for plan in plans} | {"adamw"}
+    optimizers = {plan.optimizer for plan in [*plans, MeshPlan()]}
     alone, trouble = _agreed(lambda: _one_process(family, settings, optimizers), control)
     if alone is None:
         yield [_trouble(name, "1 process", trouble)]
@@ -75,13 +75,15 @@ class _Alone:
     """The references of one process, and its findings."""
 
     sequences: list[Document]
-    references: dict[str, Training]
+    references: dict[Literal["adamw", "muon"], Training]
     """By optimizer."""
     measurements: list[tuple[str, float]]
     """Differences of packed training by this library, not sharded, from the reference."""
 
 
-def _one_process(name: str, settings: dict[str, Any], optimizers: set[str]) -> _Alone:
+def _one_process(
+    name: str, settings: dict[str, Any], optimizers: set[Literal["adamw", "muon"]]
+) -> _Alone:
     """The references, and how this library's packed training differs from the first."""
     try:
         model = tiny_family(name, **settings)

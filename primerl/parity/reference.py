@@ -7,7 +7,7 @@ this package is imported here, so that no mistake can be on both sides.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -141,7 +141,9 @@ def objective(document: Document, logprobs: Tensor, entropies: Tensor, bonus: fl
     return per_token[torch.tensor(document.trained[1:], dtype=torch.bool)].sum()
 
 
-def train(model: Any, sequences: Sequence[Document], *, optimizer: str = "adamw") -> Training:
+def train(
+    model: Any, sequences: Sequence[Document], *, optimizer: Literal["adamw", "muon"] = "adamw"
+) -> Training:
     """A few steps on the mean over all trained tokens; gradients are clipped to half their norm.
 
     Args:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ def train(
     batches: Sequence[PackedBatch],
     reference: Training,
     *,
-    optimizer: str = "adamw",
+    optimizer: Literal["adamw", "muon"] = "adamw",
     restart: Restart | None = None,
     all_sum: Callable[[Any], Tensor] = parallel.all_sum,
 ) -> Training:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from typing import Any
+from typing import Any, Literal
 
 from primerl._progress import report
 from primerl.rollout.collection.buffer import ON_STALE
@@ -34,7 +34,7 @@ def worker(
     group_size: int,
     groups_per_step: int,
     max_staleness: int,
-    on_stale: str = "drop",
+    on_stale: Literal["drop", "wait", "mask_tokens"] = "drop",
     publish_every: int = 1,
     keep: Sequence[Callable[[Group], bool]] = (),
     min_group: int | None = None,
@@ -44,7 +44,7 @@ def worker(
     timeout_s: float = 600.0,
     await_verification: bool | None = None,
     state: bytes | None = None,
-    isolation: str = "process",
+    isolation: Literal["process", "thread"] = "process",
     threads: int = 1,
 ) -> "Worker":
     """A worker that plays ``tasks`` in the background; use it as a context manager.

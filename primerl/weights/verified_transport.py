@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -107,7 +107,7 @@ def transport_to(
     *,
     worker: HoldsRollouts | None = None,
     folder: str | os.PathLike[str] | None = None,
-    encoding: str = "full",
+    encoding: Literal["full", "delta"] = "full",
     dtype: torch.dtype | None = None,
     temperature: float = 1.0,
     wiring_test: bool = False,

@@ -4,7 +4,7 @@ import bisect
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -73,7 +73,7 @@ class Buffer:
         groups_per_step: int,
         max_staleness: int,
         keep: Sequence[Callable[[Group], bool]] = (),
-        on_stale: str = "drop",
+        on_stale: Literal["drop", "wait", "mask_tokens"] = "drop",
         await_verification: bool | None = None,
     ) -> None:
         if on_stale not in ON_STALE:

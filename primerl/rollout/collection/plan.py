@@ -1,7 +1,7 @@
 """How a worker collects, and its state as bytes, refused where it does not fit the plan."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import msgspec
@@ -20,7 +20,7 @@ class Plan:
     min_group: int
     groups_per_step: int
     max_staleness: int
-    on_stale: str
+    on_stale: Literal["drop", "wait", "mask_tokens"]
     retries: int
     quarantine_after: int
     group_timeout_s: float

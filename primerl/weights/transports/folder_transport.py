@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import attrs
 import torch
@@ -47,7 +48,7 @@ class Disk:
         model: nn.Module,
         *engines: Fetcher,
         folder: str | os.PathLike[str] | None,
-        encoding: str = "full",
+        encoding: Literal["full", "delta"] = "full",
         dtype: torch.dtype | None = None,
         snapshot_every: int = 16,
         timeout_s: float = 600.0,

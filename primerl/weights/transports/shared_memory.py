@@ -4,7 +4,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -57,7 +57,7 @@ class SharedMemory:
         self,
         model: nn.Module,
         *engines: Receiver | Fetcher,
-        encoding: str = "full",
+        encoding: Literal["full", "delta"] = "full",
         dtype: torch.dtype | None = None,
         timeout_s: float = 600.0,
     ) -> None:

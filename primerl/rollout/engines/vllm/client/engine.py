@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -71,7 +71,7 @@ class VLLMEngine:
         servers: Any,
         *,
         api_key: str | None = None,
-        on_update: str = "recompute",
+        on_update: Literal["recompute", "keep", "drain"] = "recompute",
         version: PolicyVersion = 0,
         run: str | None = None,
         request_timeout_s: float = 600.0,

@@ -18,6 +18,8 @@ import random
 from collections.abc import Iterator
 from typing import Any, Literal
 
+print("importing torch", flush=True)  # which takes seconds
+
 import attrs
 import torch
 

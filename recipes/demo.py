@@ -15,6 +15,8 @@ import contextlib
 import random
 from typing import Any
 
+print("importing torch", flush=True)  # which takes seconds
+
 import attrs
 import numpy as np
 import torch

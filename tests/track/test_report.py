@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import gzip
+import hashlib
 import json
 import re
 import subprocess
@@ -275,3 +276,10 @@ def test_ten_thousand_rollouts_open_at_once(tmp_path):
         await page.until("document.querySelectorAll('article').length === 1")
 
     in_browser(folder / "report.html", tmp_path, steps)
+
+
+def test_the_screenshot_in_the_documentation_is_of_this_page(root):
+    page = hashlib.sha256((root / "primerl/track/report_page.html").read_bytes()).hexdigest()
+    shown = (root / "docs/images/report.sha256").read_text().strip()
+
+    assert shown == page, "the report has changed: make docs, then tools/screenshots.py RUN_DIR"

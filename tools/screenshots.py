@@ -1,0 +1,63 @@
+"""Screenshots: of a run's report for the documentation, and of pages of the site to look at.
+
+    make docs
+    python tools/screenshots.py RUN_DIR
+
+writes docs/images/report.png, and site/screenshots/ with six pages, light and dark. Needs Chromium.
+A test fails when the report's page has changed since (tests/track/test_report.py).
+"""
+
+import asyncio
+import hashlib
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests/helpers"))
+
+import browser
+
+from primerl import track
+
+REPORT_PAGE = ROOT / "primerl/track/report_page.html"
+IMAGE = ROOT / "docs/images/report.png"
+PAGES = ["", "recipes", "api", "metrics", "coming-from", "notebooks/02_staleness"]
+
+
+def page_digest() -> str:
+    """Of the page that reports are made of."""
+    return hashlib.sha256(REPORT_PAGE.read_bytes()).hexdigest()
+
+
+async def shoot_report(run: str) -> None:
+    """The curves of a run, and one of its groups."""
+    report = track.write_report([run])
+    async with browser.opened(report, tempfile.mkdtemp(), height=1900) as page:
+        await page.until("document.body?.dataset.ready === 'true'")
+        await page.click("#row-1")
+        await page.until("document.querySelectorAll('article').length > 0")
+        await page.press("g")  # the whole group, side by side
+        await page.press("c")  # tokens colored
+        await page.run("window.scrollTo(0, 0)")
+        await page.screenshot(IMAGE)
+    IMAGE.with_suffix(".sha256").write_text(page_digest() + "\n")
+
+
+async def shoot_site(folder: Path) -> None:
+    """Six pages of the built site, light and dark."""
+    shots = folder / "screenshots"
+    shots.mkdir(exist_ok=True)
+    for dark in (False, True):
+        for name in PAGES:
+            file = folder / name / "index.html"
+            async with browser.opened(file, tempfile.mkdtemp(), dark=dark) as page:
+                await page.until("document.readyState === 'complete'")
+                title = name.rpartition("/")[2] or "index"
+                await page.screenshot(shots / f"{title}{'-dark' if dark else ''}.png")
+
+
+if __name__ == "__main__":
+    asyncio.run(shoot_report(sys.argv[1]))
+    if (ROOT / "site").is_dir():
+        asyncio.run(shoot_site(ROOT / "site"))

@@ -260,6 +260,7 @@ def main(args: Args) -> None:
                 samples = advantage.assign(groups, advantage.standardized)
 
                 statistics = loss.Statistics(version=step)
+                per_token = []
                 for minibatch in packing.minibatches(samples, args.minibatches):
                     packed = packing.pack(
                         minibatch,
@@ -281,14 +282,22 @@ def main(args: Args) -> None:
                     if guard.allows(objective, norm):
                         optimizer.step()
                     optimizer.zero_grad()
-                    statistics.end_minibatch()
+                    rows = parallel.gather(statistics.end_minibatch(), mesh)
+                    per_token += packing.unpack(packed, rows, minibatch)
 
                 receipt = transport.publish(step + 1)
                 metrics = receipt.metrics | statistics.summary(parallel.all_sum)
                 metrics["grad_norm"] = norm  # of the last minibatch, before it was clipped
                 metrics["lr"] = args.lr
                 metrics["skipped_updates"] = guard.skipped
-                run.log(step, groups, samples, metrics=metrics, totals=rollouts.stats())
+                run.log(
+                    step,
+                    groups,
+                    samples,
+                    metrics=metrics,
+                    totals=rollouts.stats(),
+                    per_token=per_token,  # of the trainer: logprobs and entropy
+                )
                 stopping = world.should_stop()
                 if stopping or checkpoints.due(step + 1):
                     checkpoints.save(step + 1, wait=stopping, worker=rollouts, run=run)

@@ -20,14 +20,15 @@ import browser
 
 from primerl import track
 
-REPORT_PAGE = ROOT / "primerl/track/report_page.html"
+SOURCES = ("report_page.html", "report.py")  # that decide how a report looks
 IMAGE = ROOT / "docs/images/report.png"
 PAGES = ["", "recipes", "api", "metrics", "coming-from", "notebooks/02_staleness"]
 
 
 def page_digest() -> str:
-    """Of the page that reports are made of."""
-    return hashlib.sha256(REPORT_PAGE.read_bytes()).hexdigest()
+    """Of what reports are made with."""
+    sources = [(ROOT / "primerl/track" / name).read_bytes() for name in SOURCES]
+    return hashlib.sha256(b"".join(sources)).hexdigest()
 
 
 async def shoot_report(run: str) -> None:

@@ -47,6 +47,7 @@ class Statistics:
         self._sums: Counter[str] = Counter()
         self._minibatches = 0
         self._minibatch_ended = True
+        self._rows: list[dict[str, Tensor]] = []
 
     def add(
         self,
@@ -92,14 +93,23 @@ class Statistics:
         if loss is not None:
             sums["loss"] = loss.detach().double()
         self._sums.update(sums)
+        rows = {"logprobs": logprobs.detach()}
+        if entropy is not None:
+            rows["entropy"] = entropy.detach()
+        self._rows.append(rows)
 
-    def end_minibatch(self) -> None:
+    def end_minibatch(self) -> list[dict[str, Tensor]]:
         """Note that the optimizer stepped: later micro-batches meet weights of no version.
 
-        Only a step with several minibatches needs it. ``mismatch_kl`` is then of the first, and
-        ``loss`` the mean over minibatches.
+        ``mismatch_kl`` is then of the first minibatch, and ``loss`` the mean over all of them.
+
+        Returns:
+            For each micro-batch of the minibatch, the ``logprobs`` and, if given, the ``entropy``
+            of its rows: for ``parallel.gather``, ``packing.unpack`` and ``track.Run.log``.
         """
         self._minibatch_ended = True
+        rows, self._rows = self._rows, []
+        return rows
 
     def summary(self, all_sum: AllSum = dict) -> dict[str, float]:
         """The metrics of the step.

@@ -1,6 +1,6 @@
 """``PackedBatch``: the seam between host and device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -13,6 +13,9 @@ from torch import Tensor
 from primerl.packing.binning import bins
 from primerl.packing.prefixes import family_bins
 from primerl.types import NOT_SAMPLED, TrainingSample
+
+FILLING = -1
+"""The sample of rows that belong to none."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -39,6 +42,9 @@ class PackedBatch:
     temperature: Float32[Tensor, " t"]
     sequence_ids: Int64[Tensor, " t"]
     """The document of each row, 0 to s-1."""
+    sample_ids: Int64[Tensor, " t"] | None = None
+    """The sample of each row, by its place among those that were packed; -1 in rows that fill up.
+    Documents are numbered in each batch anew, samples over all batches."""
     ref_logprobs: Float32[Tensor, " t"] | None = None
     weights: Float32[Tensor, " t"] | None = None
 
@@ -75,6 +81,7 @@ class PackedBatch:
             "versions": NOT_SAMPLED,
             "temperature": 1.0,
             "sequence_ids": len(self.cu_seqlens) - 1,
+            "sample_ids": FILLING,
         }
         joined = {
             name: torch.cat([x, x.new_zeros(rows).fill_(values.get(name, 0))])
@@ -156,11 +163,66 @@ def pack(
     filler = _masked_token(samples[0]) if samples else None
     return [
         [
-            _concatenate([(samples[index], shared) for index, shared in members] or [(filler, 0)])  # type: ignore[list-item]
+            _concatenate(
+                [(samples[index], shared) for index, shared in members] or [(filler, 0)],  # type: ignore[list-item]
+                [index for index, _ in members] or [FILLING],
+            )
             for members in micro_steps
         ]
         for micro_steps in plan
     ]
+
+
+def unpack(
+    packed: Sequence[Sequence[PackedBatch]],
+    rows: Sequence[Sequence[Mapping[str, Tensor]]],
+    samples: Sequence[TrainingSample],
+) -> list[dict[str, np.ndarray]]:
+    """What was computed for each row, by sample: the way back from ``pack``.
+
+        packed = packing.pack(samples, ...)
+        ...
+        rows = parallel.gather(statistics.end_minibatch(), mesh)
+        per_token = packing.unpack(packed, rows, samples)  # [{"logprobs": [t], ...}, ...]
+
+    Args:
+        packed: what ``pack`` returned.
+        rows: of each of its batches, tensors ``[t]`` by name; rows after those of the batch, which
+            ``split`` adds, are left out. Empty on ranks other than 0.
+        samples: that were packed, in the same order.
+
+    Returns:
+        For each sample, float32 arrays ``[t]`` by name. Entry i belongs to token i, which row i-1
+        predicts; it is 0 where token i is not trained.
+
+    Raises:
+        ValueError: ``rows`` does not fit to ``packed``, or that not to ``samples``.
+    """
+    batches = [batch for mine in packed for batch in mine]
+    found = [values for mine in rows for values in mine]
+    if len(batches) != len(found):
+        raise ValueError(f"there are rows of {len(found)} batches; expected {len(batches)}")
+    result: list[dict[str, np.ndarray]] = [{} for _ in samples]
+    for batch, values in zip(batches, found, strict=True):
+        if batch.sample_ids is None:
+            raise ValueError("a batch has no sample_ids; expected one that pack returned")
+        sample_ids = batch.sample_ids.numpy(force=True)
+        if sample_ids.max() >= len(samples):
+            raise ValueError(
+                f"a batch has sample {sample_ids.max()}; expected {len(samples)} samples"
+            )
+        trained = batch.loss_mask.numpy(force=True)
+        tokens = batch.position_ids.numpy(force=True) + 1
+        for name, value in values.items():
+            if len(value) < len(trained):
+                raise ValueError(f"{name} has {len(value)} rows; expected {len(trained)}")
+            of_rows = value.float().numpy(force=True)[: len(trained)]
+            for index in np.unique(sample_ids[sample_ids != FILLING]):
+                own = trained & (sample_ids == index)
+                array = np.zeros(len(samples[index].token_ids), np.float32)
+                array[tokens[own]] = of_rows[own]
+                result[index][name] = array
+    return result
 
 
 def _masked_token(like: TrainingSample) -> TrainingSample:
@@ -178,8 +240,10 @@ def _masked_token(like: TrainingSample) -> TrainingSample:
     )
 
 
-def _concatenate(members: Sequence[tuple[TrainingSample, int]]) -> PackedBatch:
-    """Samples end to end, without the tokens that they share with the one before."""
+def _concatenate(
+    members: Sequence[tuple[TrainingSample, int]], numbers: Sequence[int]
+) -> PackedBatch:
+    """Samples with their numbers end to end, without the tokens shared with the one before."""
     samples = [sample for sample, _ in members]
     starts = np.array([shared for _, shared in members])
     lengths = np.array([len(sample.token_ids) for sample in samples]) - starts
@@ -216,6 +280,7 @@ def _concatenate(members: Sequence[tuple[TrainingSample, int]]) -> PackedBatch:
         versions=torch.from_numpy(shifted("versions", NOT_SAMPLED)),
         temperature=torch.from_numpy(np.repeat(temperature, lengths)),
         sequence_ids=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
+        sample_ids=torch.from_numpy(np.repeat(np.array(numbers, np.int64), lengths)),
         ref_logprobs=optional("ref_logprobs"),
         weights=optional("weights"),
     )

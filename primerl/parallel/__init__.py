@@ -14,7 +14,7 @@ from primerl.parallel.freezing import freeze_indexer
 from primerl.parallel.gradients import clip_gradients
 from primerl.parallel.launch.cpu import settle_cpu
 from primerl.parallel.launch.world import World, process_group
-from primerl.parallel.scattering import all_sum, scatter
+from primerl.parallel.scattering import all_sum, gather, scatter
 from primerl.parallel.sharding import shard
 from primerl.parallel.updates import UpdateGuard
 
@@ -29,6 +29,7 @@ __all__ = [
     "clip_gradients",
     "divide_experts",
     "freeze_indexer",
+    "gather",
     "load_statistics",
     "mesh",
     "process_group",

@@ -1,4 +1,4 @@
-"""Values on the way between ranks: batches from the first rank to all, sums over all."""
+"""Values on the way between ranks: batches from the first to all, rows back to it, sums."""
 
 import json
 import math
@@ -66,8 +66,56 @@ def scatter(
         checked = [[parts[part] for parts in of_list] for of_list in divided for part in range(cp)]
     if world_size > 1:
         # All are encoded before any is sent, so that a field that cannot travel stops every rank.
-        _send([_encode(mine) for mine in checked[1:]])
+        _send([_encode([_fields(batch) for batch in mine]) for mine in checked[1:]])
     return _moved(checked[0], device)
+
+
+def gather(
+    rows: Sequence[Mapping[str, Tensor]], mesh: Mesh | None = None
+) -> list[list[dict[str, Tensor]]]:
+    """Bring what each rank computed for the rows of its micro-batches to rank 0: back from scatter.
+
+        rows = parallel.gather(statistics.end_minibatch(), mesh)
+
+    Args:
+        rows: a mapping for each micro-batch of this rank: tensors whose first axis is its rows, by
+            name. All ranks call it, with equally many.
+        mesh: as for ``scatter``.
+
+    Returns:
+        On rank 0, a list for each one that it gave to ``scatter``, with the parts of context
+        parallel ranks joined, and the rows that filled them up at the end; tensors on the CPU.
+        On the others, an empty list.
+
+    Raises:
+        ValueError: ranks have different numbers of micro-batches.
+    """
+    mine = [{name: value.detach().cpu() for name, value in one.items()} for one in rows]
+    if not dist.is_initialized():
+        return [mine]
+    header, body = _encode(mine)
+    if dist.get_rank() > 0:
+        dist.gather(torch.tensor([len(header), len(body)]), dst=0)
+        dist.send(torch.cat([header, body]), dst=0)
+        return []
+    sizes = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.gather(torch.tensor([len(header), len(body)]), sizes, dst=0)
+    of_ranks = [
+        mine,
+        *(_receive_from(rank, *sizes[rank].tolist()) for rank in range(1, len(sizes))),
+    ]
+    counts = [len(of_rank) for of_rank in of_ranks]
+    if len(set(counts)) > 1:
+        raise ValueError(f"ranks have rows of {counts} micro-batches; expected equally many")
+    cp = mesh.cp if mesh else 1
+    return [
+        [_joined(parts) for parts in zip(*of_ranks[first : first + cp], strict=True)]
+        for first in range(0, len(of_ranks), cp)
+    ]
+
+
+def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _moved(batches: Sequence[Any], device: torch.device | None) -> list[Any]:
@@ -135,44 +183,53 @@ def _send(messages: Sequence[tuple[Tensor, Tensor]]) -> None:
 def _receive(kind: type[T]) -> list[T]:
     sizes = torch.zeros(2, dtype=torch.int64)
     dist.scatter(sizes, src=0)
-    header_bytes, body_bytes = sizes.tolist()
+    return [kind(**fields) for fields in _receive_from(0, *sizes.tolist())]
+
+
+def _receive_from(rank: int, header_bytes: int, body_bytes: int) -> list[dict[str, Any]]:
     message = torch.empty(header_bytes + body_bytes, dtype=torch.uint8)
-    dist.recv(message, src=0)
-    return _decode(message[:header_bytes], message[header_bytes:], kind)
+    dist.recv(message, src=rank)
+    return _decode(message[:header_bytes], message[header_bytes:])
 
 
-def _encode(batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """A header (JSON: each field's dtype and shape, or its plain value) and the tensors' bytes."""
+def _fields(batch: Any) -> dict[str, Any]:
+    """The fields of a batch by the names of its constructor's arguments."""
+    fields = {}
+    for field in attrs.fields(type(batch)):
+        value = getattr(batch, field.name)
+        if not (value is None or isinstance(value, Tensor | bool | int | float | str)):
+            raise ValueError(
+                f"{type(batch).__name__}.{field.name} is a {type(value).__name__}; expected "
+                "a tensor, a number, text or None"
+            )
+        fields[field.alias] = value
+    return fields
+
+
+def _encode(values: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor]:
+    """A header (JSON: each value's dtype and shape, or a plain value) and the tensors' bytes."""
     header: list[dict[str, Any]] = []
     parts = [torch.zeros(0, dtype=torch.uint8)]
-    for batch in batches:
-        fields: dict[str, Any] = {}
-        for field in attrs.fields(type(batch)):
-            value = getattr(batch, field.name)
+    for one in values:
+        described = dict(one)
+        for name, value in one.items():
             if isinstance(value, Tensor):
-                fields[field.alias] = [str(value.dtype).removeprefix("torch."), list(value.shape)]
+                described[name] = [str(value.dtype).removeprefix("torch."), list(value.shape)]
                 parts.append(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
-            elif value is None or isinstance(value, bool | int | float | str):
-                fields[field.alias] = value
-            else:
-                raise ValueError(
-                    f"{type(batch).__name__}.{field.name} is a {type(value).__name__}; expected "
-                    "a tensor, a number, text or None"
-                )
-        header.append(fields)
+        header.append(described)
     text = bytearray(json.dumps(header), "utf-8")
     return torch.frombuffer(text, dtype=torch.uint8), torch.cat(parts)
 
 
-def _decode(header: Tensor, body: Tensor, kind: type[T]) -> list[T]:
-    batches, start = [], 0
-    for fields in json.loads(bytes(header.numpy())):
-        for name, value in fields.items():
+def _decode(header: Tensor, body: Tensor) -> list[dict[str, Any]]:
+    values: list[dict[str, Any]] = json.loads(bytes(header.numpy()))
+    start = 0
+    for one in values:
+        for name, value in one.items():
             if isinstance(value, list):
                 dtype, shape = getattr(torch, value[0]), value[1]
                 size = math.prod(shape) * dtype.itemsize
                 # A copy of its own is aligned, and does not keep the whole message alive.
                 rows = body[start : start + size].clone()
-                fields[name], start = rows.view(dtype).reshape(shape), start + size
-        batches.append(kind(**fields))
-    return batches
+                one[name], start = rows.view(dtype).reshape(shape), start + size
+    return values

@@ -34,7 +34,8 @@ CHUNK_BYTES = 1 << 19
 
 # What a chunk has of a rollout; the list in front of it has the rest.
 ARRAYS = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages")
-ROUNDED = ("behavior_logprobs", "advantages")  # no more digits than can be read
+OF_TRAINER = ("logprobs", "entropy")  # where the loop passes them to the run
+ROUNDED = ("behavior_logprobs", "advantages", *OF_TRAINER)  # no more digits than can be read
 
 
 @attrs.frozen
@@ -180,10 +181,15 @@ def _arrays(folder: Path, lines: Sequence[_Line]) -> list[dict[str, Any]]:
             file.seek(line.start)
             record = json.loads(file.read(line.length))
             arrays = {name: record[name] for name in ARRAYS}
-            for name in ROUNDED:
-                arrays[name] = [round(number, ndigits=5) for number in arrays[name]]
+            arrays |= {name: record[name] for name in OF_TRAINER if name in record}
+            for name in arrays.keys() & ROUNDED:
+                arrays[name] = [_rounded(number) for number in arrays[name]]
             found.append(arrays)
     return found
+
+
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else round(number, ndigits=5)
 
 
 def _embedded(name: str, value: Any) -> str:

@@ -1,7 +1,10 @@
 """What a run records of the rollouts that it trains."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from primerl.track.run_folder import RunFolder, plain, write_line
 from primerl.types import Group, Rollout, Sample, TrainingSample
@@ -30,9 +33,19 @@ class RolloutRecords:
         self._due = 0.0
         self._tokens: set[int] = set()
 
-    def write(self, step: int, groups: Sequence[Group], samples: Sequence[TrainingSample]) -> None:
-        """Record the groups of a step with what ``advantage.assign`` made of them."""
-        trained = iter(samples)
+    def write(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        samples: Sequence[TrainingSample],
+        per_token: Sequence[Mapping[str, np.ndarray]] = (),
+    ) -> None:
+        """Record the groups of a step with what ``advantage.assign`` made of them.
+
+        ``per_token`` has further arrays of each sample, or of none.
+        """
+        arrays_of = per_token or [{} for _ in samples]
+        trained = zip(samples, arrays_of, strict=True)
         for group in groups:
             before, self._due = int(self._due), self._due + self._share
             recorded = int(self._due + 1e-9) > before
@@ -40,9 +53,9 @@ class RolloutRecords:
                 for sample in rollout.samples:
                     if not sample.loss_mask.any():
                         continue
-                    one = next(trained)
+                    one, arrays = next(trained)
                     if recorded:
-                        self._write(step, group, rollout, one)
+                        self._write(step, group, rollout, one, arrays)
 
     def reply(self, groups: Sequence[Group]) -> tuple[str, str, float] | None:
         """The prompt, completion and reward of one trained rollout; None if none can be read."""
@@ -59,7 +72,14 @@ class RolloutRecords:
         begin = int(sample.loss_mask.argmax())
         return decode(ids[:begin]), decode(ids[begin:])
 
-    def _write(self, step: int, group: Group, rollout: Rollout, one: TrainingSample) -> None:
+    def _write(
+        self,
+        step: int,
+        group: Group,
+        rollout: Rollout,
+        one: TrainingSample,
+        arrays: Mapping[str, np.ndarray],
+    ) -> None:
         ids: list[int] = one.token_ids.tolist()
         texts = (None, None) if self._decode is None else self._texts(self._decode, one)
         record: dict[str, Any] = {
@@ -78,11 +98,33 @@ class RolloutRecords:
             "versions": one.versions.tolist(),
             "advantages": one.advantages.tolist(),
         }
+        record |= {name: rounded(array) for name, array in arrays.items()}
         write_line(self._files.rollouts, record)
         if self._decode is not None:
             for token in sorted(set(ids) - self._tokens):
                 write_line(self._files.tokens, [token, text_of(token, self._decode)])
             self._tokens.update(ids)
+
+
+def require_fit(
+    samples: Sequence[TrainingSample], per_token: Sequence[Mapping[str, np.ndarray]]
+) -> None:
+    """Raise a ValueError unless there are arrays for each sample, or none at all."""
+    if per_token and len(per_token) != len(samples):
+        raise ValueError(f"per_token is of {len(per_token)} samples; expected {len(samples)}")
+    for sample, arrays in zip(samples, per_token, strict=False):
+        for name, array in arrays.items():
+            if np.shape(array) != sample.token_ids.shape:
+                raise ValueError(
+                    f"per_token has {name} of shape {np.shape(array)} for a sample of shape "
+                    f"{sample.token_ids.shape}; expected an entry for each token"
+                )
+
+
+def rounded(array: np.ndarray) -> list[float | None]:
+    """As JSON has it, which has no NaN."""
+    numbers = np.round(np.asarray(array, np.float64), 6).tolist()
+    return [number if math.isfinite(number) else None for number in numbers]
 
 
 def text_of(token: int, decode: Decode) -> str:

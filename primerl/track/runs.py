@@ -15,7 +15,7 @@ import numpy as np
 
 from primerl.track.mismatch_gate import MismatchGate
 from primerl.track.report import write_report
-from primerl.track.rollout_records import RolloutRecords
+from primerl.track.rollout_records import RolloutRecords, require_fit
 from primerl.track.run_folder import (
     FINAL,
     SUMMARY,
@@ -194,6 +194,7 @@ class Run:
         *,
         metrics: Mapping[str, Any] | None = None,
         totals: Mapping[str, Any] | None = None,
+        per_token: Sequence[Mapping[str, np.ndarray]] = (),
     ) -> dict[str, Any]:
         """Record one policy step, and return its metrics.
 
@@ -205,7 +206,13 @@ class Run:
                 alarm, and averaged over the run by ``mismatch_tokens`` (``loss.Statistics``).
             totals: running totals, as ``Worker.stats`` gives them; their growth since the last
                 step is recorded, that of groups dropped as ``dropped/REASON``.
+            per_token: further arrays ``[t]`` of each sample by name, which its record gets. The
+                report shows ``logprobs``, those of the trainer, and ``entropy``.
+
+        Raises:
+            ValueError: ``per_token`` is not of these samples. Nothing is recorded.
         """
+        require_fit(samples, per_token)
         self._begin_writing()
         now = time.perf_counter()
         stale = [step - sample.versions[sample.loss_mask] for sample in samples]
@@ -229,7 +236,7 @@ class Run:
         line |= {"mismatch_kl": None} | {n: plain(value) for n, value in (metrics or {}).items()}
         line["alarm"] = self._watch_mismatch(metrics or {})
         self.staleness.update(staleness.tolist())
-        self._rollouts.write(step, groups, samples)
+        self._rollouts.write(step, groups, samples, per_token)
         write_line(self._files.metrics, line)
         self.summary["steps"] = self._steps = step + 1
         self.summary["staleness_max"] = max(self.staleness, default=None)

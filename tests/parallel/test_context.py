@@ -251,6 +251,7 @@ def test_context_parallel_ranks_train_as_one_process_does(found, name):
 @pytest.mark.parametrize("name", CASES)
 def test_each_rank_gets_its_part_of_the_batches_it_shares(found, name):
     assert all(one[name]["scattered"] for one in found)
+    assert all(one[name]["gathered"] for one in found)
     assert all(one[name]["rows"] == found[0][name]["rows"] for one in found[:2])
 
 

@@ -49,6 +49,10 @@ def test_batches_arrive_exactly_on_every_rank(found):
     """Uneven sizes, many dtypes, a transposed table, no rows, NaN, None on some ranks only."""
     assert found[0]["scattered_exactly"] == 3
     assert found[0]["nothing_scattered"] == 0
+    expected = [[{"r": [rank, 7], "s": []}, {}] for rank in range(3)]
+    assert [one["gathered"] for one in found] == [expected, [], []]
+    assert [one["nothing_gathered"] for one in found] == [[[], [], []], [], []]
+    assert "rows of [1, 0, 0] micro-batches" in found[0]["uneven_rows"]
 
 
 def test_ranks_without_a_sample_get_a_masked_token(found):
@@ -302,7 +306,7 @@ def test_only_attrs_classes_are_scattered():
 
 
 def test_a_field_that_cannot_be_sent_is_named():
-    from primerl.parallel.scattering import _encode
+    from primerl.parallel.scattering import _fields
 
     with pytest.raises(ValueError, match="Batch.values is a list; expected a tensor"):
-        _encode([Batch([1, 2])])
+        _fields(Batch([1, 2]))

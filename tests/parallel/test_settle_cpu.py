@@ -17,7 +17,8 @@ parallel.settle_cpu()
 print(torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
 parallel.settle_cpu()
 print(torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
-torch.ones(2**24)
+for _ in range(16):
+    torch.ones(2**24)  # glibc sets up to 7 crumbs beside an aligned block apart, and then no more
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(8):
     torch.ones(2**24)
@@ -57,4 +58,4 @@ def test_what_the_environment_says_decides_and_freed_memory_is_kept():
     assert first == again == "1 1"
     assert "1 threads for trainer and engine each, as OMP_NUM_THREADS says" in said
     assert "freed memory is kept" in said
-    assert int(page_faults) < 4 * PAGES  # where all eight tensors were cleared, 8 times
+    assert int(page_faults) <= PAGES  # where all eight tensors were cleared, 8 times

@@ -136,7 +136,9 @@ def divided(name, world):
     packed = packed_for(mesh.batches, share_prefixes=name in SHARING)
     batches = parallel.scatter(packed if world.is_first else None, packing.PackedBatch, mesh)
     expected = [b.split(mesh.cp)[world.rank % mesh.cp] for b in packed[world.rank // mesh.cp]]
+    rows = parallel.gather([{"labels": batch.labels} for batch in batches], mesh)
     found = {
+        "gathered": gathered(packed, rows) if world.is_first else rows == [],
         "scattered": len(batches) == len(expected)
         and all(same(x, y) for x, y in zip(batches, expected, strict=True)),
         "rows": [len(b.token_ids) for b in batches],
@@ -146,6 +148,15 @@ def divided(name, world):
     by_sequence = name in BY_SEQUENCE
     found["history"] = train(model, batches, by_sequence=by_sequence, all_sum=mesh.context_sum)
     return found
+
+
+def gathered(packed, rows):
+    """Whether the label of each row, of all ranks, came back to the token that it is."""
+    unpacked = packing.unpack(packed, rows, samples())
+    return all(
+        (per_token["labels"] == np.where(sample.loss_mask, sample.token_ids, 0)).all()
+        for sample, per_token in zip(samples(), unpacked, strict=True)
+    )
 
 
 def same(a, b):

@@ -271,6 +271,16 @@ def main(folder):
         few = packing.pack(samples()[:1], max_tokens=40, ranks=3) if world.is_first else None
         (batch,) = parallel.scatter(few, packing.PackedBatch)
         found["fillers"] = parallel.all_sum(int(not batch.loss_mask.any())).item()
+        rows = [{"r": torch.tensor([world.rank, 7]), "s": torch.zeros(0)}, {}]
+        found["gathered"] = [
+            [{name: value.tolist() for name, value in one.items()} for one in mine]
+            for mine in parallel.gather(rows)
+        ]
+        found["nothing_gathered"] = parallel.gather([])
+        if world.is_first:
+            found["uneven_rows"] = refusal(lambda: parallel.gather([{}]))
+        else:
+            parallel.gather([])
         found["sums"] = [
             parallel.all_sum(2**40 + world.rank).item(),
             parallel.all_sum(0.1 * world.rank).item(),

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 from conftest import torchrun
 
 from primerl import testing
@@ -12,12 +13,24 @@ from primerl import testing
 STEPS = 18
 ARGUMENTS = ["--steps", STEPS, "--groups-per-step", 8, "--group-size", 8, "--max-tokens", 8]
 ARGUMENTS += ["--lr", 0.015, "--max-staleness", 1, "--eval-tasks", 2, "--pack-tokens", 256]
+ARGUMENTS += ["--dtype", "float32"]  # in which trainer and engine agree to rounding
 
 
 def rewards(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(line["staleness_max"] <= 2 for line in lines)
     assert lines[0]["mismatch_kl"] < 1e-9
+    records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    same_weights = 0
+    for record in records:
+        trained = np.array(record["loss_mask"], bool)
+        now = trained & (np.array(record["versions"]) == record["step"])
+        ours, samplers = np.array(record["logprobs"]), np.array(record["behavior_logprobs"])
+        np.testing.assert_allclose(ours[now], samplers[now], atol=1e-5)
+        assert (ours[~trained] == 0).all()
+        assert (np.array(record["entropy"])[trained] > 0).all()
+        same_weights += now.sum()
+    assert same_weights > 100
     return [line["reward"] for line in lines]
 
 

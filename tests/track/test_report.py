@@ -36,7 +36,15 @@ def sample(ids, prompt, version):
     )
 
 
-def record(folder, *, steps=3, groups=2, size=4, seed=0, **settings):
+def of_trainer(sample):
+    """That finds trained tokens half as likely as the sampler did."""
+    return {
+        "logprobs": np.where(sample.loss_mask, -0.5 - np.log(2), 0.0),
+        "entropy": np.where(sample.loss_mask, 1.5, 0.0),
+    }
+
+
+def record(folder, *, steps=3, groups=2, size=4, seed=0, trainer=False, **settings):
     draw = np.random.default_rng(seed)
     with track.Run(folder, args={"lr": 0.1, "seed": seed}, decode=decode, **settings) as run:
         for step in range(steps):
@@ -49,7 +57,15 @@ def record(folder, *, steps=3, groups=2, size=4, seed=0, **settings):
                 ]
                 taken.append(Group(task_id=f"task {number}", rollouts=rollouts))
             samples = advantage.assign(taken, advantage.centered)
-            run.log(step, taken, samples, metrics={"loss": 0.1 * step}, totals={})
+            per_token = [of_trainer(one) for one in samples] if trainer else ()
+            run.log(
+                step,
+                taken,
+                samples,
+                metrics={"loss": 0.1 * step},
+                totals={},
+                per_token=per_token,
+            )
         run.finish()
     return folder
 
@@ -213,6 +229,68 @@ def in_browser(file, folder, steps, **settings):
     asyncio.run(asyncio.wait_for(visit(), 120))
 
 
+@pytest.mark.parametrize(
+    ("per_token", "message"),
+    [
+        ([{}], "per_token is of 1 samples; expected 2"),
+        (
+            [{}, {"entropy": np.zeros(3)}],
+            r"has entropy of shape \(3,\) for a sample of shape \(5,\)",
+        ),
+    ],
+)
+def test_arrays_of_other_samples_are_refused(tmp_path, per_token, message):
+    rollouts = [Rollout(samples=[sample([1, 2, 3, 4, 5], 2, 0)], reward=r) for r in (0.0, 1.0)]
+    groups = [Group(task_id="t", rollouts=rollouts)]
+    samples = advantage.assign(groups, advantage.centered)
+
+    with track.Run(tmp_path, args={}) as run, pytest.raises(ValueError, match=message):
+        run.log(0, groups, samples, per_token=per_token)
+
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert (tmp_path / "rollouts.jsonl").read_text() == ""
+
+
+def test_what_the_trainer_computed_is_recorded_by_token(tmp_path):
+    folder = record(tmp_path, trainer=True)
+
+    first = json.loads((folder / "rollouts.jsonl").read_text().splitlines()[0])
+    shown = embedded(folder / "report.html")["run-0-chunk-0"][0]
+    assert first["logprobs"] == [0.0] * 4 + [-1.193147] * 8
+    assert shown["logprobs"] == [0.0] * 4 + [-1.19315] * 8
+    assert first["entropy"] == shown["entropy"] == [0.0] * 4 + [1.5] * 8
+
+
+@needs_chromium
+def test_colors_of_what_the_trainer_computed(tmp_path):
+    with_trainer = record(tmp_path / "with", trainer=True) / "report.html"
+    without = record(tmp_path / "without") / "report.html"
+    background = "getComputedStyle(document.querySelector('.trained')).backgroundColor"
+    title = "document.querySelector('.trained').title"
+
+    async def steps(page):
+        await page.click("#row-0")
+        await page.until("document.querySelector('.trained') !== null")
+        assert "ratio 0.5000\nentropy 1.5000" in await page.run(title)
+        await page.run("document.getElementById('list').focus()")
+        await page.press("c")
+        ratio = await page.run(background)  # orange in full: half as likely
+        assert ratio == "rgba(205, 92, 20, 0.75)"
+        await page.press("c")
+        await page.until(f"{background} === 'rgba(205, 92, 20, 0.376)'")  # 1.5 of 3 nats
+
+    async def steps_without(page):
+        await page.click("#row-0")
+        await page.until("document.querySelector('.trained') !== null")
+        assert "ratio not recorded\nentropy not recorded" in await page.run(title)
+        await page.run("document.getElementById('list').focus()")
+        await page.press("c")
+        assert await page.run(background) == "rgba(20, 110, 205, 0)"
+
+    in_browser(with_trainer, with_trainer.parent, steps)
+    in_browser(without, without.parent, steps_without)
+
+
 @needs_chromium
 def test_curves_are_drawn_and_rollouts_open_by_click_and_by_key(tmp_path):
     folder = record(tmp_path / "run")
@@ -234,7 +312,7 @@ def test_curves_are_drawn_and_rollouts_open_by_click_and_by_key(tmp_path):
         )
         await page.press("g")
         await page.until("document.querySelectorAll('article').length === 4")
-        for color in ("logprob", "version", "advantage"):
+        for color in ("ratio", "entropy", "logprob", "version", "advantage"):
             await page.press("c")
             assert await page.run("document.getElementById('color').value") == color
         await page.press("n")
@@ -279,7 +357,8 @@ def test_ten_thousand_rollouts_open_at_once(tmp_path):
 
 
 def test_the_screenshot_in_the_documentation_is_of_this_page(root):
-    page = hashlib.sha256((root / "primerl/track/report_page.html").read_bytes()).hexdigest()
+    sources = [root / "primerl/track" / name for name in ("report_page.html", "report.py")]
+    page = hashlib.sha256(b"".join(one.read_bytes() for one in sources)).hexdigest()
     shown = (root / "docs/images/report.sha256").read_text().strip()
 
     assert shown == page, "the report has changed: make docs, then tools/screenshots.py RUN_DIR"

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -95,12 +95,14 @@ def _overview(folder: Path, chunks: Sequence[Sequence[_Line]]) -> dict[str, Any]
     """What the page shows of a run before a rollout is opened."""
     lines = [line for chunk in chunks for line in chunk]
     chunk_of = [number for number, chunk in enumerate(chunks) for _ in chunk]
-    summary = folder / SUMMARY
+    path = folder / SUMMARY
+    summary = read_json(path) if path.exists() else {}
+    steps = [json.loads(line) for _, line in complete_lines(folder / METRICS)]
     return {
         "name": folder.resolve().name,
         "args": read_json(folder / ARGS),
-        "summary": read_json(summary) if summary.exists() else {},
-        "metrics": _by_name(json.loads(line) for _, line in complete_lines(folder / METRICS)),
+        "summary": summary,
+        "metrics": _by_name([*steps, *_last_evaluation(steps, summary)]),
         "tokens": dict(json.loads(line) for _, line in complete_lines(folder / TOKENS)),
         "recorded": sum(1 for _ in complete_lines(folder / ROLLOUTS)),
         "rollouts": {
@@ -116,9 +118,19 @@ def _overview(folder: Path, chunks: Sequence[Sequence[_Line]]) -> dict[str, Any]
     }
 
 
-def _by_name(lines: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
+def _last_evaluation(
+    steps: Sequence[dict[str, Any]], summary: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The evaluation of the trained weights, which no step has; empty if there was none."""
+    score = summary.get("eval_after")
+    known = [line["evaluation"] for line in steps if line.get("evaluation") is not None]
+    if not summary.get("finished") or score is None or known[-1:] == [score]:
+        return []
+    return [{"step": summary["steps"], "evaluation": score}]
+
+
+def _by_name(steps: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """A column for each metric; None at the steps that lack it."""
-    steps = list(lines)
     names = dict.fromkeys(name for line in steps for name in line)
     return {name: [line.get(name) for line in steps] for name in names}
 

@@ -1,5 +1,6 @@
 """What a run records of the rollouts that it trains."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -42,10 +43,10 @@ class RolloutRecords:
     ) -> None:
         """Record the groups of a step with what ``advantage.assign`` made of them.
 
-        ``per_token`` has further arrays of each sample, or of none.
+        ``per_token`` has further arrays of each sample, or of none; later passes are left out.
         """
         arrays_of = per_token or [{} for _ in samples]
-        trained = zip(samples, arrays_of, strict=True)
+        trained = zip(samples, arrays_of, strict=False)
         for group in groups:
             before, self._due = int(self._due), self._due + self._share
             recorded = int(self._due + 1e-9) > before
@@ -109,10 +110,10 @@ class RolloutRecords:
 def require_fit(
     samples: Sequence[TrainingSample], per_token: Sequence[Mapping[str, np.ndarray]]
 ) -> None:
-    """Raise a ValueError unless there are arrays for each sample, or none at all."""
-    if per_token and len(per_token) != len(samples):
+    """Raise a ValueError unless there are arrays for each sample, in each of a number of passes."""
+    if len(per_token) % len(samples) if samples else per_token:
         raise ValueError(f"per_token is of {len(per_token)} samples; expected {len(samples)}")
-    for sample, arrays in zip(samples, per_token, strict=False):
+    for sample, arrays in zip(itertools.cycle(samples), per_token, strict=False):
         for name, array in arrays.items():
             if np.shape(array) != sample.token_ids.shape:
                 raise ValueError(

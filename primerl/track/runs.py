@@ -206,8 +206,9 @@ class Run:
                 alarm, and averaged over the run by ``mismatch_tokens`` (``loss.Statistics``).
             totals: running totals, as ``Worker.stats`` gives them; their growth since the last
                 step is recorded, that of groups dropped as ``dropped/REASON``.
-            per_token: further arrays ``[t]`` of each sample by name, which its record gets. The
-                report shows ``logprobs``, those of the trainer, and ``entropy``.
+            per_token: further arrays ``[t]`` of each sample by name, which its record gets; of
+                several passes over the samples, those of the first. The report shows ``logprobs``,
+                those of the trainer, and ``entropy``.
 
         Raises:
             ValueError: ``per_token`` is not of these samples. Nothing is recorded.

@@ -29,16 +29,14 @@ class Page(html.parser.HTMLParser):
         self.links += [of[name] for name in ("href", "src") if of.get(name)]
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """Every page of the built site, by its path."""
+def built(folder, *, execute_notebooks):
+    """Every page of the site, by its path in ``folder``."""
     pytest.importorskip("mkdocs")
-    folder = tmp_path_factory.mktemp("site")
+    execute = str(execute_notebooks).lower()
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
         cwd=ROOT,
-        # The notebooks run in test_notebooks.py.
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "EXECUTE_NOTEBOOKS": "false"},
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "EXECUTE_NOTEBOOKS": execute},
         capture_output=True,
         text=True,
         timeout=600,
@@ -46,6 +44,12 @@ def site(tmp_path_factory):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return {path: Page(path.read_text()) for path in folder.rglob("*.html")}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """With notebooks that have not run, which they do in test_notebooks.py."""
+    return built(tmp_path_factory.mktemp("site"), execute_notebooks=False)
 
 
 def test_every_link_of_the_site_leads_somewhere(site):
@@ -82,3 +86,18 @@ def test_the_api_page_has_the_fields_of_every_value(site):
 
     assert len(values) > 50
     assert not [name for name in values if name not in api.anchors]
+
+
+@pytest.mark.slow  # half a minute
+def test_the_pages_of_the_notebooks_have_their_plots(tmp_path):
+    notebooks = [path.stem for path in (ROOT / "notebooks").glob("*.ipynb")]
+    pages = built(tmp_path, execute_notebooks=True)
+
+    plots = {
+        path.parent.name: len([link for link in page.links if link.startswith("data:image/")])
+        for path, page in pages.items()
+        if path.parent.name in notebooks
+    }
+    assert plots.keys() == set(notebooks)
+    assert plots["02_staleness"] > 0
+    assert plots["03_losses"] > 0

@@ -108,6 +108,15 @@ def test_it_plays_two_turns(other_run):
     assert "Only the larger number, please." in records
 
 
+def test_its_curriculum_begins_with_numbers_that_are_far_apart(other_run):
+    folder, _ = other_run
+    records = (folder / "run/rollouts.jsonl").read_text()
+
+    pairs = {(int(a), int(b)) for a, b in re.findall(r"larger, (\d+) or (\d+)", records)}
+    assert pairs
+    assert all(abs(a - b) > 70 for a, b in pairs)  # of random pairs, one in ten
+
+
 def test_a_sink_gets_every_step_and_a_resumed_run_goes_on(other_run):
     folder, metrics = other_run
 

@@ -101,6 +101,22 @@ def test_a_run_ends_with_a_report_of_its_metrics_and_rollouts(tmp_path):
         assert line["completion"] == text.removeprefix(" ")
 
 
+def test_the_curve_of_evaluations_ends_with_that_of_the_trained_weights(tmp_path):
+    def evaluated(reward):
+        return [Rollout(samples=[], reward=reward)]
+
+    with track.Run(tmp_path, args={}) as run:
+        run.log_evaluation(0, evaluated(0.25))
+        run.log(0, [], [], totals={})
+        run.log_evaluation(1, evaluated(0.75))
+        run.finish()
+
+    metrics = embedded(tmp_path / "report.html")["run-0"]["metrics"]
+    assert metrics["step"] == [0, 1]
+    assert metrics["evaluation"] == [0.25, 0.75]
+    assert metrics["tokens"] == [0, None]
+
+
 def test_no_text_of_a_model_is_read_as_html(tmp_path):
     page = (record(tmp_path) / "report.html").read_text()
 
@@ -233,6 +249,7 @@ def in_browser(file, folder, steps, **settings):
     ("per_token", "message"),
     [
         ([{}], "per_token is of 1 samples; expected 2"),
+        ([{}, {}, {}], "per_token is of 3 samples; expected 2"),
         (
             [{}, {"entropy": np.zeros(3)}],
             r"has entropy of shape \(3,\) for a sample of shape \(5,\)",
@@ -259,6 +276,19 @@ def test_what_the_trainer_computed_is_recorded_by_token(tmp_path):
     assert first["logprobs"] == [0.0] * 4 + [-1.193147] * 8
     assert shown["logprobs"] == [0.0] * 4 + [-1.19315] * 8
     assert first["entropy"] == shown["entropy"] == [0.0] * 4 + [1.5] * 8
+
+
+def test_of_several_passes_the_first_is_recorded(tmp_path):
+    rollouts = [Rollout(samples=[sample([1, 2], 1, 0)], reward=r) for r in (0.0, 1.0)]
+    groups = [Group(task_id="t", rollouts=rollouts)]
+    samples = advantage.assign(groups, advantage.centered)
+    passes = [{"entropy": np.array([0.0, number])} for number in (1.0, 2.0, 3.0, 4.0)]
+
+    with track.Run(tmp_path, args={}) as run:
+        run.log(0, groups, samples, per_token=passes)
+
+    lines = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["entropy"] for line in lines] == [[0.0, 1.0], [0.0, 2.0]]
 
 
 @needs_chromium

@@ -111,7 +111,7 @@ def require_fit(
     samples: Sequence[TrainingSample], per_token: Sequence[Mapping[str, np.ndarray]]
 ) -> None:
     """Raise a ValueError unless there are arrays for each sample, in each of a number of passes."""
-    if len(per_token) % len(samples) if samples else per_token:
+    if per_token and (not samples or len(per_token) % len(samples)):
         raise ValueError(f"per_token is of {len(per_token)} samples; expected {len(samples)}")
     for sample, arrays in zip(itertools.cycle(samples), per_token, strict=False):
         for name, array in arrays.items():

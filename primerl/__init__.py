@@ -2,8 +2,8 @@
 
 Each package is imported on first use, so ``import primerl`` is instant and loads no torch:
 
-    from primerl import advantage, checkpoint, filters, loss, models, optim, packing
-    from primerl import parallel, rollout, track, types, weights
+    from primerl import advantage, checkpoint, data, filters, loss, models, optim
+    from primerl import packing, parallel, rollout, track, types, weights
 
 Data flows from ``rollout`` through ``filters``, ``advantage``, ``packing``, ``loss``, an optimizer
 and ``weights`` back to ``rollout``. No package imports another: the short scripts in ``recipes/``
@@ -18,6 +18,7 @@ __all__ = [
     "advantage",
     "attention",
     "checkpoint",
+    "data",
     "filters",
     "flops",
     "loss",

@@ -4,6 +4,7 @@ from primerl._checkpoint_tensors import checkpoint_tensors
 from primerl.models.adapters import save_adapters
 from primerl.models.pretrained import load_pretrained, save_pretrained
 from primerl.models.sharded_loading import empty_model, load_shards
+from primerl.models.stop_tokens import stop_token_ids
 
 __all__ = [
     "checkpoint_tensors",
@@ -12,4 +13,5 @@ __all__ = [
     "load_shards",
     "save_adapters",
     "save_pretrained",
+    "stop_token_ids",
 ]

@@ -21,6 +21,7 @@ SHOWN = (
     ("completion_tokens_mean", "{:.1f}"),
     ("truncated", "{:.1%}"),
     ("loss", "{:.6f}"),
+    ("evaluation_loss", "{:.4f}"),
     ("grad_norm", "{:.3f}"),
     ("lr", "{:.1e}"),
     ("entropy", "{:.3f}"),

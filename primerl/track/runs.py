@@ -189,8 +189,8 @@ class Run:
     def log(
         self,
         step: int,
-        groups: Sequence[Group],
-        samples: Sequence[TrainingSample],
+        groups: Sequence[Group] = (),
+        samples: Sequence[TrainingSample] = (),
         *,
         metrics: Mapping[str, Any] | None = None,
         totals: Mapping[str, Any] | None = None,
@@ -200,10 +200,11 @@ class Run:
 
         Args:
             step: the version of the weights that the batch was applied to.
-            groups: that were trained.
+            groups: that were trained; none in supervised training.
             samples: what ``advantage.assign`` made of them.
             metrics: further numbers, under their own names. ``mismatch_kl`` is watched for an
                 alarm, and averaged over the run by ``mismatch_tokens`` (``loss.Statistics``).
+                Without samples, ``tokens`` is the number that throughput is computed from.
             totals: running totals, as ``Worker.stats`` gives them; their growth since the last
                 step is recorded, that of groups dropped as ``dropped/REASON``.
             per_token: further arrays ``[t]`` of each sample by name, which its record gets; of
@@ -218,23 +219,27 @@ class Run:
         now = time.perf_counter()
         stale = [step - sample.versions[sample.loss_mask] for sample in samples]
         staleness = np.concatenate([np.zeros(0, np.int64), *stale])
-        line = {"step": step, "time": time.time(), **_batch_metrics(groups, samples, staleness)}
+        line: dict[str, Any] = {"step": step, "time": time.time()}
+        if groups or samples:
+            line |= _batch_metrics(groups, samples, staleness)
+        numbers = {name: plain(value) for name, value in (metrics or {}).items()}
         growth = self._growth(totals or {})
         evaluation_s = growth.pop("evaluation_wait_s", 0.0)
         elapsed, self._step_began = now - self._step_began, now
         line["step_s"] = step_s = max(0.0, elapsed - evaluation_s)
         if evaluation_s:
             line["evaluation_s"] = evaluation_s
-        line["train_tokens_per_s"] = line["tokens"] / max(
-            step_s - growth.get("trainer_wait_s", 0.0), 1e-9
-        )
+        tokens = line.get("tokens", numbers.get("tokens"))
+        if tokens is not None:
+            busy_s = max(step_s - growth.get("trainer_wait_s", 0.0), 1e-9)
+            line["train_tokens_per_s"] = tokens / busy_s
         line |= {f"{name}_per_s": growth[name] / elapsed for name in RATES if name in growth}
         line |= {name: growth[name] for name in SHARES if name in growth}
         line |= {name: count for name, count in growth.items() if name.startswith("dropped/")}
         line |= {name: totals[name] for name in GAUGES if totals and name in totals}
         if self._evaluation is not None:
             line["evaluation"], self._evaluation = self._evaluation, None
-        line |= {"mismatch_kl": None} | {n: plain(value) for n, value in (metrics or {}).items()}
+        line |= {"mismatch_kl": None} | numbers
         line["alarm"] = self._watch_mismatch(metrics or {})
         self.staleness.update(staleness.tolist())
         self._rollouts.write(step, groups, samples, per_token)
@@ -272,12 +277,16 @@ class Run:
 
     def report(self) -> str:
         """The outcome in a few lines: evaluation, staleness, mismatch, folder."""
-        rows = [("evaluation", _arrow(self.summary["eval_before"], self.summary["eval_after"]))]
+        rows = []
+        if self.staleness:  # something was sampled
+            outcome = _arrow(self.summary["eval_before"], self.summary["eval_after"])
+            rows.append(("evaluation", outcome))
         tokens = sum(self.staleness.values())
         for stale, count in sorted(self.staleness.items()):
             rows.append((f"staleness {stale}", f"{count / tokens:7.2%} of {tokens:,} tokens"))
-        mismatch = self.summary["mismatch_kl_mean"]
-        rows.append(("mismatch_kl", "-" if mismatch is None else f"{mismatch:.1e}"))
+        if self.staleness:
+            mismatch = self.summary["mismatch_kl_mean"]
+            rows.append(("mismatch_kl", "-" if mismatch is None else f"{mismatch:.1e}"))
         rows.append(("run folder", str(self.folder)))
         return "\n".join(f"{name:<12}  {value}" for name, value in rows)
 
@@ -315,7 +324,7 @@ class IdleRun:
     def state(self) -> None:
         """Nothing: rank 0 saves."""
 
-    def log(self, step: int, groups: object, samples: object, **more: object) -> None:
+    def log(self, step: int, groups: object = (), samples: object = (), **more: object) -> None:
         """Record nothing."""
 
     def log_evaluation(self, step: int, rollouts: object) -> None:

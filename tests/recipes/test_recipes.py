@@ -13,7 +13,10 @@ import pytest
 import torch
 from conftest import torchrun
 
-RECIPES = ["async_grpo", "demo", "sync_grpo"]
+RL = ["async_grpo", "demo", "sync_grpo"]
+RECIPES = sorted([*RL, "sft"])
+NEEDED = {"async_grpo": {"model": "m"}, "sync_grpo": {"model": "m"}, "demo": {}}
+NEEDED["sft"] = {"model": "m", "data": ("chats.jsonl",)}
 DEMO = ["--steps", "4", "--groups-per-step", "3", "--group-size", "4", "--warmup-steps", "30"]
 DEMO += ["--lr", "0.3"]
 SMALL = ["--steps", "2", "--groups-per-step", "2", "--group-size", "4"]
@@ -299,7 +302,7 @@ def numbers(recipe):
 def test_every_number_is_checked_before_anything_starts(root, name):
     """Whatever numbers a recipe has: none is accepted that is negative, not finite or no number."""
     recipe = load(root, name)
-    needed = {} if name == "demo" else {"model": "m"}
+    needed = NEEDED[name]
 
     assert len(numbers(recipe)) >= 6
     for field in numbers(recipe):
@@ -316,8 +319,8 @@ def test_every_number_is_checked_before_anything_starts(root, name):
     ("name", "field", "wrong"),
     [
         *((name, "steps", 0) for name in RECIPES),
-        *((name, "group_size", 1) for name in RECIPES),
-        *((name, "groups_per_step", 0) for name in RECIPES),
+        *((name, "group_size", 1) for name in RL),
+        *((name, "groups_per_step", 0) for name in RL),
         *((name, "seed", 2**32) for name in RECIPES),
         ("async_grpo", "eval_tasks", -1),
         ("async_grpo", "eval_every", -1),
@@ -326,10 +329,8 @@ def test_every_number_is_checked_before_anything_starts(root, name):
     ],
 )
 def test_numbers_that_make_no_run_are_refused(root, name, field, wrong):
-    needed = {} if name == "demo" else {"model": "m"}
-
     with pytest.raises(ValueError, match=f"--{field.replace('_', '-')} is {wrong}; expected"):
-        load(root, name).Args(**needed, **{field: wrong})
+        load(root, name).Args(**NEEDED[name], **{field: wrong})
 
 
 def test_a_wrong_number_is_an_error_of_the_command_line(root, tmp_path):

@@ -1,0 +1,13 @@
+"""Conversations on disk, and the training samples that supervised fine-tuning makes of them.
+
+    stream = rollout.Shuffled(data.Conversations("chats.jsonl"), seed=0)
+    sample = data.training_sample(stream.draw(), tokenizer, max_tokens=4096)
+
+The streams of ``rollout`` shuffle and mix them, and save and restore the position. This package
+loads no torch.
+"""
+
+from primerl.data.chat_templates import training_sample
+from primerl.data.conversations import Conversations
+
+__all__ = ["Conversations", "training_sample"]

@@ -12,6 +12,7 @@ the next batch, on any number of ranks.
 """
 
 import math
+import textwrap
 from functools import partial
 from typing import Any, Literal
 
@@ -55,7 +56,7 @@ class Args:
     too_long: Literal["raise", "skip", "cut"] = "raise"
     # which replies are trained; templates of reasoning models need "last"
     replies: Literal["all", "last"] = "all"
-    # the most tokens of a micro-batch; at least max_tokens
+    # the most tokens of a micro-batch, but for a conversation that alone has more
     pack_tokens: int = attrs.field(default=4096, validator=number(at_least=2))
     # that is computed in; the parameters that are trained are float32
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -145,6 +146,7 @@ def to_batches(
         samples,
         max_tokens=args.pack_tokens,
         ranks=mesh.batches,
+        too_long="alone",
         cost=partial(flops.training, model.config),
         share_prefixes=True,  # tokens that conversations begin with alike are computed once
     )
@@ -196,6 +198,9 @@ def main(args: Args) -> None:
     stream = open_stream(args) if world.is_first else None
     model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
+    context = model.config.get_text_config().max_position_embeddings
+    if args.max_tokens > context:
+        raise ValueError(f"--max-tokens is {args.max_tokens}; the model's context is {context}")
     if args.lora_rank:
         add_adapters(model, rank=args.lora_rank)
     saved = checkpoint.last_good(args.resume if world.is_first else None)
@@ -237,6 +242,9 @@ def main(args: Args) -> None:
                         model, held_out, mesh, world.device, args
                     )
                 samples = draw_samples(stream, tokenizer, model, args)
+                if step == 0 and world.is_first:
+                    text = data.marked_text(samples[0], tokenizer)
+                    print("trained is what is between ⟦⟧:", textwrap.shorten(text, 600))
                 tokens = count_trained(samples)
                 total = torch.zeros((), device=world.device)
                 for batch in to_batches(samples, model, mesh, world.device, args):

@@ -7,7 +7,7 @@ The streams of ``rollout`` shuffle and mix them, and save and restore the positi
 loads no torch.
 """
 
-from primerl.data.chat_templates import training_sample
+from primerl.data.chat_templates import marked_text, training_sample
 from primerl.data.conversations import Conversations
 
-__all__ = ["Conversations", "training_sample"]
+__all__ = ["Conversations", "marked_text", "training_sample"]

@@ -71,6 +71,20 @@ def training_sample(
     )
 
 
+def marked_text(
+    sample: TrainingSample, tokenizer: Any, *, marks: tuple[str, str] = ("⟦", "⟧")
+) -> str:
+    """A sample's text with what is trained between ``marks``: to be looked at before a run."""
+    edges = np.flatnonzero(np.diff(sample.loss_mask)) + 1
+    text = ""
+    for tokens, mask in zip(
+        np.split(sample.token_ids, edges), np.split(sample.loss_mask, edges), strict=True
+    ):
+        part = tokenizer.decode(tokens.tolist())
+        text += f"{marks[0]}{part}{marks[1]}" if mask[0] else part
+    return text
+
+
 def _tokens_and_mask(
     conversation: Mapping[str, Any], tokenizer: Any, stop_token_ids: Iterable[int], replies: str
 ) -> tuple[list[int], list[bool]]:

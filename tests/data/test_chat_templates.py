@@ -216,6 +216,14 @@ def test_a_sample_is_the_rollout_whose_policy_sampled_the_replies(name, turns):
     assert sample.loss_mask.tolist() == played.loss_mask.tolist()
 
 
+def test_the_text_with_marks():
+    sample, tokenizer = sample_of("gemma", CONVERSATIONS["chat"])
+    assert data.marked_text(sample, tokenizer, marks=("[", "]")) == (
+        "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n[Hello.<end_of_turn>]\n"
+        "<start_of_turn>user\n2 + 2?<end_of_turn>\n<start_of_turn>model\n[4<end_of_turn>]"
+    )
+
+
 def test_values_of_a_sample():
     sample, _ = sample_of("qwen2_5", CONVERSATIONS["chat"])
     trained = sample.loss_mask

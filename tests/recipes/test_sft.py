@@ -248,6 +248,15 @@ def test_conversations_that_are_too_long_are_skipped_but_not_forever(recipe, fol
         recipe.draw_samples(recipe.open_stream(args), tokenizer, model, args)
 
 
+def test_more_tokens_than_the_context_are_refused(root, folder, tmp_path):
+    words = ["--model", folder / "llama", "--data", folder / "train.jsonl", "--max-tokens", 257]
+    words += ["--run-dir", tmp_path / "run"]
+    done = forked_ranks(root / "recipes/sft.py", *words, ranks=1, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "--max-tokens is 257; the model's context is 256" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_broken_line_ends_the_run_before_it_begins(root, folder, tmp_path):
     broken = tmp_path / "broken.jsonl"
     broken.write_text((folder / "eval.jsonl").read_text() + '{"messages": [{"role": "bot"}]}\n')

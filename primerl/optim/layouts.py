@@ -108,6 +108,7 @@ FUSED: dict[str, dict[str, Layout]] = {
     "GPT2Attention": {"c_attn": _equal("query", "key", "value")},
     "GPTBigCodeAttention": {"c_attn": _gpt_bigcode},
     "JetMoeAttention": {"kv_proj": _equal("key", "value")},
+    "AriaExperts": {"fc1": GATE_UP},
     "JetMoeMoE": {"input_linear": GATE_UP},
     "LongcatFlashExperts": {"gate_up_proj": GATE_UP},
     **{
@@ -120,8 +121,12 @@ LATENT: dict[str, Layout] = {
     "kv_a_proj_with_mqa": _latent_and_rotary_key,
     "kv_b_proj": _latent_keys_and_values,
 }
-# Stacks [experts, outputs, inputs] of classes outside transformers' registry of experts.
-STACKED = ("JetMoeParallelExperts", "LongcatFlashExperts")
+# Stacks of classes outside transformers' registry of experts, and whether they are transposed.
+STACKED = {
+    "AriaGroupedExpertsGemm": True,  # of transformers 5.17; later, Aria's are in the registry
+    "JetMoeParallelExperts": False,
+    "LongcatFlashExperts": False,
+}
 # Coefficients by which a model mixes its streams.
 COEFFICIENTS = ("Gemma3nTextAltUp",)
 
@@ -163,11 +168,13 @@ def stacked_matrices(
         half = one.outputs(weight) // 2
         split = (half, half) if getattr(module, "is_concatenated", True) else (1, 1)
         return attrs.evolve(one, split=split, names=("gate", "up"))
-    if not classes(module) & set(STACKED):
+    known = classes(module) & STACKED.keys()
+    if not known:
         return None
+    transposed = STACKED[known.pop()]
     if name == "weight" and owner is not None:
-        return linear_matrices(owner, layer, weight)
-    return linear_matrices(module, name, weight)
+        return linear_matrices(owner, layer, weight, transposed=transposed)
+    return linear_matrices(module, name, weight, transposed=transposed)
 
 
 def linear_matrices(

@@ -237,7 +237,8 @@ def test_adapters_of_routers_and_heads_are_left_to_adamw_and_those_of_stacks_ref
 def test_the_grouping_can_be_printed():
     text = str(optim.muon_parameters(tiny_family("aria_text")))
 
-    line = next(line for line in text.splitlines() if "layers.0.mlp.experts.gate_up_proj" in line)
+    # Its name depends on the version of transformers.
+    (line,) = [line for line in text.splitlines() if "layers.0" in line and "gate | up" in line]
     assert re.split(r"  +", line)[1:] == [
         "8 x 64 x 192", "experts", "muon", "8 x gate | up, transposed",
     ]  # fmt: skip

@@ -51,7 +51,7 @@ class Uses(TorchDispatchMode):
             for name in filter(None, (self._name(x) for x in given if x.ndim > 1)):
                 self._begin(name, result)
         elif packet in REDUCTIONS and len(args) > 1:
-            self._reduce(followed[0] if followed else {}, args[1])
+            self._reduce(followed[0] if followed else {}, args[1], result)
         elif followed and packet not in EMPTY and not _is_view(func, given, result):
             self._follow(func, packet, args, kwargs or {}, followed, result)
         return result
@@ -114,7 +114,7 @@ class Uses(TorchDispatchMode):
             self._join_pairs(name, one, each[0])
         self._write(result, name, each[0])
 
-    def _reduce(self, followed, dimensions):
+    def _reduce(self, followed, dimensions, result):
         dimensions = [dimensions] if isinstance(dimensions, int) else list(dimensions)
         for name, outputs in followed.items():
             reduced = [d % outputs.ndim for d in dimensions] or list(range(outputs.ndim))
@@ -122,6 +122,8 @@ class Uses(TorchDispatchMode):
             rows = outputs.permute(*kept, *reduced).flatten(len(kept)).flatten(0, -2)
             for row in rows.unique(dim=0).tolist():
                 self._join(name, *row)
+            if (rows == rows[:, :1]).all():  # the same output of several experts, say
+                self._write(result, name, rows[:, 0].reshape(result.shape))
 
     def _use(self, followed):
         for each in followed:

@@ -19,6 +19,7 @@ __all__ = [
     "attention",
     "checkpoint",
     "data",
+    "evaluation",
     "filters",
     "flops",
     "loss",

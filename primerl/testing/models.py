@@ -90,7 +90,11 @@ def smollm2(folder: str | os.PathLike[str]) -> Path:
     )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(unpacked.state_dict())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        source, gguf_file=name, clean_up_tokenization_spaces=False
+    )
+    # transformers 5.17 reads <|im_start|> from this file.
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"})
     partial = folder.with_name(folder.name + ".partial")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)

@@ -152,7 +152,7 @@ def student_quantile(probability: float, *, freedom: int) -> float:
     """
     if freedom == 1:
         return math.tan(math.pi * (probability - 0.5))
-    if freedom == 2:  # noqa: PLR2004
+    if freedom == 2:
         a = 2 * probability - 1
         return a * math.sqrt(2 / (1 - a * a))
     z = NormalDist().inv_cdf(probability)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from primerl.rollout.collection.buffer import Buffer
 from primerl.rollout.collection.groups import run_group
+from primerl.rollout.collection.playing import Played, play_tasks
 from primerl.rollout.collection.recording import load_groups, save_groups
 from primerl.rollout.engines.contract import BadCompletion
 from primerl.rollout.engines.protocol import Engine
@@ -36,6 +37,7 @@ __all__ = [
     "Evaluation",
     "InOrder",
     "Mixture",
+    "Played",
     "RewardError",
     "Shuffled",
     "TaskStream",
@@ -45,6 +47,7 @@ __all__ = [
     "Worker",
     "isolated",
     "load_groups",
+    "play_tasks",
     "route",
     "run_group",
     "save_groups",

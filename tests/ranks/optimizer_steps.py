@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import transformers
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -24,11 +25,13 @@ MESHES = {
     "ep, hsdp": {"ep": 2, "replicate": 2},
     "few experts": {"ep": 2},  # one for each rank, whose matrices are divided between two
 }
+# Experts outside the registry can't be divided among ranks.
+ARIA_IS_REGISTERED = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 18)
 SPLIT = {  # families whose parameters hold several matrices, in each way that they may lie
     "phi3": {},
     "gpt_neox": {},
     "gpt2": {},
-    "aria_text": {"ep": 2},
+    "aria_text": {"ep": 2} if ARIA_IS_REGISTERED else {},
     "deepseek_v3": {"ep": 2},
 }
 RECOMPUTED = {

@@ -1,0 +1,151 @@
+"""Tasks played once each, or a few times, with every end handed out as it comes."""
+
+import asyncio
+import queue
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import attrs
+
+from primerl._progress import report
+from primerl.rollout.collection.groups import CANCEL_S, cancel_all
+from primerl.rollout.collection.rollouts import play
+from primerl.rollout.engines.health import EngineFailed, EngineHealth
+from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.environments.environment import Environment, Task
+from primerl.rollout.errors import located
+from primerl.rollout.processes.background_loop import BackgroundLoop
+from primerl.types import Rollout, SamplingParams
+
+_END = object()
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Played:
+    """How one play of a task ended: with a rollout, or with an error.
+
+    ``index`` counts the plays of a task from 0, and ``seconds`` is how long this one took, with its
+    retries. ``error`` is the name of the error and ``message`` what it says, with the line of the
+    environment that raised; both are None where there is a ``rollout``.
+    """
+
+    task: Mapping[str, Any]
+    index: int
+    seconds: float
+    rollout: Rollout | None = None
+    error: str | None = None
+    message: str | None = None
+
+
+def play_tasks(
+    engine: Engine,
+    environment: Environment,
+    tasks: Iterable[Task],
+    params: SamplingParams,
+    *,
+    samples: int = 1,
+    concurrency: int = 64,
+    retries: int = 1,
+    skip: Collection[tuple[str, int]] = (),
+    play_timeout_s: float = 1800.0,
+    timeout_s: float = 600.0,
+) -> Iterator[Played]:
+    """Play each task ``samples`` times, and yield each play when it has ended, in that order.
+
+        for played in rollout.play_tasks(engine, environment, tasks, params, samples=4):
+            results.add(played)
+
+    What an environment or its reward raises is an end like any other, after ``retries``. A failure
+    of the engine is not one of the play: it waits until the engine answers again. Leaving the loop
+    early cancels what is in flight.
+
+    Args:
+        engine: must serve the same weights throughout, since plays are compared.
+        environment: ``async (task, engine, params) -> Rollout``; it is closed at the end.
+        tasks: mappings with a string ``"id"``.
+        params: greedy, or as the policy is used.
+        samples: plays of each task.
+        retries: how often a play that failed is played again.
+        concurrency: plays in flight.
+        skip: ids and indices of plays that are not to be repeated.
+        play_timeout_s: how long a play may take, with its retries; then its end is a
+            ``TimeoutError``.
+        timeout_s: how long the engine may fail every request before that is an error.
+
+    Raises:
+        EngineFailed: the engine was given up. What has been yielded stands.
+        ValueError: a number is out of range, or a task has no id.
+    """
+    if samples < 1 or concurrency < 1 or retries < 0 or not play_timeout_s > 0:
+        raise ValueError(
+            f"samples={samples}, concurrency={concurrency}, retries={retries}, play_timeout_s="
+            f"{play_timeout_s}: expected at least 1, 1 and 0, and a time above 0"
+        )
+
+    async def play_one(task: Task, index: int, health: EngineHealth) -> Played:
+        began = time.monotonic()
+        rollout = error = message = None
+        try:
+            async with asyncio.timeout(play_timeout_s):
+                rollout = await play(
+                    environment, task, engine, params, retries=retries, health=health
+                )
+        except EngineFailed:
+            raise
+        except Exception as failure:  # whatever an environment raises is a result
+            error, message = type(failure).__name__, located(failure)
+        seconds = time.monotonic() - began
+        return Played(
+            task=task, index=index, seconds=seconds, rollout=rollout, error=error, message=message
+        )
+
+    tasks = list(tasks)
+    for task in tasks:
+        if not isinstance(task.get("id"), str):
+            raise ValueError(f"the task {dict(task)!r:.80} has no 'id' that is a string")
+    jobs = [
+        (task, index)
+        for task in tasks
+        for index in range(samples)
+        if (task["id"], index) not in skip
+    ]
+    ends: queue.Queue[Any] = queue.Queue()
+    loop = BackgroundLoop("primerl-evaluation")
+    health = EngineHealth(type(engine).__name__, timeout_s=timeout_s)
+    plays = (partial(play_one, task, index, health) for task, index in jobs)
+    playing = loop.submit(_run(plays, concurrency, ends, environment))
+    try:
+        for count in range(1, len(jobs) + 1):
+            end = ends.get()
+            if end is _END:
+                break
+            report("evaluating", f"{count}/{len(jobs)} rollouts")
+            yield end
+        playing.result()
+    finally:
+        playing.cancel()
+        loop.stop()
+
+
+async def _run(
+    plays: Iterator[Callable[[], Awaitable[Played]]],
+    concurrency: int,
+    ends: "queue.Queue[Any]",
+    environment: Environment,
+) -> None:
+    """Put each play's end into ``ends``, and at last ``_END``, also where this raises."""
+
+    async def play_in_turn() -> None:
+        for one in plays:
+            ends.put(await one())
+
+    turns = [asyncio.create_task(play_in_turn()) for _ in range(concurrency)]
+    try:
+        await asyncio.gather(*turns)
+    finally:
+        await cancel_all(turns, timeout_s=CANCEL_S)
+        if hasattr(environment, "aclose"):
+            await environment.aclose()
+        ends.put(_END)

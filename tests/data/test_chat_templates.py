@@ -327,6 +327,12 @@ def test_a_conversation_longer_than_the_context():
     )
 
 
+@pytest.mark.parametrize("wrong", [{"replies": "first"}, {"too_long": "drop"}])
+def test_choices_that_are_unknown(wrong):
+    with pytest.raises(ValueError, match="expected 'all' or 'last', and 'raise', 'skip' or 'cut'"):
+        sample_of("qwen2_5", {"messages": CHAT}, **wrong)
+
+
 def test_a_reply_is_tokenized_by_itself():
     # "ab" is one token, but a policy that is prompted with "a" replies with "b".
     template = (

@@ -40,11 +40,12 @@ def training_sample(
             first ``max_tokens`` tokens (``cut``), or None if no reply begins within them.
 
     Raises:
-        ValueError: a choice is unknown; the conversation is longer than ``max_tokens`` with ``too_long="raise"``, has no
-            reply, or begins with one; the tokenizer has no template, or one that raises; or the
-            replies can't be told from the template's text: it renders earlier messages otherwise
-            once others follow, changes the prompt when the reply is there, leaves out a part of a
-            reply, or ends it with no stop token; or a reply has a stop token inside.
+        ValueError: a choice is unknown; the conversation is longer than ``max_tokens`` with
+            ``too_long="raise"``, has no reply, or begins with one; the tokenizer has no template,
+            or one that raises; or the replies can't be told from the template's text: it renders
+            earlier messages otherwise once others follow, changes the prompt when the reply is
+            there, leaves out a part of a reply, or ends it with no stop token; or a reply has a
+            stop token inside.
     """
     if replies not in ("all", "last") or too_long not in ("raise", "skip", "cut"):
         raise ValueError(

@@ -44,7 +44,7 @@ TRL_ENVIRONMENT = {
 
 
 def write_conversations(path):
-    """Questions and replies of common words, log-normal in length: 90 tokens in the median."""
+    """Questions and replies of common words, log-normal in length: 100 tokens in the median."""
     from primerl import testing
 
     words = testing.words()

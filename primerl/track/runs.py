@@ -120,6 +120,7 @@ class Run:
         self._mismatch: list[float] = list(known.get("mismatch", (0.0, 0)))
         self._gate = MismatchGate(**known["gate"]) if "gate" in known else gate or MismatchGate()
         self._evaluation: float | None = None
+        self._supervised = False
 
     @property
     def final_folder(self) -> Path | None:
@@ -189,7 +190,7 @@ class Run:
     def log(
         self,
         step: int,
-        groups: Sequence[Group] = (),
+        groups: Sequence[Group] | None = None,
         samples: Sequence[TrainingSample] = (),
         *,
         metrics: Mapping[str, Any] | None = None,
@@ -200,11 +201,11 @@ class Run:
 
         Args:
             step: the version of the weights that the batch was applied to.
-            groups: that were trained; none in supervised training.
+            groups: that were trained; None in supervised training, which has none.
             samples: what ``advantage.assign`` made of them.
             metrics: further numbers, under their own names. ``mismatch_kl`` is watched for an
                 alarm, and averaged over the run by ``mismatch_tokens`` (``loss.Statistics``).
-                Without samples, ``tokens`` is the number that throughput is computed from.
+                Without groups, ``tokens`` is the number that throughput is computed from.
             totals: running totals, as ``Worker.stats`` gives them; their growth since the last
                 step is recorded, that of groups dropped as ``dropped/REASON``.
             per_token: further arrays ``[t]`` of each sample by name, which its record gets; of
@@ -220,7 +221,9 @@ class Run:
         stale = [step - sample.versions[sample.loss_mask] for sample in samples]
         staleness = np.concatenate([np.zeros(0, np.int64), *stale])
         line: dict[str, Any] = {"step": step, "time": time.time()}
-        if groups or samples:
+        self._supervised = groups is None
+        groups = groups or ()
+        if not self._supervised:
             line |= _batch_metrics(groups, samples, staleness)
         numbers = {name: plain(value) for name, value in (metrics or {}).items()}
         growth = self._growth(totals or {})
@@ -278,13 +281,12 @@ class Run:
     def report(self) -> str:
         """The outcome in a few lines: evaluation, staleness, mismatch, folder."""
         rows = []
-        if self.staleness:  # something was sampled
+        if not self._supervised:
             outcome = _arrow(self.summary["eval_before"], self.summary["eval_after"])
             rows.append(("evaluation", outcome))
-        tokens = sum(self.staleness.values())
-        for stale, count in sorted(self.staleness.items()):
-            rows.append((f"staleness {stale}", f"{count / tokens:7.2%} of {tokens:,} tokens"))
-        if self.staleness:
+            tokens = sum(self.staleness.values())
+            for stale, count in sorted(self.staleness.items()):
+                rows.append((f"staleness {stale}", f"{count / tokens:7.2%} of {tokens:,} tokens"))
             mismatch = self.summary["mismatch_kl_mean"]
             rows.append(("mismatch_kl", "-" if mismatch is None else f"{mismatch:.1e}"))
         rows.append(("run folder", str(self.folder)))
@@ -324,7 +326,7 @@ class IdleRun:
     def state(self) -> None:
         """Nothing: rank 0 saves."""
 
-    def log(self, step: int, groups: object = (), samples: object = (), **more: object) -> None:
+    def log(self, step: int, groups: object = None, samples: object = (), **more: object) -> None:
         """Record nothing."""
 
     def log_evaluation(self, step: int, rollouts: object) -> None:

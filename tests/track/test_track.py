@@ -56,6 +56,21 @@ def test_a_run_writes_its_summary(tmp_path):
     assert json.loads((tmp_path / "run" / "args.json").read_text()) == {"lr": 0.1}
 
 
+def test_supervised_steps_have_no_metrics_of_rollouts(tmp_path):
+    with track.Run(tmp_path) as run:
+        line = run.log(0, metrics={"loss": 2.5, "tokens": 100})
+        run.finish()
+
+    written = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert written == line
+    assert written["loss"] == 2.5
+    assert written["train_tokens_per_s"] == pytest.approx(100 / written["step_s"])
+    assert "reward" not in written
+    assert "staleness_max" not in written
+    assert run.report() == f"run folder    {tmp_path}"
+    assert (tmp_path / "report.html").is_file()
+
+
 def test_what_does_not_apply_is_null(tmp_path):
     with track.Run(tmp_path) as run:
         pass

@@ -71,7 +71,8 @@ def test_commands_name_what_there_is(page):
 def test_names_are_exported(page):
     packages = "|".join(primerl.__all__)
     names = rf"(?<![\w./-])({packages})\.(?!md\b)([A-Za-z]\w*)"
-    for package, name in re.findall(names, (ROOT / page).read_text()):
+    text = re.sub(r"`data\.(train_batch_size|max_response_length)\b", "", (ROOT / page).read_text())
+    for package, name in re.findall(names, text):  # without verl's own
         exports = importlib.import_module(f"primerl.{package}").__all__
         assert name in exports, f"{page} names {package}.{name}"
 

@@ -12,9 +12,11 @@ What issue 5 wants to be shown on real vLLM, and where it is:
 """
 
 import os
+import re
 import string
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -98,9 +100,8 @@ class ServerByHand:
         with log_path.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "primerl.rollout.engines.vllm.server", model, *flags],
-                stdout=subprocess.PIPE,
+                stdout=log,  # a pipe that nobody reads fills up with requests, and blocks it
                 stderr=log,
-                text=True,
                 env={**os.environ, **SERVER_ENV, "PRIMERL_API_KEY": self.api_key},
             )
         self.pid = self._process.pid
@@ -108,12 +109,11 @@ class ServerByHand:
 
     def start(self):
         """Wait for the URL that it prints."""
-        lines = []
         while self.url is None:
-            lines.append(self._process.stdout.readline())
-            assert lines[-1], self._log_path.read_text() + "".join(lines)
-            if lines[-1].startswith("http://"):
-                self.url = lines[-1].strip()
+            assert self.alive, self._log_path.read_text()
+            time.sleep(0.1)
+            found = re.search(r"^(http://\S+)\n", self._log_path.read_text(), re.MULTILINE)
+            self.url = found and found[1]
 
     @property
     def alive(self):
@@ -121,7 +121,7 @@ class ServerByHand:
 
     def close(self):
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
 
 
 @pytest.fixture(scope="session")

@@ -217,6 +217,8 @@ class _Template:
 def _parts(message: Mapping[str, Any]) -> list[str]:
     """The texts of a reply that its rendering must hold."""
     parts = [message.get(key) for key in ("content", "reasoning_content", "thinking")]
+    if isinstance(message.get("content"), list):
+        parts += [part.get("text") for part in message["content"] if isinstance(part, Mapping)]
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     parts += [call["name"] for call in calls]
     return [part for part in parts if isinstance(part, str) and part]

@@ -264,6 +264,20 @@ def test_templates_that_cannot_be_masked_are_refused(name, kind, reason):
         sample_of(name, conversation)
 
 
+def test_content_in_parts_is_looked_for_too():
+    parts = [{"type": "text", "text": "One "}, {"type": "text", "text": "two."}]
+    messages = [CHAT[0], {"role": "assistant", "content": parts}]
+    sample, tokenizer = sample_of("gemma3", {"messages": messages})
+    # The template strips each part.
+    assert trained_texts(sample, tokenizer) == ["Onetwo.<end_of_turn>"]
+    template = "{% for m in messages %}<{{ m.role }}>{% if m.role == 'user' %}{{ m.content }}"
+    template += "{% endif %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    with pytest.raises(ValueError, match=r"leaves 'One ' of messages\[1\] out of the reply"):
+        data.training_sample(
+            {"messages": messages}, byte_tokenizer(["<end>"], template), max_tokens=100
+        )
+
+
 def test_a_prompt_that_changes_with_the_reply_is_refused():
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"

@@ -19,6 +19,7 @@ from primerl.rollout.errors import located
 from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.types import Rollout, SamplingParams
 
+CLOSE_S = 15.0  # for an environment to close
 _END = object()
 
 
@@ -145,7 +146,10 @@ async def _run(
     try:
         await asyncio.gather(*turns)
     finally:
-        await cancel_all(turns, timeout_s=CANCEL_S)
-        if hasattr(environment, "aclose"):
-            await environment.aclose()
-        ends.put(_END)
+        try:
+            await cancel_all(turns, timeout_s=CANCEL_S)
+            if hasattr(environment, "aclose"):
+                async with asyncio.timeout(CLOSE_S):
+                    await environment.aclose()
+        finally:
+            ends.put(_END)

@@ -124,6 +124,20 @@ def test_a_play_that_hangs_ends_at_its_deadline():
     assert played["task 4"].rollout is not None
 
 
+def test_an_environment_that_cannot_be_closed_is_an_error_and_no_hang():
+    class Environment:
+        async def __call__(self, task, engine, params):
+            if task["id"] == "task 2":
+                raise EngineFailed("gone")
+            return await play(task, engine, params)
+
+        async def aclose(self):
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        ends(environment=Environment(), concurrency=1)
+
+
 def test_an_outage_of_the_engine_is_waited_for():
     fails = iter([True] * 6 + [False] * 1000)
     engine = testing.ScriptedEngine(

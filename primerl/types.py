@@ -17,6 +17,7 @@ __all__ = [
     "NOT_SAMPLED",
     "Completion",
     "Group",
+    "Played",
     "PolicyVersion",
     "Rollout",
     "Sample",
@@ -227,6 +228,8 @@ class Rollout:
     """One episode: the sequences that it produced, and its reward.
 
     ``stop`` says why it ended: ``"stop"``, ``"length"``, ``"context"`` or the environment's reason.
+    ``conversation`` is ``{"messages": [...], "tools": [...]}``, as ``primerl.data`` reads it, where
+    the environment was asked to keep it.
 
     Raises:
         ValueError: the reward is not finite, a metric is not a number, or ``stop`` not a string.
@@ -238,6 +241,7 @@ class Rollout:
     stop: str = "stop"
     agent: str = "policy"
     episode_id: str = ""
+    conversation: Mapping[str, Any] | None = None
 
     def __attrs_post_init__(self) -> None:
         if not np.isfinite(self.reward):
@@ -273,3 +277,20 @@ class Group:
         parts = [sample.versions[sample.loss_mask] for sample in self.samples]
         versions: np.ndarray = np.concatenate([np.zeros(0, np.int32), *parts])
         return versions
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Played:
+    """How one play of a task ended: with a rollout, or with an error.
+
+    ``index`` counts the plays of a task from 0, and ``seconds`` is how long this one took, with its
+    retries. ``error`` is the name of the error and ``message`` what it says, with the line of the
+    environment that raised; both are None where there is a ``rollout``.
+    """
+
+    task: Mapping[str, Any]
+    index: int
+    seconds: float
+    rollout: Rollout | None = None
+    error: str | None = None
+    message: str | None = None

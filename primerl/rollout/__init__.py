@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from primerl.rollout.collection.buffer import Buffer
 from primerl.rollout.collection.groups import run_group
-from primerl.rollout.collection.playing import Played, play_tasks
+from primerl.rollout.collection.playing import play_tasks
 from primerl.rollout.collection.recording import load_groups, save_groups
 from primerl.rollout.engines.contract import BadCompletion
 from primerl.rollout.engines.protocol import Engine
@@ -24,12 +24,14 @@ from primerl.rollout.tasks.streams import InOrder, Shuffled, TaskStream
 from primerl.rollout.workers import Evaluation, Worker, worker
 
 if TYPE_CHECKING:
+    from primerl.rollout.engines.chat_endpoint import ChatEndpoint
     from primerl.rollout.engines.transformers.engine import TransformersEngine
     from primerl.rollout.engines.vllm.client.engine import VLLMEngine
 
 __all__ = [
     "BadCompletion",
     "Buffer",
+    "ChatEndpoint",
     "Conversation",
     "DifficultyPools",
     "Engine",
@@ -37,7 +39,6 @@ __all__ = [
     "Evaluation",
     "InOrder",
     "Mixture",
-    "Played",
     "RewardError",
     "Shuffled",
     "TaskStream",
@@ -58,6 +59,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "ChatEndpoint": "engines.chat_endpoint",
     "TransformersEngine": "engines.transformers.engine",
     "VLLMEngine": "engines.vllm.client.engine",
 }

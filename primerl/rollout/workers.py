@@ -19,7 +19,7 @@ from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.rollout.processes.hosts import BLOCKED_S, InProcess, InThread
 from primerl.rollout.processes.pickling import pickle_arguments
 from primerl.rollout.tasks.streams import TaskStream, as_task_stream
-from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
+from primerl.types import Group, Played, PolicyVersion, Rollout, SamplingParams
 
 JOIN_S = 45.0
 log = logging.getLogger(__name__)
@@ -132,6 +132,11 @@ def _check_parts(engine: Any, environment: Any, params: Any, keep: Any, threads:
         raise ValueError(
             f"engine is a {type(engine).__name__}; expected one with generate(), version and "
             "context_length"
+        )
+    if hasattr(engine, "chat"):
+        raise ValueError(
+            f"engine is a {type(engine).__name__}, which has no tokens to train on; expected one "
+            "such as rollout.VLLMEngine (rollout.play_tasks evaluates with it)"
         )
     if not callable(environment) or isinstance(environment, type):
         raise ValueError(
@@ -277,20 +282,31 @@ class Worker:
         return self.start_evaluation(tasks, params, engine=engine).result(timeout_s)
 
     def start_evaluation(
-        self, tasks: Iterable[Task], params: SamplingParams, *, engine: Engine | None = None
+        self,
+        tasks: Iterable[Task],
+        params: SamplingParams,
+        *,
+        samples: int = 1,
+        keep_errors: bool = False,
+        engine: Engine | None = None,
     ) -> "Evaluation":
-        """Begin an evaluation beside training; ``result`` waits for it.
+        """Begin an evaluation beside training; ``result`` or ``plays`` waits for it.
 
         Args:
-            tasks: played once each.
+            tasks: what is played.
             params: greedy, say.
+            samples: plays of each task.
+            keep_errors: what an environment raises is the end of its play alone, and not of the
+                evaluation.
             engine: whose weights stay as they are: a second engine that the recipe publishes to
                 only before an evaluation. Training's own would move on under the evaluation,
                 which is an error.
         """
         other = None if engine is self._engine else engine
         played = [dict(task) for task in tasks]
-        return Evaluation(self, self._call("evaluate", played, params, other))
+        if samples < 1:
+            raise ValueError(f"samples is {samples}, expected at least 1 play of each task")
+        return Evaluation(self, self._call("evaluate", played, params, other, samples, keep_errors))
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start (of the run, where it went on from a ``state``).
@@ -409,6 +425,8 @@ class IdleWorker(Worker):
         tasks: Iterable[Task],  # noqa: ARG002
         params: SamplingParams,  # noqa: ARG002
         *,
+        samples: int = 1,  # noqa: ARG002
+        keep_errors: bool = False,  # noqa: ARG002
         engine: Engine | None = None,  # noqa: ARG002
     ) -> "Evaluation":
         """An evaluation without rollouts."""
@@ -441,15 +459,21 @@ class Evaluation:
         return self._future.done()
 
     def result(self, timeout_s: float = 600.0) -> list[Rollout]:
-        """The rollouts, in the order of the tasks.
+        """The rollouts, in the order of the tasks; of plays that failed, none.
 
         Raises:
             RuntimeError: it took longer than ``timeout_s`` from now (it is then cancelled), or
-                more than one version of the weights sampled. What an environment raises is raised.
+                more than one version of the weights sampled.
+            Exception: what an environment raised, without ``keep_errors``.
         """
+        plays = self.plays(timeout_s)
+        return [played.rollout for played in plays if played.rollout is not None]
+
+    def plays(self, timeout_s: float = 600.0) -> list[Played]:
+        """All plays, in the order of the tasks; raises as ``result``."""
         began = time.monotonic()
-        rollouts: list[Rollout] = self._owner._finish(
+        plays: list[Played] = self._owner._finish(
             self._future, "the evaluation took longer", timeout_s
         )
         self._owner._notify("waited_for_evaluation", time.monotonic() - began)
-        return rollouts
+        return plays

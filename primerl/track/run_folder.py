@@ -55,22 +55,6 @@ class RunFolder:
                     f"{steps}: it is not the folder of this run"
                 )
 
-    def require_arguments(self, values: Mapping[str, Any], fixed: Iterable[str]) -> None:
-        """Refuse to resume a run with other ``fixed`` arguments than it was begun with."""
-        begun = read_json(self.path / ARGS)
-        for name in fixed:
-            if name not in begun or name not in values:
-                raise ValueError(
-                    f"{self.path} is no run of this script: {name} is only in one of "
-                    f"{self.path / ARGS} and the arguments now"
-                )
-            now = json.loads(json.dumps(values[name], default=str))
-            if now != begun[name]:
-                raise ValueError(
-                    f"{self.path} was begun with {name}={begun[name]!r}, and is resumed with "
-                    f"{name}={now!r}; a resumed run keeps its {', '.join(fixed)}"
-                )
-
     def require_steps_left(self, resumed: int, planned: int) -> None:
         """Refuse a run that is finished, or resumed after more steps than are planned now."""
         path = self.path / SUMMARY
@@ -98,7 +82,7 @@ class RunFolder:
             self._require_new()
             raise
         try:
-            _lock(self.metrics)
+            lock(self.metrics)
             self.rollouts = _open_lines(self.path / ROLLOUTS, new=new)
             self.tokens = _open_lines(self.path / TOKENS, new=new)
         except BaseException:
@@ -126,6 +110,23 @@ class RunFolder:
         self.tokens.close()
         self.rollouts.close()
         self.metrics.close()
+
+
+def require_arguments(folder: Path, values: Mapping[str, Any], fixed: Iterable[str]) -> None:
+    """Refuse to resume a run with other ``fixed`` arguments than it was begun with."""
+    begun = read_json(folder / ARGS)
+    for name in fixed:
+        if name not in begun or name not in values:
+            raise ValueError(
+                f"{folder} is no run of this script: {name} is only in one of {folder / ARGS} and "
+                "the arguments now"
+            )
+        now = json.loads(json.dumps(values[name], default=str))
+        if now != begun[name]:
+            raise ValueError(
+                f"{folder} was begun with {name}={begun[name]!r}, and is resumed with "
+                f"{name}={now!r}; a resumed run keeps its {', '.join(fixed)}"
+            )
 
 
 def fresh_folder(prefix: Path) -> Path:
@@ -188,7 +189,7 @@ def _open_lines(path: Path, *, new: bool) -> TextIO:
     return path.open("x" if new else "a", encoding="utf-8", buffering=1)  # a whole line at a time
 
 
-def _lock(file: TextIO) -> None:
+def lock(file: TextIO) -> None:
     """Keep other processes from locking a file, until it is closed or this process ends."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -22,6 +22,7 @@ from primerl.track.run_folder import (
     RunFolder,
     fresh_folder,
     plain,
+    require_arguments,
     write_json,
     write_line,
 )
@@ -102,7 +103,7 @@ class Run:
             self._require_same_script(state)
         self._files = RunFolder(self.folder, state=state)
         if state is not None:
-            self._files.require_arguments(self._args, fixed)
+            require_arguments(self.folder, self._args, fixed)
             if steps is not None:
                 self._files.require_steps_left(state["steps"], steps)
         known = state or {}

@@ -4,12 +4,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from primerl.rollout.collection.buffer import Buffer
-from primerl.rollout.collection.groups import cancel_all, evaluate
+from primerl.rollout.collection.groups import cancel_all
 from primerl.rollout.collection.plan import Plan, decode_state, encode_state
+from primerl.rollout.collection.playing import evaluate
 from primerl.rollout.collection.scheduler import GroupScheduler
 from primerl.rollout.collection.stalls import StallTimer, unfillable
 from primerl.rollout.engines.health import EngineHealth
@@ -20,7 +21,7 @@ from primerl.rollout.errors import message
 from primerl.rollout.processes.channel import Channel
 from primerl.rollout.processes.loop_lag import LoopLag
 from primerl.rollout.tasks.streams import TaskStream
-from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
+from primerl.types import Group, Played, PolicyVersion, SamplingParams
 
 HEARTBEAT_S = 1.0
 CLOSE_S = 15.0
@@ -152,11 +153,13 @@ class Collector:
 
     async def evaluate(
         self,
-        tasks: Iterable[Task],
+        tasks: Sequence[Task],
         params: SamplingParams,
         engine: Engine | EngineAddress | None,
-    ) -> list[Rollout]:
-        """Play each task once, in order, with one version of the weights."""
+        samples: int,
+        keep_errors: bool,
+    ) -> list[Played]:
+        """Play each task ``samples`` times, with one version of the weights."""
         evaluated = self._engine if engine is None else self._engines.find(engine)
         health = self._health
         if evaluated is not self._engine:
@@ -164,14 +167,15 @@ class Collector:
         current = asyncio.current_task()
         assert current is not None
         self._evaluations.add(current)
-        tasks = list(tasks)
-        self._evaluated["of"] += len(tasks)
+        self._evaluated["of"] += len(tasks) * samples
         try:
             return await evaluate(
                 self._environment,
                 tasks,
                 evaluated,
                 params,
+                samples=samples,
+                keep_errors=keep_errors,
                 retries=self._plan.retries,
                 health=health,
                 on_end=lambda _: self._evaluated.update(ended=1),

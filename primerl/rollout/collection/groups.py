@@ -1,8 +1,8 @@
-"""Rollouts that are run together: groups, with survivors and a deadline, and evaluations."""
+"""Rollouts of one task that are run together, with survivors and a deadline."""
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from primerl.rollout.collection.rollouts import Progress, play
@@ -104,43 +104,6 @@ async def run_group(
             text += f"; the last: {located(failures[-1])}"
         raise GroupFailed(text, reason=reason) from (failures[-1] if failures else None)
     return Group(task_id=task_id, rollouts=survivors, environment=str(task.get("environment", "")))
-
-
-async def evaluate(
-    environment: Environment,
-    tasks: Iterable[Task],
-    engine: Engine,
-    params: SamplingParams,
-    *,
-    retries: int,
-    health: EngineHealth,
-    on_end: Callable[[Any], None],
-) -> list[Rollout]:
-    """Play each task once; returns the rollouts in the order of the tasks.
-
-    ``on_end`` is called when one has ended.
-
-    Raises:
-        RuntimeError: more than one version of the weights was served.
-    """
-    version = engine.version
-    playing = [
-        asyncio.create_task(play(environment, task, engine, params, retries=retries, health=health))
-        for task in tasks
-    ]
-    for one in playing:
-        one.add_done_callback(on_end)
-    try:
-        rollouts = await asyncio.gather(*playing)
-    finally:  # if one has failed
-        await cancel_all(playing, timeout_s=CANCEL_S)
-    versions = {version, *Group(task_id="", rollouts=rollouts).versions.tolist()}
-    if len(versions) > 1:
-        raise RuntimeError(
-            f"weights {sorted(versions)} were served during one evaluation; publish when it "
-            "has ended, or evaluate with an engine that nothing is published to (engine=)"
-        )
-    return rollouts
 
 
 class _Deadline:

@@ -1,13 +1,11 @@
-"""Tasks played once each, or a few times, with every end handed out as it comes."""
+"""Tasks played once each, or a few times: for scores, not for training."""
 
 import asyncio
 import queue
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
-
-import attrs
 
 from primerl._progress import report
 from primerl.rollout.collection.groups import CANCEL_S, cancel_all
@@ -17,27 +15,10 @@ from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.errors import located
 from primerl.rollout.processes.background_loop import BackgroundLoop
-from primerl.types import Rollout, SamplingParams
+from primerl.types import Group, Played, SamplingParams
 
 CLOSE_S = 15.0  # for an environment to close
 _END = object()
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Played:
-    """How one play of a task ended: with a rollout, or with an error.
-
-    ``index`` counts the plays of a task from 0, and ``seconds`` is how long this one took, with its
-    retries. ``error`` is the name of the error and ``message`` what it says, with the line of the
-    environment that raised; both are None where there is a ``rollout``.
-    """
-
-    task: Mapping[str, Any]
-    index: int
-    seconds: float
-    rollout: Rollout | None = None
-    error: str | None = None
-    message: str | None = None
 
 
 def play_tasks(
@@ -84,24 +65,6 @@ def play_tasks(
             f"samples={samples}, concurrency={concurrency}, retries={retries}, play_timeout_s="
             f"{play_timeout_s}: expected at least 1, 1 and 0, and a time above 0"
         )
-
-    async def play_one(task: Task, index: int, health: EngineHealth) -> Played:
-        began = time.monotonic()
-        rollout = error = message = None
-        try:
-            async with asyncio.timeout(play_timeout_s):
-                rollout = await play(
-                    environment, task, engine, params, retries=retries, health=health
-                )
-        except EngineFailed:
-            raise
-        except Exception as failure:  # whatever an environment raises is a result
-            error, message = type(failure).__name__, located(failure)
-        seconds = time.monotonic() - began
-        return Played(
-            task=task, index=index, seconds=seconds, rollout=rollout, error=error, message=message
-        )
-
     tasks = list(tasks)
     for task in tasks:
         if not isinstance(task.get("id"), str):
@@ -115,7 +78,20 @@ def play_tasks(
     ends: queue.Queue[Any] = queue.Queue()
     loop = BackgroundLoop("primerl-evaluation")
     health = EngineHealth(type(engine).__name__, timeout_s=timeout_s)
-    plays = (partial(play_one, task, index, health) for task, index in jobs)
+    plays = (
+        partial(
+            play_once,
+            environment,
+            task,
+            engine,
+            params,
+            index=index,
+            retries=retries,
+            health=health,
+            timeout_s=play_timeout_s,
+        )
+        for task, index in jobs
+    )
     playing = loop.submit(_run(plays, concurrency, ends, environment))
     try:
         for count in range(1, len(jobs) + 1):
@@ -128,6 +104,94 @@ def play_tasks(
     finally:
         playing.cancel()
         loop.stop()
+
+
+async def evaluate(
+    environment: Environment,
+    tasks: Sequence[Task],
+    engine: Engine,
+    params: SamplingParams,
+    *,
+    samples: int,
+    keep_errors: bool,
+    retries: int,
+    health: EngineHealth,
+    on_end: Callable[[Any], None],
+) -> list[Played]:
+    """Play each task ``samples`` times; returns the plays in the order of the tasks.
+
+    ``on_end`` is called when one has ended.
+
+    Raises:
+        RuntimeError: more than one version of the weights was served.
+        Exception: what the environment raised first, without ``keep_errors``.
+    """
+    version = engine.version
+    playing = [
+        asyncio.create_task(
+            play_once(
+                environment,
+                task,
+                engine,
+                params,
+                index=index,
+                retries=retries,
+                health=health,
+                keep_error=keep_errors,
+            )
+        )
+        for task in tasks
+        for index in range(samples)
+    ]
+    for one in playing:
+        one.add_done_callback(on_end)
+    try:
+        plays = await asyncio.gather(*playing)
+    finally:  # if one has failed
+        await cancel_all(playing, timeout_s=CANCEL_S)
+    rollouts = [played.rollout for played in plays if played.rollout is not None]
+    versions = {version, *Group(task_id="", rollouts=rollouts).versions.tolist()}
+    if len(versions) > 1:
+        raise RuntimeError(
+            f"weights {sorted(versions)} were served during one evaluation; publish when it "
+            "has ended, or evaluate with an engine that nothing is published to (engine=)"
+        )
+    return plays
+
+
+async def play_once(
+    environment: Environment,
+    task: Task,
+    engine: Engine,
+    params: SamplingParams,
+    *,
+    index: int,
+    retries: int,
+    health: EngineHealth,
+    timeout_s: float | None = None,
+    keep_error: bool = True,
+) -> Played:
+    """Play ``task`` once; what the environment raises is how it ended.
+
+    Raises:
+        EngineFailed: the engine was given up.
+        Exception: what the environment raised, without ``keep_error``.
+    """
+    began = time.monotonic()
+    rollout = error = message = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            rollout = await play(environment, task, engine, params, retries=retries, health=health)
+    except EngineFailed:
+        raise
+    except Exception as failure:  # whatever an environment raises is a result
+        if not keep_error:
+            raise
+        error, message = type(failure).__name__, located(failure)
+    seconds = time.monotonic() - began
+    return Played(
+        task=task, index=index, seconds=seconds, rollout=rollout, error=error, message=message
+    )
 
 
 async def _run(

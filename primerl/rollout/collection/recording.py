@@ -41,6 +41,7 @@ class _Rollout(msgspec.Struct, forbid_unknown_fields=True):
     stop: str
     agent: str
     episode_id: str
+    conversation: dict[str, Any] | None = None
 
 
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
@@ -147,6 +148,7 @@ def _group(encoded: _Group) -> Group:
                 stop=rollout.stop,
                 agent=rollout.agent,
                 episode_id=rollout.episode_id,
+                conversation=rollout.conversation,
             )
             for rollout in encoded.rollouts
         ],

@@ -84,13 +84,13 @@ class ObservedEngine:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._engine, name)  # members beyond the protocol
-        if name != "score":
+        if name not in ("score", "chat"):
             return value
 
-        async def score(*args: Any, **options: Any) -> Any:
+        async def request(*args: Any, **options: Any) -> Any:
             return await self._ask(lambda: value(*args, **options))
 
-        return score
+        return request
 
     @property
     def ignored(self) -> bool:

@@ -8,6 +8,7 @@ import attrs
 import numpy as np
 
 from primerl._optional import require
+from primerl.rollout.engines.chat_endpoint import PromptTooLong
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.verifiers_adapter.trace_samples import SampledLogprobs
 from primerl.types import SamplingParams
@@ -21,29 +22,31 @@ class ContextFull(Exception):
 
 @attrs.frozen(eq=False)
 class Reply:
-    """The engine's reply: its tokens, and the message that they decode to."""
+    """The engine's reply: its tokens, and the message that they decode to.
 
-    prompt_ids: list[int]
-    token_ids: list[int]
-    logprobs: SampledLogprobs
+    An engine that takes messages has no tokens to give.
+    """
+
     message: Any
     finish_reason: str
-
-    @property
-    def usage(self) -> Any:
-        """Verifiers' token count."""
-        return vf.Usage(prompt_tokens=len(self.prompt_ids), completion_tokens=len(self.token_ids))
+    usage: Any
+    prompt_ids: list[int] = attrs.Factory(list)
+    token_ids: list[int] = attrs.Factory(list)
+    logprobs: SampledLogprobs | list[float] = attrs.Factory(list)
 
 
 class EngineClient(vf.Client):  # type: ignore[misc]
     """verifiers' model client over one engine, for one episode.
 
-    The renderer's stop tokens stop a reply as well as those of ``params``.
+    The renderer's stop tokens stop a reply as well as those of ``params``. An engine that takes
+    messages (it has ``chat``) needs no renderer.
     """
 
     def __init__(self, engine: Engine, params: SamplingParams, renderer: Any) -> None:
-        stops = dict.fromkeys((*params.stop_token_ids, *renderer.get_stop_token_ids()))
-        self.params = attrs.evolve(params, stop_token_ids=tuple(stops))
+        self.params = params
+        if renderer is not None:
+            stops = dict.fromkeys((*params.stop_token_ids, *renderer.get_stop_token_ids()))
+            self.params = attrs.evolve(params, stop_token_ids=tuple(stops))
         self.sessions: dict[str, Any] = {}
         self.error: Exception | None = None
         self._engine = engine
@@ -66,7 +69,9 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         Raises:
             ContextFull: the prompt leaves no room for a reply.
         """
-        wire_tools = [_wire_tool(tool) for tool in tools] or None
+        wire_tools = [wire_tool(tool) for tool in tools] or None
+        if hasattr(self._engine, "chat"):
+            return await self._chat(messages, wire_tools)
         prompt_ids = self._prompt(messages, tail, previous, wire_tools)
         room = self._engine.context_length - len(prompt_ids)
         if room < 1:
@@ -90,12 +95,46 @@ class EngineClient(vf.Client):  # type: ignore[misc]
             prompt_ids=prompt_ids,
             token_ids=token_ids,
             logprobs=SampledLogprobs(completion, filled_context=cut and params is not self.params),
+            usage=vf.Usage(prompt_tokens=len(prompt_ids), completion_tokens=len(token_ids)),
             message=vf.AssistantMessage(
                 content=parsed.content or None,
                 reasoning_content=parsed.reasoning_content,
                 tool_calls=calls,
             ),
             finish_reason="length" if cut else "tool_calls" if calls else "stop",
+        )
+
+    async def _chat(self, messages: Sequence[Any], tools: Any) -> Reply:
+        """The reply of an engine that takes messages."""
+        engine: Any = self._engine
+        try:
+            reply = await engine.chat(
+                [wire_message(message) for message in messages], self.params, tools=tools
+            )
+        except PromptTooLong as error:
+            raise ContextFull(str(error)) from error
+        except Exception as error:
+            self.error = error  # verifiers keeps only its text
+            raise
+        said = reply.message
+        calls = [
+            vf.ToolCall(
+                id=call["id"],
+                name=call["function"]["name"],
+                arguments=call["function"]["arguments"],
+            )
+            for call in said.get("tool_calls") or ()
+        ]
+        return Reply(
+            message=vf.AssistantMessage(
+                content=said.get("content"),
+                reasoning_content=said.get("reasoning_content") or said.get("reasoning"),
+                tool_calls=calls or None,
+            ),
+            finish_reason=reply.finish_reason,
+            usage=vf.Usage(
+                prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens
+            ),
         )
 
     async def respond(self, turn: Any, session: str | None) -> Any:
@@ -114,11 +153,7 @@ class EngineClient(vf.Client):  # type: ignore[misc]
             message=reply.message,
             finish_reason=reply.finish_reason,
             usage=reply.usage,
-            tokens=vf.TurnTokens.model_construct(
-                prompt_ids=reply.prompt_ids,
-                completion_ids=reply.token_ids,
-                completion_logprobs=reply.logprobs,
-            ),
+            tokens=_turn_tokens(reply),
         )
 
     async def get_response(
@@ -148,10 +183,10 @@ class EngineClient(vf.Client):  # type: ignore[misc]
     ) -> list[int]:
         rendered = None
         if previous is not None and tail:
-            new = [_wire_message(message) for message in tail]
+            new = [wire_message(message) for message in tail]
             rendered = self._renderer.bridge_to_next_turn(*previous, new, tools=tools)
         if rendered is None:
-            everything = [_wire_message(message) for message in messages]
+            everything = [wire_message(message) for message in messages]
             rendered = self._renderer.render(everything, tools=tools, add_generation_prompt=True)
         token_ids: list[int] = rendered.token_ids
         return token_ids
@@ -171,12 +206,25 @@ def _shared(token_ids: np.ndarray) -> list[int]:
     return [_TOKENS[token] for token in token_ids.tolist()]
 
 
-def _wire_tool(tool: Any) -> dict[str, Any]:
+def _turn_tokens(reply: Reply) -> Any:
+    """Verifiers' tokens of a turn; None where the engine gives none."""
+    if not reply.token_ids:
+        return None
+    return vf.TurnTokens.model_construct(
+        prompt_ids=reply.prompt_ids,
+        completion_ids=reply.token_ids,
+        completion_logprobs=reply.logprobs,
+    )
+
+
+def wire_tool(tool: Any) -> dict[str, Any]:
+    """A tool's schema in OpenAI's form."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 
-def _wire_message(message: Any) -> dict[str, Any]:
+def wire_message(message: Any) -> dict[str, Any]:
+    """A message in OpenAI's form."""
     wire = {"role": message.role, "content": _text(message.content)}
     if message.role == "assistant":
         if message.reasoning_content is not None:
@@ -203,6 +251,12 @@ def _wire_call(call: Any) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
+def _sent_call(call: Mapping[str, Any]) -> Any:
+    """A call in OpenAI's form as verifiers'."""
+    function = call["function"]
+    return vf.ToolCall(id=call["id"], name=function["name"], arguments=function["arguments"])
+
+
 def _tool_calls(parsed: Sequence[Any]) -> list[Any] | None:
     calls = []
     for index, call in enumerate(parsed):
@@ -216,7 +270,7 @@ def _tool_calls(parsed: Sequence[Any]) -> list[Any] | None:
 
 
 def _wire_response(response: Any) -> dict[str, Any]:
-    message, usage = _wire_message(response.message), response.usage
+    message, usage = wire_message(response.message), response.usage
     return {
         "id": "primerl",
         "object": "chat.completion",

@@ -11,7 +11,11 @@ from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Task
 from primerl.rollout.environments.verifiers_adapter.loading import load, load_renderer
 from primerl.rollout.environments.verifiers_adapter.running_environment import RunningEnvironment
-from primerl.rollout.environments.verifiers_adapter.trace_samples import last_reply, trace_samples
+from primerl.rollout.environments.verifiers_adapter.trace_samples import (
+    branch,
+    last_reply,
+    trace_samples,
+)
 from primerl.types import Rollout, SamplingParams
 
 
@@ -23,6 +27,7 @@ def verifiers(
     renderer: Any = None,
     agent: str | None = None,
     max_turns: int | None = None,
+    keep_conversation: bool = False,
     timeout_s: float = 600.0,
     tool_timeout_s: float = 60.0,
     startup_timeout_s: float = 180.0,
@@ -35,12 +40,13 @@ def verifiers(
     Args:
         id: an installed package, ``name`` or ``owner/name@version``, optionally followed by a colon
             and the taskset's ``dataset``.
-        tokenizer: a Hugging Face tokenizer.
+        tokenizer: a Hugging Face tokenizer; None for an engine that takes messages.
         config: verifiers' environment config: ``{"taskset": {...}, "agent": {...}}``.
         renderer: turns messages into tokens: a ``renderers`` renderer or its config. By default
             the model's own if ``renderers`` knows its name, else the tokenizer's chat template.
         agent: the agent that is trained, if an environment has several that could be.
         max_turns: model calls of one agent; the rollout then ends with ``stop="max_turns"``.
+        keep_conversation: whether rollouts have their ``conversation``, of the last branch.
         timeout_s: of one rollout, including set-up and scoring.
         tool_timeout_s: of one tool call; the policy gets an error when it has passed.
         startup_timeout_s: within which the environment's shared tool servers have to answer.
@@ -56,6 +62,7 @@ def verifiers(
         renderer=renderer,
         agent=agent,
         max_turns=max_turns,
+        keep_conversation=keep_conversation,
         timeout_s=timeout_s,
         tool_timeout_s=tool_timeout_s,
         startup_timeout_s=startup_timeout_s,
@@ -78,6 +85,7 @@ class VerifiersEnvironment:
     renderer: Any
     agent: str | None
     max_turns: int | None
+    keep_conversation: bool
     timeout_s: float
     tool_timeout_s: float
     startup_timeout_s: float
@@ -118,6 +126,11 @@ class VerifiersEnvironment:
         from primerl.rollout.environments.verifiers_adapter.client import EngineClient
         from primerl.rollout.environments.verifiers_adapter.harness import CLIENT
 
+        if self.tokenizer is None and not hasattr(engine, "chat"):
+            raise ValueError(
+                f"{self.id} was made without a tokenizer, and the engine samples tokens; pass "
+                "tokenizer= to rollout.verifiers"
+            )
         running = await self._set_up()
         client = EngineClient(engine, params, running.renderer)
         token = CLIENT.set(client)
@@ -139,7 +152,10 @@ class VerifiersEnvironment:
             CLIENT.reset(token)
         for trace in traces:
             self._check(trace, task, client)
-        return _rollout(self._trained(traces), params)
+        rollout = _rollout(self._trained(traces), params)
+        if self.keep_conversation:
+            rollout = attrs.evolve(rollout, conversation=_conversation(self._trained(traces)))
+        return rollout
 
     async def aclose(self) -> None:
         """Close the tool servers of this event loop, if any were started."""
@@ -226,18 +242,50 @@ def _rebuild(environment: Any, task: Task) -> Any:
 def _rollout(trace: Any, params: SamplingParams) -> Rollout:
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-    stop = trace.stop_condition
-    reply = last_reply(trace)
-    if stop in (None, "agent_completed", "user_closed") and reply is not None:
-        stop = "context" if reply.filled_context else reply.completion.finish_reason
     samples = trace_samples(trace, temperature=params.temperature)
-    if not samples:
-        raise ValueError(f"the policy sampled no token (stop: {stop}); is the prompt too long?")
+    usage = _usage_without_tokens(trace)
+    if not samples and not usage:
+        raise ValueError(
+            f"the policy sampled no token (stop: {trace.stop_condition}); is the prompt too long?"
+        )
     return Rollout(
         samples=samples,
         reward=trace.reward,
-        metrics={"turns": float(trace.num_turns), **scores, **metrics},
-        stop=stop,
+        metrics={"turns": float(trace.num_turns), **usage, **scores, **metrics},
+        stop=_stop(trace),
         agent=trace.agent.name,
         episode_id=trace.id,
     )
+
+
+def _stop(trace: Any) -> str:
+    """Why the episode ended: how its last reply did, unless the environment says more."""
+    if trace.stop_condition not in (None, "agent_completed", "user_closed"):
+        return str(trace.stop_condition)
+    reply = last_reply(trace)
+    if reply is not None:
+        return "context" if reply.filled_context else reply.completion.finish_reason
+    cut = bool(trace.calls) and trace.calls[-1].finish_reason == "length"
+    return "length" if cut else "stop"
+
+
+def _usage_without_tokens(trace: Any) -> dict[str, float]:
+    """The token counts of an endpoint that takes messages; of others, there are the samples."""
+    calls = [call.usage for call in trace.calls if call.usage is not None]
+    if not calls or last_reply(trace) is not None:
+        return {}
+    return {
+        "prompt_tokens": float(sum(usage.prompt_tokens for usage in calls)),
+        "completion_tokens": float(sum(usage.completion_tokens for usage in calls)),
+    }
+
+
+def _conversation(trace: Any) -> dict[str, Any]:
+    """The last branch of the trace, as ``primerl.data`` reads conversations."""
+    from primerl.rollout.environments.verifiers_adapter.client import wire_message, wire_tool
+
+    nodes = [trace.nodes[index] for index in branch(trace.nodes, len(trace.nodes) - 1)]
+    conversation: dict[str, Any] = {"messages": [wire_message(node.message) for node in nodes]}
+    if nodes[0].tools:
+        conversation["tools"] = [wire_tool(tool) for tool in nodes[0].tools]
+    return conversation

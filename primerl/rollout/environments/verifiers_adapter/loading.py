@@ -52,7 +52,12 @@ def load(
 
 
 def load_renderer(tokenizer: Any, chosen: Any) -> Any:
-    """``chosen``, or by default the model's own if ``renderers`` knows it by its name."""
+    """``chosen``, or by default the model's own if ``renderers`` knows it by its name.
+
+    None without a tokenizer, which engines that take messages do not need.
+    """
+    if tokenizer is None:
+        return None
     if chosen is None:
         base = require("renderers.base", extra="verifiers")
         known = getattr(tokenizer, "name_or_path", "") in base.MODEL_RENDERER_MAP

@@ -40,7 +40,7 @@ def trace_samples(trace: Any, *, temperature: float) -> list[Sample]:
     for leaf in range(len(nodes)):
         if leaf in parents:
             continue
-        path = _path(nodes, leaf)
+        path = branch(nodes, leaf)
         new = {index for index in path if _completion(nodes[index]) is not None} - trained
         if new:
             trained |= new
@@ -57,7 +57,8 @@ def last_reply(trace: Any) -> SampledLogprobs | None:
     return None
 
 
-def _path(nodes: Sequence[Any], leaf: int) -> list[int]:
+def branch(nodes: Sequence[Any], leaf: int) -> list[int]:
+    """The nodes from the first one to ``leaf``, by their index."""
     path = [leaf]
     while (parent := nodes[path[-1]].parent) is not None:
         path.append(parent)

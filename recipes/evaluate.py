@@ -122,6 +122,8 @@ def open_engine(args: Args) -> Iterator[tuple[Any, Any]]:
 
 @track.interruptible()
 def main(args: Args) -> None:
+    for name in args.env:  # an error in a name is found before the model loads
+        rollout.verifiers(name, tokenizer=None)
     log = track.PlayLog(args.resume or args.run_dir, args=args, fixed=FIXED)
     earlier = [] if args.against is None else track.read_plays(args.against)
     view = track.LiveView("evaluation", steps=0)

@@ -5,7 +5,7 @@ import pickle
 import sysconfig
 import traceback
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import cloudpickle
 
@@ -18,6 +18,26 @@ _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 
 ErrorChain: TypeAlias = list[tuple[bytes | None, str, str]]
 """An exception and its causes, outermost first, each as (pickle, summary, traceback)."""
+
+
+class EnvironmentFailed(RuntimeError):
+    """An environment's own code failed; of its error, only the ``name`` and the text are left."""
+
+    def __init__(self, message: str, *, name: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _failed, (str(self), self.name)
+
+
+def _failed(message: str, name: str) -> EnvironmentFailed:
+    return EnvironmentFailed(message, name=name)
+
+
+def name_of(error: BaseException) -> str:
+    """The name under which an error is counted."""
+    return error.name if isinstance(error, EnvironmentFailed) else type(error).__name__
 
 
 def message(error: BaseException) -> str:

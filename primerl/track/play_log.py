@@ -82,7 +82,7 @@ class PlayLog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
+        if error is not None and self.records:
             error.add_note(f"what was played is kept: --resume {self.folder} continues")
         self._file.close()
 

@@ -4,9 +4,11 @@ The last file to run: it leaves the two servers dead.
 """
 
 import asyncio
+import importlib.util
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
@@ -14,7 +16,7 @@ import pytest
 import torch
 from publishing import logprobs_of
 
-from primerl import models, rollout, weights
+from primerl import models, rollout, track, weights
 from primerl.types import SamplingParams
 
 TOLERANCE = 5e-5  # of logprobs in float32
@@ -52,6 +54,40 @@ async def under_fire(engine, victim):
     await asyncio.sleep(0.3)
     await asyncio.to_thread(kill, victim)
     return await asyncio.gather(*requests)
+
+
+def test_an_evaluation_goes_on_when_its_server_was_killed_and_restarted(
+    pair, tied_experts, root, tmp_path, monkeypatch
+):
+    """The recipe's plays wait; none is lost, repeated or counted as an error."""
+    spec = importlib.util.spec_from_file_location("evaluate", root / "recipes/evaluate.py")
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    server, _ = pair
+    monkeypatch.setenv("PRIMERL_API_KEY", server.api_key)
+    args = recipe.Args(
+        env=("reverse-words",),
+        model=tied_experts,
+        engine_urls=(server.url,),
+        tasks=8,
+        samples=2,
+        max_tokens=400,
+        concurrency=4,
+        run_dir=str(tmp_path / "run"),
+    )
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(recipe.main, args)
+        until(lambda: (tmp_path / "run/plays.jsonl").exists())
+        until(lambda: len(track.read_plays(tmp_path / "run")) >= 2)
+        kill(server)
+        played = len(track.read_plays(tmp_path / "run"))
+        assert played < 16
+        server.restart()
+        running.result(timeout=300)
+
+    plays = track.read_plays(tmp_path / "run")
+    assert len({(play["task"], play["index"]) for play in plays}) == len(plays) == 16
+    assert [play["error"] for play in plays] == [None] * 16
 
 
 def test_kill_one_restart_it_and_kill_both(pair, tied_experts, tmp_path):

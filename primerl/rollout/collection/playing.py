@@ -13,7 +13,7 @@ from primerl.rollout.collection.rollouts import play
 from primerl.rollout.engines.health import EngineFailed, EngineHealth
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, Task
-from primerl.rollout.errors import located
+from primerl.rollout.errors import located, name_of
 from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.types import Group, Played, SamplingParams
 
@@ -187,7 +187,7 @@ async def play_once(
     except Exception as failure:  # whatever an environment raises is a result
         if not keep_error:
             raise
-        error, message = type(failure).__name__, located(failure)
+        error, message = name_of(failure), located(failure)
     seconds = time.monotonic() - began
     return Played(
         task=task, index=index, seconds=seconds, rollout=rollout, error=error, message=message

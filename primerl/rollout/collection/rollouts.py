@@ -12,6 +12,7 @@ from primerl.rollout.engines.health import EngineHealth, Retry
 from primerl.rollout.engines.observed import ObservedEngine
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, RewardError, Task
+from primerl.rollout.errors import name_of
 from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
 
@@ -98,7 +99,7 @@ async def play(
                 if not mistake and retry is not None and observed.failed_by_engine(error):
                     await retry.failed(error)
                     continue
-                progress.errors[type(error).__name__] += 1
+                progress.errors[name_of(error)] += 1
                 if failures == retries or mistake:
                     raise
                 failures += 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,7 +17,11 @@ from primerl.rollout.environments.verifiers_adapter.trace_samples import (
     last_reply,
     trace_samples,
 )
+from primerl.rollout.errors import EnvironmentFailed
 from primerl.types import Rollout, SamplingParams
+
+# Verifiers' errors name what was raised in their text: "task setup: KeyError: 'no such room'".
+_ERROR = re.compile(r"\b([A-Z]\w*): ")
 
 
 def verifiers(
@@ -184,7 +189,11 @@ class VerifiersEnvironment:
             if client.error is not None:
                 raise client.error
             error = trace.last_error
-            failure = RuntimeError(f"{where}: {error.type}: {error.message}")
+            own = _ERROR.search(error.message)
+            failure = EnvironmentFailed(
+                f"{where}: {error.type}: {error.message}",
+                name=error.type if own is None else own[1],
+            )
             if error.traceback:
                 failure.add_note(error.traceback)
             raise failure

@@ -1,0 +1,21 @@
+"""Four tasks, of which two raise."""
+
+import verifiers.v1 as vf
+
+__all__ = ["Moody"]
+
+
+class Mood(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def pleased(self) -> float:
+        """One, but for those that raise."""
+        if self.data.idx == 1:
+            raise LookupError("no such mood")
+        if self.data.idx == 2:
+            raise OSError("no ink")
+        return 1.0
+
+
+class Moody(vf.Taskset[Mood, vf.TasksetConfig]):
+    def load(self):
+        return [Mood(vf.TaskData(prompt="Well?"), self.config.task) for _ in range(4)]

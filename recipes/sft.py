@@ -4,13 +4,15 @@
 
 Data are JSONL or Parquet files, or folders of them, of ``{"messages": [...], "tools": [...]}``;
 files are shuffled together, or with ``--shares 3 1`` drawn in these proportions. The result, in
-``RUN_DIR/final``, is a model for ``async_grpo.py --model``.
+``RUN_DIR/final``, is a model for ``async_grpo.py --model``. With ``--env``, rollouts there show
+what it has learned.
 
-Copy this file and edit it: ``draw_samples`` makes the batch, ``backward`` is the loss.
+Copy this file and edit it: ``draw_samples`` makes the batch, ``objective`` is the loss.
 GPUs: ``torchrun --nproc-per-node 8``. Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues with
 the next batch, on any number of ranks.
 """
 
+import contextlib
 import math
 import textwrap
 from functools import partial
@@ -21,9 +23,20 @@ print("importing torch", flush=True)  # which takes seconds
 import attrs
 import torch
 
-from primerl import checkpoint, data, flops, loss, models, packing, parallel, rollout, track
+from primerl import (
+    checkpoint,
+    data,
+    flops,
+    loss,
+    models,
+    packing,
+    parallel,
+    rollout,
+    track,
+    weights,
+)
 from primerl.track import number
-from primerl.types import TrainingSample
+from primerl.types import Rollout, SamplingParams, TrainingSample
 
 # A resumed run keeps these: its data come in the same order, and its checkpoint decides the rest.
 FIXED = ("model", "data", "seed", "batch_size", "max_tokens", "replies", "too_long", "lora_rank")
@@ -41,6 +54,12 @@ class Args:
     shares: tuple[float, ...] = ()
     # files and folders of conversations that are held out
     eval_data: tuple[str, ...] = ()
+    # an environment of the verifiers library, to see what the model can do
+    env: str | None = None
+    # of it: its first ones, played greedily
+    env_tasks: int = attrs.field(default=32, validator=number(at_least=1))
+    # the most tokens of a reply there
+    env_tokens: int = attrs.field(default=256, validator=number(at_least=1))
     # optimizer steps
     steps: int = attrs.field(default=100, validator=number(at_least=1))
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
@@ -130,6 +149,23 @@ def draw_samples(
     return samples
 
 
+def play(engine: Any, environment: Any, tasks: list[Any], args: Args) -> list[Rollout]:
+    """Rollouts of the environment; what fails there is said, and does not end the training.
+
+    Only rank 0 has an engine.
+    """
+    if engine is None:
+        return []
+    greedy = SamplingParams(max_tokens=args.env_tokens, temperature=0.0)
+    rollouts = []
+    for played in rollout.play_tasks(engine, environment, tasks, greedy):
+        if played.rollout is None:
+            print(f"{played.task['id']}: {played.message}")
+        else:
+            rollouts.append(played.rollout)
+    return rollouts
+
+
 def learning_rate(step: int, args: Args) -> float:
     """Of a step, counted from 0: a linear rise, then half a cosine down to zero."""
     if step < args.warmup:
@@ -205,9 +241,17 @@ def main(args: Args) -> None:
         add_adapters(model, rank=args.lora_rank)
     saved = checkpoint.last_good(args.resume if world.is_first else None)
 
+    # On other ranks than 0, there is no engine, and the run does nothing.
     run = track.IdleRun()
+    opened_engine = contextlib.nullcontext()
     held_out = []
+    environment, env_tasks = None, []
     if world.is_first:
+        if args.env is not None:
+            environment = rollout.verifiers(args.env, tokenizer=tokenizer)
+            env_tasks, _ = environment.tasks.split(args.env_tasks)
+            dtype = getattr(torch, args.dtype)
+            opened_engine = rollout.TransformersEngine(model, dtype=dtype, seed=args.seed)
         if args.resume:
             stream.restore(saved.get("data"))
         if args.eval_data:
@@ -222,7 +266,7 @@ def main(args: Args) -> None:
             steps=args.steps,
             fixed=FIXED,
         )
-    with run, world:  # the ranks connect
+    with opened_engine as engine, run, world:  # the ranks connect
         mesh = parallel.mesh(ep=args.ep, cp=args.cp)
         if args.recompute:
             parallel.recompute(model.train())
@@ -233,6 +277,9 @@ def main(args: Args) -> None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.0, fused=True)
         guard = parallel.UpdateGuard(on_nonfinite="skip")
+        transport = None
+        if args.env is not None:
+            transport = weights.transport_to(model, engine)
         checkpoints = checkpoint.Checkpoints(run.folder, model, optimizer, every=args.save_every)
         with checkpoints:
             for step in range(checkpoints.load(saved), args.steps):
@@ -241,6 +288,9 @@ def main(args: Args) -> None:
                     metrics["evaluation_loss"] = evaluation_loss(
                         model, held_out, mesh, world.device, args
                     )
+                    if transport is not None:
+                        transport.publish(step)
+                        run.log_evaluation(step, play(engine, environment, env_tasks, args))
                 samples = draw_samples(stream, tokenizer, model, args)
                 if step == 0 and world.is_first:
                     text = data.marked_text(samples[0], tokenizer)
@@ -271,6 +321,9 @@ def main(args: Args) -> None:
                     raise checkpoint.Stopped(step + 1)
 
         last = evaluation_loss(model, held_out, mesh, world.device, args)
+        if transport is not None:
+            transport.publish(args.steps)
+            run.log_evaluation(args.steps, play(engine, environment, env_tasks, args))
         models.save_pretrained(model, run.final_folder, tokenizer=tokenizer)
         run.finish(evaluation_loss=last)
         if world.is_first:

@@ -282,9 +282,10 @@ class Run:
     def report(self) -> str:
         """The outcome in a few lines: evaluation, staleness, mismatch, folder."""
         rows = []
-        if not self._supervised:
+        if not self._supervised or self.summary["eval_before"] is not None:
             outcome = _arrow(self.summary["eval_before"], self.summary["eval_after"])
             rows.append(("evaluation", outcome))
+        if not self._supervised:
             tokens = sum(self.staleness.values())
             for stale, count in sorted(self.staleness.items()):
                 rows.append((f"staleness {stale}", f"{count / tokens:7.2%} of {tokens:,} tokens"))

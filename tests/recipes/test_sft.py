@@ -11,6 +11,7 @@ import torch
 from forked_ranks import forked_ranks
 
 from primerl import checkpoint, data, models, rollout, testing
+from primerl.types import SamplingParams
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role + ':' + m.content }}"
@@ -207,6 +208,29 @@ def test_adapters_alone_are_trained_and_saved_in_the_weights(root, folder, tmp_p
     assert changed == {name for name in before if "proj" in name}
     summary = json.loads((run / "summary.json").read_text())
     assert summary["evaluation_loss"] < lines(run)[0]["evaluation_loss"]
+
+
+def test_rollouts_show_what_was_learned(root, folder, tmp_path):
+    """On two ranks, with adapters: the engine samples from the weights as they are trained."""
+    pytest.importorskip("verifiers")
+    run = tmp_path / "run"
+    words = [*flags(folder, "llama", steps=4, lr=1e-2), "--lora-rank", 4, "--run-dir", run]
+    words += ["--env", "reverse-words", "--env-tasks", 64, "--env-tokens", 6, "--eval-every", 2]
+    done = forked_ranks(root / "recipes/sft.py", *words, ranks=2, cwd=tmp_path)
+    check_ended(done)
+    summary = json.loads((run / "summary.json").read_text())
+    assert ["evaluation" in line for line in lines(run)] == [True, False, True, False]
+    assert summary["eval_before"] == lines(run)[0]["evaluation"]
+
+    model, tokenizer = models.load_pretrained(run / "final")
+    environment = rollout.verifiers("reverse-words", tokenizer=tokenizer)
+    tasks, _ = environment.tasks.split(64)
+    greedy = SamplingParams(max_tokens=6, temperature=0.0)
+    with rollout.TransformersEngine(model) as engine:
+        ends = list(rollout.play_tasks(engine, environment, tasks, greedy))
+    rewards = [end.rollout.reward for end in ends]
+    assert summary["eval_after"] == pytest.approx(sum(rewards) / 64)
+    assert summary["eval_before"] != summary["eval_after"] > 0
 
 
 @pytest.fixture(scope="module")

@@ -73,12 +73,13 @@ def test_an_evaluation_goes_on_when_its_server_was_killed_and_restarted(
         samples=2,
         max_tokens=400,
         concurrency=4,
+        outage_s=180.0,
         run_dir=str(tmp_path / "run"),
     )
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(recipe.main, args)
-        until(lambda: (tmp_path / "run/plays.jsonl").exists())
-        until(lambda: len(track.read_plays(tmp_path / "run")) >= 2)
+        until(lambda: (tmp_path / "run/plays.jsonl").exists(), timeout_s=120.0)
+        until(lambda: len(track.read_plays(tmp_path / "run")) >= 2, timeout_s=120.0)
         kill(server)
         played = len(track.read_plays(tmp_path / "run"))
         assert played < 16

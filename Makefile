@@ -1,5 +1,6 @@
 # Every target but gpu does its own set-up in .venv (test-oldest: .venv-oldest), from a bare clone.
 #   make demo                     train a policy on this computer's CPU (a few minutes)
+#   make road                     fine-tune, measure, reinforce and measure a small model (ten minutes)
 #   make test                     the tests
 #   make test-vllm                the tests that need vLLM; installs its build for CPUs (3.5 GB)
 #   make test-oldest              the tests with the oldest torch and transformers (several GB, once)
@@ -16,10 +17,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Tests start many processes, which should not each compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-vllm test-oldest gpu check bench docs mutants clean
+.PHONY: demo road test test-vllm test-oldest gpu check bench docs mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python recipes/demo.py $(ARGS)
+
+road: $(VENV)/.test
+	$(BIN)/python tools/whole_road.py --folder runs/road $(ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)

@@ -14,9 +14,11 @@ import torch
 from conftest import torchrun
 
 RL = ["async_grpo", "demo", "sync_grpo"]
-RECIPES = sorted([*RL, "sft"])
+TRAIN = [*RL, "sft"]
+RECIPES = sorted([*TRAIN, "evaluate"])
 NEEDED = {"async_grpo": {"model": "m"}, "sync_grpo": {"model": "m"}, "demo": {}}
 NEEDED["sft"] = {"model": "m", "data": ("chats.jsonl",)}
+NEEDED["evaluate"] = {"model": "m", "env": ("reverse-words",)}
 DEMO = ["--steps", "4", "--groups-per-step", "3", "--group-size", "4", "--warmup-steps", "30"]
 DEMO += ["--lr", "0.3"]
 SMALL = ["--steps", "2", "--groups-per-step", "2", "--group-size", "4"]
@@ -71,8 +73,8 @@ def test_help_explains_the_arguments(root, tmp_path):
 
     for done in run_together(*commands, cwd=tmp_path):
         assert done.returncode == 0, done.stderr
-        assert "--steps INT" in done.stdout
         assert "--seed INT" in done.stdout
+        assert "--run-dir" in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +320,7 @@ def test_every_number_is_checked_before_anything_starts(root, name):
 @pytest.mark.parametrize(
     ("name", "field", "wrong"),
     [
-        *((name, "steps", 0) for name in RECIPES),
+        *((name, "steps", 0) for name in TRAIN),
         *((name, "group_size", 1) for name in RL),
         *((name, "groups_per_step", 0) for name in RL),
         *((name, "seed", 2**32) for name in RECIPES),

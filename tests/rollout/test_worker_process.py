@@ -19,7 +19,9 @@ import psutil
 import pytest
 from conftest import CharacterCodes, FakeEngine
 
+from primerl import evaluation as evaluation_package
 from primerl import filters, rollout, testing
+from primerl.rollout.errors import EnvironmentFailed
 from primerl.rollout.processes import channel
 from primerl.types import SamplingParams
 
@@ -430,6 +432,35 @@ def test_collecting_resumes_from_a_state():
     assert stats["started"] == stats["trained"] + stats["dropped"] + (
         stats["in_flight"] + stats["buffered"]
     )
+
+
+def test_an_evaluation_of_several_plays_keeps_what_failed_and_goes_on():
+    async def environment(task, engine, params):
+        if task["id"] == "1" and params.temperature == 0:
+            raise EnvironmentFailed("faulty/1: it fell over", name="FellOver")
+        return await one_turn(task, engine, params)
+
+    greedy = SamplingParams(max_tokens=3, temperature=0)
+    one_turn = rollout.single_turn(CharacterCodes(), reward=lambda task, reply: 1.0)
+    tasks = [{"id": str(number), "prompt": "ab"} for number in range(3)]
+    with make_worker(environment=environment) as rollouts:
+        evaluation = rollouts.start_evaluation(tasks, greedy, samples=2, keep_errors=True)
+        plays = evaluation.plays()
+        with pytest.raises(EnvironmentFailed, match="it fell over") as failed:
+            rollouts.start_evaluation(tasks, greedy).result()
+        with pytest.raises(ValueError, match="samples is 0"):
+            rollouts.start_evaluation(tasks, greedy, samples=0)
+
+    assert [(one.task["id"], one.index) for one in plays] == [
+        (str(number), index) for number in range(3) for index in range(2)
+    ]
+    assert [one.error for one in plays] == [None, None, "FellOver", "FellOver", None, None]
+    assert "it fell over" in plays[2].message
+    assert len(evaluation.result()) == 4
+    assert failed.value.name == "FellOver"
+    scores = evaluation_package.scores(map(evaluation_package.Record.of, plays))[""]
+    assert (scores.plays, scores.errors) == (6, {"FellOver": 2})
+    assert scores.reward.mean == pytest.approx(2 / 3)
 
 
 def test_an_evaluation_with_an_engine_of_its_own_runs_beside_training():

@@ -19,6 +19,7 @@ def same(a: Group, b: Group) -> bool:
             assert getattr(x, name) == getattr(y, name)
         assert float(x.reward).hex() == float(y.reward).hex()
         assert dict(x.metrics) == dict(y.metrics)
+        assert x.conversation == y.conversation
         assert [type(v) for v in x.metrics.values()] == [type(v) for v in y.metrics.values()]
         for s, t in zip(x.samples, y.samples, strict=True):
             assert (s.temperature, s.routes) == (t.temperature, t.routes)
@@ -59,6 +60,7 @@ rollouts = st.fixed_dictionaries(
         "stop": text,
         "agent": text,
         "episode_id": text,
+        "conversation": st.none() | st.just({"messages": [{"role": "user", "content": "a"}]}),
     }
 )
 groups = st.tuples(text, st.lists(rollouts, max_size=3), text)

@@ -163,7 +163,8 @@ class ChatEndpoint:
     def _choose(self, model: str | None) -> str:
         """The model to ask for; at once an error, if the endpoint can't be used at all."""
         try:
-            listed = self._loop.submit(self._request(lambda client: client.models.list())).result()
+            asked = self._request(lambda client: client.with_options(max_retries=1).models.list())
+            listed = self._loop.submit(asked).result()
         except self._openai.APIError as error:
             raise RuntimeError(f"the endpoint {self._url} can't be used: {error}") from error
         except NoSuchRoute:

@@ -113,6 +113,10 @@ def test_an_endpoint_that_lists_nothing_needs_a_name():
 def test_what_is_no_endpoint_is_an_error_at_once():
     with pytest.raises(ValueError, match="expected a URL such as http://HOST:PORT/v1"):
         rollout.ChatEndpoint("localhost:8000")
+    with ScriptedChat(backwards) as chat:
+        url = chat.url
+    with pytest.raises(RuntimeError, match=f"the endpoint {url} can't be used: Connection error"):
+        rollout.ChatEndpoint(url)
 
 
 @pytest.mark.parametrize(

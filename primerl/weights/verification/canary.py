@@ -80,6 +80,9 @@ class Canary:
       each is larger than the change; where its standard error is above 0.2, or the prediction is
       not well above the trainer's own rounding, nothing is concluded.
 
+    With an engine that samples under an adapter, the tensors are those of the base model; the
+    adapter's own are in the receipt of its publication, and the scores see both.
+
     In 16 bits, where all tensors were the trainer's bit for bit, the tolerance and the most that
     one token may differ are doubled, and nothing is concluded from movement: there the scores watch
     for gross faults alone.
@@ -205,13 +208,14 @@ class Canary:
         """
         readings: dict[str, list[Reading]] = {}
 
-        def read() -> bool:
+        def read() -> list[bool]:
             readings.update(self._read(version) if self._reads else {})
-            return bool(readings)
+            return [bool(readings), getattr(self._engine, "adapter", None) is None]
 
-        if not on_first_rank(read):
+        found, merged = on_first_rank(read)
+        if not found:
             return {}
-        tensors = checkpoint_tensors(self.model)
+        tensors = checkpoint_tensors(self.model, merge_adapters=merged)
         compared = on_first_rank_gathering(
             lambda: compare(tensors, readings, wire=self.dtype), tensors
         )

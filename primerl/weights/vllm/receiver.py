@@ -40,6 +40,7 @@ from primerl.weights.transports.broadcast_group import (
 )
 from primerl.weights.transports.folder_reader import FolderReader
 from primerl.weights.verification.served_tensors import as_builtins
+from primerl.weights.vllm.held_adapters import HeldAdapters
 from primerl.weights.vllm.preparation import GRACE_S, Preparation
 from primerl.weights.vllm.tensors_in_use import ServedTensors, served_names, tied_parameters
 from primerl.weights.vllm.tracked_tensors import TrackedTensors
@@ -338,6 +339,16 @@ class WeightReceiver:
     def read_weights(self, names: list[str], turn: int = 0) -> list[dict[str, Any]]:
         """Digests of what this worker computes with, for the published tensors ``names``."""
         return as_builtins(ServedTensors(self.model_runner.model, names, turn=turn).readings())
+
+    def served_adapters(self) -> dict[str, Any]:
+        """The largest rank of an adapter (0 without LoRA), and the numbers of those it holds."""
+        held = HeldAdapters(self.model_runner)
+        return {"most_rank": held.most_rank, "numbers": held.numbers()}
+
+    def read_adapter(self, layers: list[str], known: list[int], version: int) -> dict[str, Any]:
+        """The receipt of an adapter that came after those of the ``known`` numbers."""
+        receipt = HeldAdapters(self.model_runner).newest(layers, known=known)
+        return {**receipt, "version": version}
 
     def weight_receipt(self) -> dict[str, Any]:
         """The receipt of this worker's last update: version, digest, seconds."""

@@ -18,10 +18,10 @@ UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 
 # Methods of the worker extension, called through COLLECTIVE_RPC.
 WORKER_EXTENSION = "primerl.weights.vllm.receiver.WeightReceiver"
+PREPARE_ADAPTER = "prepare_adapter"
 PREPARE_WEIGHTS = "prepare_weights"
 READ_ADAPTER = "read_adapter"
 READ_WEIGHTS = "read_weights"
-SERVED_ADAPTERS = "served_adapters"
 SERVED_DTYPE = "served_dtype"
 SERVED_VOCAB_SIZE = "served_vocab_size"
 WEIGHT_RECEIPT = "weight_receipt"

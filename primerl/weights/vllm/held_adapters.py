@@ -3,7 +3,8 @@
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from vllm.lora.layers import LogitsProcessorWithLoRA
 
 from primerl._digests import TensorDigest, digest_of, digest_of_all
 from primerl.weights.vllm.tensors_in_use import served_names
@@ -29,15 +30,38 @@ class HeldAdapters:
         """Of all adapters, the oldest first."""
         return [] if self._manager is None else sorted(self._manager.list_adapters())
 
-    def newest(self, layers: Sequence[str], *, known: Collection[int]) -> dict[str, Any]:
-        """What the newest adapter holds for the published ``layers``, unless it was ``known``.
+    def unwrap_head(self) -> None:
+        """Compute logits as without adapters, none of which then reaches the head.
+
+        On a CPU, a step that scores two prompts under an adapter ends vLLM 0.32: it looks up the
+        adapter of each prompt where it needs that of each token.
+        """
+        if self._manager is None:
+            return
+        model: nn.Module = self._manager.model
+        wrapped = [
+            (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, LogitsProcessorWithLoRA)
+        ]
+        for name, module in wrapped:
+            model.set_submodule(name, module.base_layer)
+
+    def arrived(
+        self, layers: Sequence[str], digest: str, *, known: Collection[int]
+    ) -> dict[str, Any]:
+        """The adapter of this ``digest``, if one that was not ``known`` has it, or else the newest.
 
         ``digest`` is of A and of B times its scale, as vLLM keeps them, by published layer;
         ``ignored`` names those that no layer of the model uses.
         """
-        new = [number for number in self.numbers() if number not in known]
-        if not new:
-            return {"digest": None, "tensors": 0, "ignored": []}
+        # Others may have been loaded meanwhile.
+        found = [self._read(one, layers) for one in self.numbers() if one not in known]
+        nothing = {"digest": None, "tensors": 0, "ignored": []}
+        same = [one for one in found if one["digest"] == digest]
+        return (same or found or [nothing])[-1]
+
+    def _read(self, number: int, layers: Sequence[str]) -> dict[str, Any]:
         published = {
             served.removesuffix(".weight"): name.removesuffix(".weight")
             for served, name in served_names(
@@ -46,7 +70,7 @@ class HeldAdapters:
         }
         digests: dict[str, TensorDigest] = {}
         ignored: set[str] = set()
-        for served, used, a, b in self._factors(new[-1]):
+        for served, used, a, b in self._factors(number):
             layer = published.get(served, served)
             digests |= {f"{layer}.A": digest_of(a), f"{layer}.B": digest_of(b)}
             ignored |= set() if used else {layer}
@@ -59,8 +83,9 @@ class HeldAdapters:
     def _factors(self, number: int) -> Iterator[tuple[str, bool, Tensor, Tensor]]:
         """By vLLM's name of each layer before it merges them: whether it is used, A, and s B."""
         manager = self._manager
+        in_use = set(manager.model.modules())
         for name, held in manager.get_adapter(number).loras.items():
-            used = name in manager.modules
+            used = manager.modules.get(name) in in_use
             if not held.is_packed:
                 yield name, used, held.lora_a, held.lora_b * held.scaling
                 continue

@@ -23,7 +23,7 @@ class AdapterUpdates(Updates):
 
     async def _prepare(self, replica: Replica, update: Mapping[str, Any]) -> None:
         """Check that the server can load the adapter."""
-        states = await rpc(self._fleet, replica, names.SERVED_ADAPTERS)
+        states = await rpc(self._fleet, replica, names.PREPARE_ADAPTER)
         most = min((one["most_rank"] for one in states), default=0)
         if most < update["rank"]:
             why = f"up to rank {most}" if most else "no adapters"
@@ -45,7 +45,7 @@ class AdapterUpdates(Updates):
         """
         assert meeting is None, "adapters are read from a folder, not sent"
         label = self._fleet.labels.name(version)
-        states = await rpc(self._fleet, replica, names.SERVED_ADAPTERS)
+        states = await rpc(self._fleet, replica, names.PREPARE_ADAPTER)
         await self._unload(replica, label)  # of a version that is published again
         started = time.perf_counter()
         body = {"lora_name": label, "lora_path": update["adapter"]}
@@ -62,6 +62,7 @@ class AdapterUpdates(Updates):
             replica,
             names.READ_ADAPTER,
             layers=update["layers"],
+            digest=update["digest"],
             known=[number for one in states for number in one["numbers"]],
             version=version,
         )

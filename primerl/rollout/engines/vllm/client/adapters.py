@@ -21,6 +21,9 @@ class AdapterUpdates(Updates):
     the adapter's files again at every step of the engine, for as long as requests name it.)
     """
 
+    def _accept_early(self, version: PolicyVersion) -> None:
+        """Only after it was compared: until then a server may report what is unloaded again."""
+
     async def _prepare(self, replica: Replica, update: Mapping[str, Any]) -> None:
         """Check that the server can load the adapter."""
         states = await rpc(self._fleet, replica, names.PREPARE_ADAPTER)
@@ -69,6 +72,7 @@ class AdapterUpdates(Updates):
         if any(receipt["digest"] != update["digest"] for receipt in receipts):
             await self._unload(replica, label)
         else:
+            self._accept(version)
             self._fleet.replicas.loaded(replica, label, version)
             self._fleet.tell()
             for name in await self._fleet.models(replica):

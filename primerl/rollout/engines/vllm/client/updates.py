@@ -109,7 +109,7 @@ class Updates:
                 timeout_s=deadline - time.monotonic(),
                 replicas=live,
             )
-            self._fleet.published = max(version, self._fleet.published or 0)
+            self._accept_early(version)
             self._latest = None  # until a replica has loaded it
             if meeting is not None:
                 meeting.missing = len(prepared)
@@ -134,7 +134,7 @@ class Updates:
         async with self._busy:
             replicas = await self._fleet.live()
             fresh = all(one.label == UNSEEDED for one in replicas)
-            self._fleet.published = max(version, self._fleet.published or 0)
+            self._accept(version)
             await call_all(
                 self._fleet,
                 lambda one: self._name(one, version),
@@ -143,6 +143,14 @@ class Updates:
                 replicas=replicas,
             )
             self._latest = Publication(version, None) if fresh else None
+
+    def _accept(self, version: PolicyVersion) -> None:
+        """Believe servers that report this version; others than those published are not."""
+        self._fleet.published = max(version, self._fleet.published or 0)
+
+    def _accept_early(self, version: PolicyVersion) -> None:
+        """As ``_accept``, before the first server has it."""
+        self._accept(version)
 
     # ---- one replica ----
 

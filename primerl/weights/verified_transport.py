@@ -12,7 +12,7 @@ from torch import nn
 from primerl._progress import report
 from primerl._ranks import is_first_rank, on_first_rank
 from primerl.weights.transports.adapter import Adapter
-from primerl.weights.transports.folder_transport import Disk
+from primerl.weights.transports.folder_transport import Disk, check_engines
 from primerl.weights.transports.receipts import Receipt, Transport, on_all_ranks
 from primerl.weights.transports.shared_memory import SharedMemory
 from primerl.weights.verification import wiring
@@ -149,6 +149,7 @@ def transport_to(
     served = on_first_rank(lambda: engine.dtype if hasattr(engine, "probe") else None)
     dtype = dtype or (None if served is None else getattr(torch, served))
     engines = [] if engine is None else [engine]
+    check_engines(engines, adapters=publish == "adapter")
     transport: SharedMemory | Disk | Adapter
     if publish == "adapter":
         transport = Adapter(model, *engines, folder=folder, adapter=adapter, dtype=dtype)

@@ -1,56 +1,15 @@
 """weights.Adapter: what it writes, what it sends, what it keeps and what it refuses."""
 
 import gc
-import json
 import time
 from pathlib import Path
 
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from adapter_holder import Holder, adapted
 
-from primerl import rollout, testing, weights
-from primerl._digests import digest_of, digest_of_all
-
-
-def adapted(**config):
-    model = testing.tiny_model("qwen3")
-    settings = {"r": 4, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj"]} | config
-    peft.inject_adapter_in_model(peft.LoraConfig(**settings), model)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-class Holder:
-    """An engine that holds what vLLM would: A, and B times its scale, as its files say."""
-
-    adapter = "policy"
-    request_timeout_s = 600.0
-
-    def __init__(self):
-        self.updates = []
-
-    def load_weights(self, update, *, version, timeout_s=600.0, send=None):
-        self.updates.append(update)
-        folder = Path(update["adapter"])
-        config = json.loads((folder / "adapter_config.json").read_text())
-        self.tensors = load_file(folder / "adapter_model.safetensors")
-        scale = config["lora_alpha"] / config["r"]
-        held = {}
-        for name, tensor in self.tensors.items():
-            layer = name.removeprefix("base_model.model.").partition(".lora_")[0]
-            if "lora_A" in name:
-                held[f"{layer}.A"] = digest_of(tensor)
-            else:
-                held[f"{layer}.B"] = digest_of(tensor * scale)
-        digest = digest_of_all(held)
-        receipt = {"version": version, "digest": digest, "tensors": len(held), "ignored": []}
-        return {"http://here": [receipt]}
+from primerl import models, rollout, testing, weights
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -163,3 +122,11 @@ def test_engines_and_transports_that_do_not_fit_are_refused(tmp_path):
         weights.transport_to(model, engine, publish="both")
     with pytest.raises(ValueError, match="adapters are sent whole"):
         weights.transport_to(model, engine, publish="adapter", encoding="delta")
+
+
+def test_the_weights_without_adapters():
+    """What a canary compares with the base model of a server."""
+    sent = dict(models.checkpoint_tensors(adapted(), merge_adapters=False))
+    plain = dict(models.checkpoint_tensors(testing.tiny_model("qwen3")))
+    assert sent.keys() == plain.keys()
+    assert all(torch.equal(sent[name], plain[name]) for name in plain)

@@ -28,6 +28,7 @@ from primerl.rollout.engines.vllm.server.arguments import flags
 
 HERE = Path(__file__).parent
 KEY = "of the pair"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 SERVER_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # Two threads, as the tests have: who waits for the other leaves its core to it.
@@ -89,7 +90,7 @@ def tied_experts(tmp_path_factory):
     )
     model.save_pretrained(folder)
     tokenizer = testing.character_tokenizer(string.printable)
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -107,7 +108,9 @@ def dense(tmp_path_factory):
         max_position_embeddings=1024,
     )
     model.save_pretrained(folder)
-    testing.character_tokenizer(string.printable).save_pretrained(folder)
+    tokenizer = testing.character_tokenizer(string.printable)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 

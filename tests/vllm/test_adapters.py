@@ -3,9 +3,12 @@
 import asyncio
 import copy
 import json
+import os
 import pickle
 import secrets
 import shutil
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -366,3 +369,27 @@ def test_what_a_server_cannot_take_is_refused_before_it_is_sent(lora_server, den
         with pytest.raises(RuntimeError, match="no server was changed: .* can't reload its base"):
             merged.publish(0)
     assert policy.gap(prompt(7)) < CLOSE
+
+
+def test_the_recipe_publishes_adapters_alone(lora_server, dense, root, tmp_path):
+    script, recipe = root / "tests/helpers/recipe_with_signal.py", root / "recipes/async_grpo.py"
+    words = [script, recipe, "--model", dense, "--engine-urls", lora_server.url, "--steps", 2]
+    words += ["--lora-rank", 8, "--publish", "adapter", "--dtype", "float32", "--lr", 1e-3]
+    words += ["--groups-per-step", 2, "--group-size", 4, "--eval-tasks", 2]
+    done = subprocess.run(
+        [sys.executable, *map(str, words), "--run-dir", tmp_path / "run"],
+        env={**os.environ, "PRIMERL_API_KEY": lora_server.api_key, "OMP_NUM_THREADS": "2"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    merged = sum(path.stat().st_size for path in Path(dense).glob("*.safetensors"))
+    for line in lines:
+        assert 0 < line["publish_bytes"] < merged / 3
+        assert 0 <= line["mismatch_kl"] < 1e-9
+        assert line["grad_norm"] > 0

@@ -57,7 +57,7 @@ class HeldAdapters:
         """
         # Others may have been loaded meanwhile.
         found = [self._read(one, layers) for one in self.numbers() if one not in known]
-        nothing = {"digest": None, "tensors": 0, "ignored": []}
+        nothing: dict[str, Any] = {"digest": None, "tensors": 0, "ignored": []}
         same = [one for one in found if one["digest"] == digest]
         return (same or found or [nothing])[-1]
 

@@ -18,6 +18,7 @@ class Labels:
             raise ValueError(f"run is {run!r}, expected letters and digits")
         if adapter is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", adapter):
             raise ValueError(f"adapter is {adapter!r}, expected letters, digits, '.', '_' and '-'")
+        self.run = run
         self.adapter = adapter
         self._prefix = run if adapter is None else f"{adapter}-{run}"
 

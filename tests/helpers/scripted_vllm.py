@@ -35,6 +35,7 @@ class ScriptedVLLM:
         self.digests = {}  # by path: what its worker holds of it
         self.loaded = 0
         self.answers_as = None
+        self.read_s = 0.0  # how long reading an adapter takes
 
     @property
     def url(self):
@@ -200,6 +201,8 @@ class ScriptedVLLM:
         elif path == "/v1/unload_lora_adapter":
             return (200, b"Success") if self.adapters.pop(body["lora_name"], None) else (404, {})
         elif path == "/collective_rpc":
+            if body["method"] == "read_adapter":
+                await asyncio.sleep(self.read_s)
             results = {
                 "prepare_adapter": {"most_rank": self.most_rank, "numbers": [self.loaded]},
                 "read_adapter": self._read_adapter(body.get("kwargs", {})),

@@ -108,6 +108,7 @@ def test_a_copy_follows_the_versions(server, make):
 def test_what_arrived_otherwise_is_unloaded_and_the_old_version_stays(server, make):
     engine = make(server)
     engine.load_weights(update("/adapters/1"), version=1)
+    server.read_s = 0.5  # the engine asks meanwhile what is served, and is not to believe it
     server.digests["/adapters/2"] = "of something else"
 
     receipts = engine.load_weights(update("/adapters/2"), version=2)

@@ -21,8 +21,7 @@ class AdapterUpdates(Updates):
     the adapter's files again at every step of the engine, for as long as requests name it.)
     """
 
-    def _accept_early(self, version: PolicyVersion) -> None:
-        """Only after it was compared: until then a server may report what is unloaded again."""
+    accepts_early = False  # until it was compared, a server reports what it may unload again
 
     async def _prepare(self, replica: Replica, update: Mapping[str, Any]) -> None:
         """Check that the server can load the adapter."""
@@ -60,18 +59,22 @@ class AdapterUpdates(Updates):
                 f"started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 ({error})"
             ) from error
         seconds = {"load": time.perf_counter() - started}
-        receipts = await rpc(
-            self._fleet,
-            replica,
-            names.READ_ADAPTER,
-            layers=update["layers"],
-            digest=update["digest"],
-            known=[number for one in states for number in one["numbers"]],
-            version=version,
-        )
-        if any(receipt["digest"] != update["digest"] for receipt in receipts):
-            await self._unload(replica, label)
-        else:
+        arrived = False
+        try:
+            receipts = await rpc(
+                self._fleet,
+                replica,
+                names.READ_ADAPTER,
+                layers=update["layers"],
+                digest=update["digest"],
+                known=[number for one in states for number in one["numbers"]],
+                version=version,
+            )
+            arrived = all(receipt["digest"] == update["digest"] for receipt in receipts)
+        finally:
+            if not arrived:
+                await self._unload(replica, label)
+        if arrived:
             self._accept(version)
             self._fleet.replicas.loaded(replica, label, version)
             self._fleet.tell()

@@ -1,15 +1,24 @@
 """Low-rank adapters (LoRA) that the ``peft`` library has put into a model."""
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from primerl._optional import require
+from primerl._ranks import whole_tensors
 from primerl.attention.admission import adapter_configs, refuse_virtual_tokens
 
 _BASE = ".base_layer."
 _ADAPTER = re.compile(r"\.lora_(?:A|B)\.[^.]+\.")
 _ADAPTER_PARAMETER = re.compile(r"\.lora_[^.]+\.")
+_PLAIN = (
+    "a plain, unmerged LoRA of a linear layer; adapt linear layers by "
+    "peft.LoraConfig(target_modules=[...]) without DoRA, biases or experts"
+)
+_SAVED = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -75,11 +84,88 @@ def _adapted(model: nn.Module, layer: str, own_name: str, tensors: dict[str, Ten
     plain = isinstance(getattr(module, "base_layer", None), nn.Linear)
     if odd or not plain or getattr(module, "merged", False):
         raise ValueError(
-            f"the adapter of {layer} is not a plain, unmerged LoRA of a linear layer "
-            f"({', '.join(odd) or type(module).__name__}); adapt linear layers by "
-            "peft.LoraConfig(target_modules=[...]) without DoRA, biases or experts"
+            f"the adapter of {layer} is not {_PLAIN} ({', '.join(odd) or type(module).__name__})"
         )
     for adapter in module.active_adapters:
         a, b = (tensors[f"{layer}.lora_{which}.{adapter}.weight"] for which in "AB")
         weight = weight + module.scaling[adapter] * (b @ a).to(weight.dtype)
     return weight
+
+
+def left_out(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors without those of adapters, under the names that they have without them."""
+    return {
+        unadapted(name): tensor
+        for name, tensor in tensors.items()
+        if not _ADAPTER_PARAMETER.search(name)
+    }
+
+
+# ---- one adapter on its own ----
+
+
+def adapter_config(model: nn.Module, adapter: str) -> Any:
+    """The configuration of an adapter, as ``peft`` made it.
+
+    Raises:
+        ValueError: the model has no such adapter.
+    """
+    configs: Any = getattr(model, "peft_config", {})
+    if adapter not in configs:
+        raise ValueError(
+            f"the model has no adapter {adapter!r}; it has {sorted(configs) or 'none'}: add one by "
+            "peft.inject_adapter_in_model(peft.LoraConfig(...), model), before parallel.shard"
+        )
+    return configs[adapter]
+
+
+def adapter_tensors(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of an adapter, whole, under the name that it has in a folder of ``peft``.
+
+    Gathering a sharded tensor is a collective: every rank iterates to the end.
+    """
+    own = re.compile(rf"(\.lora_[^.]+)\.{re.escape(adapter)}(?=\.)")
+    for name, tensor in whole_tensors(model, own.search):
+        yield f"base_model.model.{own.sub(lambda found: found[1], name)}", tensor
+
+
+def write_adapter(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None:
+    """Write an adapter into a folder, in the format of ``peft``."""
+    safetensors = require("safetensors.torch", extra="transformers")
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    config.save_pretrained(folder)
+    safetensors.save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def saved_part(name: str) -> tuple[str, str]:
+    """The layer that a tensor of ``peft``'s folder adapts, and which factor it is: "A" or "B"."""
+    found = _SAVED.fullmatch(name)
+    assert found is not None, name  # require_servable has been called
+    return found[1], found[2]
+
+
+def require_servable(model: nn.Module, adapter: str) -> None:
+    """Refuse an adapter that is not all that training changes, or that an engine can't add.
+
+    Raises:
+        ValueError: there is no such adapter; it is not a plain LoRA of linear layers; or parameters
+            that belong to no adapter are trained too.
+    """
+    adapter_config(model, adapter)
+    refuse_other_adapters(model)
+    trained = []
+    for name, parameter in model.named_parameters():
+        if not _ADAPTER_PARAMETER.search(name):
+            trained += [name] if parameter.requires_grad else []
+        elif f".{adapter}." in f"{name}.":
+            layer = name[: name.index(".lora_")]
+            module: Any = model.get_submodule(layer)
+            plain = isinstance(getattr(module, "base_layer", None), nn.Linear)
+            factor = _ADAPTER.search(name) and name.endswith(".weight")
+            if not plain or not factor or getattr(module, "merged", False):
+                raise ValueError(f"the adapter of {layer} is not {_PLAIN}")
+    if trained:
+        raise ValueError(
+            f"{trained[0]} is trained too ({len(trained)} parameters that belong to no adapter), "
+            "and engines would keep their own: publish the merged weights, or freeze them"
+        )

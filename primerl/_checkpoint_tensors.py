@@ -9,7 +9,13 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from primerl._adapters import in_adapted_layer, merged, refuse_other_adapters, unadapted
+from primerl._adapters import (
+    in_adapted_layer,
+    left_out,
+    merged,
+    refuse_other_adapters,
+    unadapted,
+)
 from primerl._optional import require
 from primerl._ranks import whole
 
@@ -30,7 +36,7 @@ class TensorLayout:
 
 
 def checkpoint_tensors(
-    model: nn.Module, *, dtype: torch.dtype | None = None
+    model: nn.Module, *, dtype: torch.dtype | None = None, merge_adapters: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """Each tensor that ``save_pretrained`` would write, whole, under the name it would have.
 
@@ -43,6 +49,7 @@ def checkpoint_tensors(
         model: the trainer's, sharded or not.
         dtype: that floating-point parameters are cast to; None keeps theirs. Buffers keep
             theirs, because a routing bias in 16 bits would send tokens to other experts.
+        merge_adapters: False for the weights without them.
 
     Raises:
         ValueError: an adapter is not low-rank, or can't be added to its weight.
@@ -52,7 +59,8 @@ def checkpoint_tensors(
     tensors = distinct_tensors(model)  # references, no copies
     for names in layers_of(tensors):
         layer = {name: _whole(name, tensors[name], dtypes[name]) for name in names}
-        layer = {name: tensor.to(dtypes[name]) for name, tensor in merged(model, layer).items()}
+        layer = merged(model, layer) if merge_adapters else left_out(layer)
+        layer = {name: tensor.to(dtypes[name]) for name, tensor in layer.items()}
         yield from converted(model, layer).items()
 
 

@@ -1,5 +1,6 @@
 """Publishing weights from the trainer into running engines, verified on arrival."""
 
+from primerl.weights.transports.adapter import Adapter
 from primerl.weights.transports.folder_transport import Disk
 from primerl.weights.transports.nccl import NCCL
 from primerl.weights.transports.receipts import Fetcher, Receipt
@@ -9,6 +10,7 @@ from primerl.weights.verification.wiring import wiring_test
 from primerl.weights.verified_transport import VerifiedTransport, transport_to
 
 __all__ = [
+    "Adapter",
     "Canary",
     "Disk",
     "Fetcher",

@@ -11,7 +11,8 @@ from torch import nn
 
 from primerl._progress import report
 from primerl._ranks import is_first_rank, on_first_rank
-from primerl.weights.transports.folder_transport import Disk
+from primerl.weights.transports.adapter import Adapter
+from primerl.weights.transports.folder_transport import Disk, check_engines
 from primerl.weights.transports.receipts import Receipt, Transport, on_all_ranks
 from primerl.weights.transports.shared_memory import SharedMemory
 from primerl.weights.verification import wiring
@@ -111,7 +112,9 @@ def transport_to(
     dtype: torch.dtype | None = None,
     temperature: float = 1.0,
     wiring_test: bool = False,
-) -> SharedMemory | Disk | VerifiedTransport:
+    publish: Literal["merged", "adapter"] = "merged",
+    adapter: str = "default",
+) -> SharedMemory | Disk | Adapter | VerifiedTransport:
     """The usual transport: shared memory or a folder, and a canary if the engine can be probed.
 
         transport = weights.transport_to(model, engine, worker=rollouts)
@@ -131,17 +134,27 @@ def transport_to(
         temperature: of the rollouts, see ``Canary``.
         wiring_test: see ``VerifiedTransport``; off by default, because it publishes the model once
             for each group of tensors, hundreds of GB for a model of 30B parameters.
+        publish: ``"merged"``, the weights with low-rank adapters added to them, or ``"adapter"``,
+            one adapter alone, to an engine that samples under an adapter (see ``Adapter``).
+        adapter: its name in the model.
 
     Raises:
-        ValueError: an argument is out of range, or rank 0 has no engine.
+        ValueError: an argument is out of range, or rank 0 has no engine, or one that does not take
+            what ``publish`` says.
     """
+    if publish not in ("merged", "adapter"):
+        raise ValueError(f'publish={publish!r}; expected "merged" or "adapter"')
+    if publish == "adapter" and encoding != "full":
+        raise ValueError(f"encoding={encoding!r} is of merged weights; adapters are sent whole")
     served = on_first_rank(lambda: engine.dtype if hasattr(engine, "probe") else None)
     dtype = dtype or (None if served is None else getattr(torch, served))
     engines = [] if engine is None else [engine]
-    if folder is None:
-        transport: SharedMemory | Disk = SharedMemory(
-            model, *engines, encoding=encoding, dtype=dtype
-        )
+    check_engines(engines, adapters=publish == "adapter")
+    transport: SharedMemory | Disk | Adapter
+    if publish == "adapter":
+        transport = Adapter(model, *engines, folder=folder, adapter=adapter, dtype=dtype)
+    elif folder is None:
+        transport = SharedMemory(model, *engines, encoding=encoding, dtype=dtype)
     else:
         transport = Disk(model, *engines, folder=folder, encoding=encoding, dtype=dtype)
     if served is None:

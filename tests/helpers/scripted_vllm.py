@@ -30,6 +30,12 @@ class ScriptedVLLM:
         self.load_s = 0.0
         self.unprepared = 0  # how often an update is not prepared yet
         self.up = False
+        self.most_rank = 0  # of adapters; 0: it takes none
+        self.adapters = {}  # by name: number and path
+        self.digests = {}  # by path: what its worker holds of it
+        self.loaded = 0
+        self.answers_as = None
+        self.read_s = 0.0  # how long reading an adapter takes
 
     @property
     def url(self):
@@ -55,6 +61,7 @@ class ScriptedVLLM:
         """At the same address, with the checkpoint's weights."""
         self.kill()
         self.label = self.first_label
+        self.adapters.clear()
         return self.start()
 
     def __enter__(self):
@@ -158,7 +165,9 @@ class ScriptedVLLM:
         if path == "/weight_info":
             return 200, {"weight_version": self.label}
         if path == "/v1/models":
-            return 200, {"data": [{"id": "scripted", "max_model_len": self.context}]}
+            cards = [{"id": "scripted", "max_model_len": self.context}]
+            cards += [{"id": name, "max_model_len": None} for name in self.adapters]
+            return 200, {"data": cards}
         if path == "/metrics":
             return 200, (
                 "# HELP vllm:num_requests_running x\n"
@@ -185,8 +194,18 @@ class ScriptedVLLM:
             self.label = body["weight_version"]
         elif path == "/update_weight_version":
             self.label = body["new_version"]
+        elif path == "/v1/load_lora_adapter":
+            self.loaded += 1
+            self.adapters[body["lora_name"]] = (self.loaded, body["lora_path"])
+            return 200, b"Success"
+        elif path == "/v1/unload_lora_adapter":
+            return (200, b"Success") if self.adapters.pop(body["lora_name"], None) else (404, {})
         elif path == "/collective_rpc":
+            if body["method"] == "read_adapter":
+                await asyncio.sleep(self.read_s)
             results = {
+                "prepare_adapter": {"most_rank": self.most_rank, "numbers": [self.loaded]},
+                "read_adapter": self._read_adapter(body.get("kwargs", {})),
                 "weight_receipt": self.receipt,
                 "served_dtype": self.dtype,
                 "served_vocab_size": {"vocab_size": self.vocabulary},
@@ -199,11 +218,21 @@ class ScriptedVLLM:
             return 404, {"detail": "Not Found"}
         return 200, {"status": "done"}
 
+    def _read_adapter(self, asked):
+        """The receipt of the newest adapter."""
+        paths = [path for number, path in self.adapters.values() if number == self.loaded]
+        if not paths or self.loaded in asked.get("known", ()):
+            return {"digest": None, "tensors": 0, "ignored": [], "version": asked.get("version")}
+        digest = self.digests.get(paths[0], asked.get("digest"))
+        return {"digest": digest, "tensors": 2, "ignored": [], "version": asked.get("version")}
+
     # ---- sampling ----
 
     async def _generate(self, body):
         self.bodies.append(body)
         prompt, params = body["token_ids"], body["sampling_params"]
+        if body.get("model", "scripted") not in ("scripted", *self.adapters):
+            return 404, {"error": {"message": f"{body['model']} does not exist", "code": 404}}
         if any(token >= self.vocabulary for token in prompt):
             return 400, {"error": {"message": "token is out of vocabulary", "code": 400}}
         await self._door.wait()
@@ -245,6 +274,7 @@ class ScriptedVLLM:
             scores[0] = None
         answer = {
             "request_id": f"generate-tokens-{body['request_id']}",
+            "model": self.answers_as or body.get("model", "scripted"),
             "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)},
             "prompt_logprobs": scores,
             "choices": [choice],

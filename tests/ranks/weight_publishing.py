@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import torch
+from adapter_holder import Holder, adapted
 from publishing import Replicas, same_bits, train
+from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from primerl import models, parallel, testing, weights
@@ -95,6 +97,22 @@ def failing(world, folder, found):
     servers.close()
 
 
+def adapter(world, folder, found):
+    """Of a sharded model; the holder compares its digest with that of its files."""
+    holder = Holder()
+    transport = weights.Adapter(
+        parallel.shard(adapted()),
+        *([holder] if world.is_first else []),
+        folder=folder / "adapter" if world.is_first else None,
+    )
+    receipt = transport.publish(1)
+    found["adapter"] = [receipt.kind, receipt.digest, receipt.tensors]
+    if world.is_first:
+        models.save_adapters(adapted(), folder / "alone")
+        expected = load_file(folder / "alone" / "adapter_model.safetensors")
+        found["same"]["adapter"] = same_bits(holder.tensors, expected)
+
+
 def main(folder):
     found = {"same": {}, "receipts": []}
     with parallel.process_group(timeout_s=60.0) as world:
@@ -102,6 +120,7 @@ def main(folder):
         family("qwen3_moe", "full", world, folder, found)
         family("qwen3_moe", "delta", world, folder, found)
         failing(world, folder, found)
+        adapter(world, folder, found)
         model = testing.tiny_model("qwen3_moe", num_hidden_layers=6)
         found["layer"] = 4 * sum(p.numel() for p in model.model.layers[0].parameters())
         found["whole"] = 4 * sum(p.numel() for p in model.parameters())

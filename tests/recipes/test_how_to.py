@@ -78,7 +78,7 @@ def other_run(root, tiny_chat_model, tmp_path_factory):
     """With adapters, two epochs, a curriculum, two turns and a sink; stopped once, and resumed."""
     recipe = edited(root, tmp_path_factory.mktemp("other"), 1)
     small = ["--groups-per-step", 4, "--group-size", 4, "--eval-tasks", 2, "--save-every", 1]
-    small += ["--steps", 1, "--run-dir", recipe.parent / "run", "--lr", 1e-2]
+    small += ["--steps", 1, "--run-dir", recipe.parent / "run", "--lr", 1e-2, "--lora-rank", 4]
     run(root, recipe, "--model", tiny_chat_model, *small)
     again = ["--resume", recipe.parent / "run", "--steps", 2]
     return recipe.parent, run(root, recipe, *again)

@@ -28,11 +28,16 @@ from primerl.rollout.engines.vllm.server.arguments import flags
 
 HERE = Path(__file__).parent
 KEY = "of the pair"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 SERVER_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # Two threads, as the tests have: who waits for the other leaves its core to it.
     "OMP_NUM_THREADS": "2",
     "OMP_WAIT_POLICY": "PASSIVE",
+}
+FAULTY_ENV = {
+    **SERVER_ENV,
+    "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent / "helpers"))),
 }
 SERVER_ARGS = {
     "dtype": "float32",
@@ -85,7 +90,26 @@ def tied_experts(tmp_path_factory):
     )
     model.save_pretrained(folder)
     tokenizer = testing.character_tokenizer(string.printable)
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory):
+    """The folder of a tiny model that vLLM can serve with adapters on a CPU."""
+    folder = tmp_path_factory.mktemp("models") / "dense"
+    model = testing.tiny_model(
+        "llama",
+        vocab_size=512,
+        hidden_size=128,
+        head_dim=32,
+        initializer_range=0.08,
+        max_position_embeddings=1024,
+    )
+    model.save_pretrained(folder)
+    tokenizer = testing.character_tokenizer(string.printable)
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -143,14 +167,21 @@ def servers(request, tmp_path_factory):
             weight_transfer="primerl_faulty",
             worker_extension_cls="receivers.FaultyReceiver",
             api_key=KEY,
-            env={
-                **SERVER_ENV,
-                "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent / "helpers"))),
-            },
+            env=FAULTY_ENV,
             **SERVER_ARGS,
         )
         log_path = tmp_path_factory.mktemp("by_hand") / "log"
         made["second"] = ServerByHand(model, log_path, *flags(SERVER_ARGS))
+    if "lora_server" in needed:
+        made["lora"] = rollout.serve_vllm(
+            request.getfixturevalue("dense"),
+            enable_lora=True,
+            max_lora_rank=8,
+            weight_transfer="primerl_faulty",
+            worker_extension_cls="receivers.FaultyReceiver",
+            env=FAULTY_ENV,
+            **SERVER_ARGS,
+        )
     try:
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda one: one.start(), made.values()))
@@ -173,6 +204,12 @@ def pair(servers):
     The first can be told to receive with a fault; the second was started from the command line.
     """
     return servers["first"], servers["second"]
+
+
+@pytest.fixture(scope="session")
+def lora_server(servers):
+    """``dense``, with room for adapters of rank 8."""
+    return servers["lora"]
 
 
 @pytest.fixture(scope="session")

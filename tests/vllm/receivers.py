@@ -73,6 +73,10 @@ class FaultyReceiver(WeightReceiver):
         sampler = self.model_runner.sampler
         sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = mode
 
+    def scale_norm(self, factor):
+        """Change the base model, of which a server that takes adapters can't be sent another."""
+        self.model_runner.model.model.norm.weight.data.mul_(factor)
+
     def set_fault(self, fault):
         self.weight_transfer_engine.fault = fault
 

@@ -165,13 +165,25 @@ class _Timed:
             self.seconds += time.perf_counter() - started
 
 
-def check_engines(engines: Sequence[object]) -> None:
-    """Engines belong to rank 0.
+def check_engines(engines: Sequence[object], *, adapters: bool = False) -> None:
+    """Engines belong to rank 0, and all of them, or none, sample under an adapter.
 
     Raises:
-        ValueError: rank 0 has none, or another rank has one.
+        ValueError: rank 0 has none, or another rank has one; or an engine takes what is not sent.
     """
     if is_first_rank() and not engines:
         raise ValueError("there is no engine to publish to")
     if engines and not is_first_rank():
         raise ValueError("only rank 0 publishes to engines; pass none on the other ranks")
+    names = [getattr(engine, "adapter", None) for engine in engines]
+    if adapters and None in names:
+        raise ValueError(
+            "an adapter is published to engines of servers that sample under one: "
+            'rollout.VLLMEngine(server, adapter="policy"); an engine in this process takes merged '
+            "weights"
+        )
+    if not adapters and any(name is not None for name in names):
+        raise ValueError(
+            f"the engine samples under the adapter {names[0]!r}, and takes adapters alone: publish "
+            'with weights.Adapter, or transport_to(publish="adapter")'
+        )

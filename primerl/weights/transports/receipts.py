@@ -50,7 +50,7 @@ class Receipt:
 
     version: int
     kind: str = "full"
-    """``"full"`` or ``"delta"``."""
+    """``"full"``, ``"delta"`` or ``"adapter"``."""
     digest: str | None = None
     """Of all tensors as they were sent; None where they went to engines in memory alone."""
     tensors: int = 0

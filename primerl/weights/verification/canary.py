@@ -80,6 +80,10 @@ class Canary:
       each is larger than the change; where its standard error is above 0.2, or the prediction is
       not well above the trainer's own rounding, nothing is concluded.
 
+    With an engine that samples under an adapter, the tensors are those of the base model, which are
+    compared until they were right once: nobody trains them. The adapter's own are in the receipt of
+    each publication, and the scores see both.
+
     In 16 bits, where all tensors were the trainer's bit for bit, the tolerance and the most that
     one token may differ are doubled, and nothing is concluded from movement: there the scores watch
     for gross faults alone.
@@ -158,6 +162,8 @@ class Canary:
         self._reads = compare_tensors and isinstance(engine, WeightReader)
         self._checks = ReplicaChecks(dtype=dtype, tolerance=tolerance)
         self._rounding: float | None = None
+        self._base: dict[str, Comparison] = {}
+        """Of the base model under an adapter, which neither side changes once it was right."""
 
     @property
     def tolerance(self) -> float | None:
@@ -204,17 +210,21 @@ class Canary:
         All ranks gather; rank 0 compares.
         """
         readings: dict[str, list[Reading]] = {}
+        merged = getattr(self._engine, "adapter", None) is None
 
-        def read() -> bool:
-            readings.update(self._read(version) if self._reads else {})
-            return bool(readings)
+        def read() -> list[bool]:
+            readings.update(self._read(version) if self._reads and not self._base else {})
+            return [bool(readings), merged]
 
-        if not on_first_rank(read):
-            return {}
-        tensors = checkpoint_tensors(self.model)
+        found, merged = on_first_rank(read)
+        if not found:
+            return self._base
+        tensors = checkpoint_tensors(self.model, merge_adapters=merged)
         compared = on_first_rank_gathering(
             lambda: compare(tensors, readings, wire=self.dtype), tensors
         )
+        if compared and not merged and not any(one.wrong for one in compared.values()):
+            self._base = compared
         return compared or {}
 
     def _read(self, version: int) -> dict[str, list[Reading]]:

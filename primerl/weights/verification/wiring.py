@@ -5,7 +5,7 @@ import operator
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from primerl._ranks import is_first_rank, on_first_rank
+from primerl.weights.transports.adapter import Adapter
 from primerl.weights.transports.receipts import Transport
 from primerl.weights.verification.canary import Canary
 from primerl.weights.verification.scoring import movement, rms, trainer_logprobs
@@ -118,7 +119,7 @@ def wiring_test(
     _require_passed(canary, version, "before any perturbation")
     left = False
     try:
-        rows = _perturb_each(model, partial(transport.publish, version), canary, seed=seed)
+        rows = _perturb_each(model, transport, canary, version=version, seed=seed)
         left = not restore and all(one.arrived is not False for one in rows)
     finally:
         if not left:
@@ -167,7 +168,7 @@ class _Measured:
 
 
 def _perturb_each(
-    model: nn.Module, publish: Callable[[], Any], canary: Canary, *, seed: int
+    model: nn.Module, transport: Any, canary: Canary, *, version: int, seed: int
 ) -> list[GroupWiring]:
     """Publish each group with noise; the engines are left with that of the last."""
     # In reverse, so that what a prefix cache keeps of perturbed weights is of no sequence that is
@@ -175,11 +176,15 @@ def _perturb_each(
     sequences = [canary.sequences[0][::-1][:LENGTH]]
     before = _Measured(trainer_logprobs(model, sequences), canary.scores(sequences))
     rows = []
-    for group, tensors in tensor_groups(model).items():
+    groups = tensor_groups(model)
+    if isinstance(transport, Adapter):  # nothing else is sent
+        own = re.compile(rf"\.lora_[^.]+\.{re.escape(transport.adapter)}\.")
+        groups = {group: tensors for group, tensors in groups.items() if own.search(group)}
+    for group, tensors in groups.items():
         with _perturbed(model, tensors, sequences, before, seed=seed) as (scale, predicted):
             seen = {}
             if scale is not None:
-                publish()
+                transport.publish(version)
                 seen = canary.scores(sequences)
         rows.append(_row(group, tensors, scale, predicted, before, seen))
     return rows

@@ -40,6 +40,7 @@ from primerl.weights.transports.broadcast_group import (
 )
 from primerl.weights.transports.folder_reader import FolderReader
 from primerl.weights.verification.served_tensors import as_builtins
+from primerl.weights.vllm.held_adapters import HeldAdapters
 from primerl.weights.vllm.preparation import GRACE_S, Preparation
 from primerl.weights.vllm.tensors_in_use import ServedTensors, served_names, tied_parameters
 from primerl.weights.vllm.tracked_tensors import TrackedTensors
@@ -300,6 +301,7 @@ class BroadcastTransfer(LayerwiseTransfer):
 class WeightReceiver:
     """Methods that vLLM's workers get, called by the names of ``primerl._vllm_names``."""
 
+    device: torch.device
     model_runner: Any
     weight_transfer_engine: Any
     _weight_update_active: bool
@@ -314,8 +316,14 @@ class WeightReceiver:
 
         Raises:
             ValueError: the publication is missing, damaged or does not follow from its parent.
-            RuntimeError: it was not prepared within a ``timeout_s`` above the default.
+            RuntimeError: it was not prepared within a ``timeout_s`` above the default, or vLLM
+                can't reload the weights of a server that takes adapters.
         """
+        if HeldAdapters(self.model_runner).most_rank:
+            raise RuntimeError(
+                "a server that was started with enable_lora can't reload its base model (vLLM "
+                "0.32): publish adapters to it, or start it without enable_lora"
+            )
         transfer = self.weight_transfer_engine
         if self._weight_update_active:  # its trainer was lost between start and finish
             transfer.receipt = {"version": None, "seconds": {}}
@@ -338,6 +346,20 @@ class WeightReceiver:
     def read_weights(self, names: list[str], turn: int = 0) -> list[dict[str, Any]]:
         """Digests of what this worker computes with, for the published tensors ``names``."""
         return as_builtins(ServedTensors(self.model_runner.model, names, turn=turn).readings())
+
+    def prepare_adapter(self) -> dict[str, Any]:
+        """The largest rank of an adapter (0 without LoRA), and the numbers of those it holds."""
+        held = HeldAdapters(self.model_runner)
+        if self.device.type == "cpu":
+            held.unwrap_head()
+        return {"most_rank": held.most_rank, "numbers": held.numbers()}
+
+    def read_adapter(
+        self, layers: list[str], digest: str, known: list[int], version: int
+    ) -> dict[str, Any]:
+        """The receipt of an adapter that came after those of the ``known`` numbers."""
+        receipt = HeldAdapters(self.model_runner).arrived(layers, digest, known=known)
+        return {**receipt, "version": version}
 
     def weight_receipt(self) -> dict[str, Any]:
         """The receipt of this worker's last update: version, digest, seconds."""

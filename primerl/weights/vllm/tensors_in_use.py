@@ -61,6 +61,11 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
+def without_adapters(path: str) -> str:
+    """The path of a module in a model whose layers are not wrapped for adapters."""
+    return path.removesuffix(".base_layer").replace(".base_layer.", ".")
+
+
 class ServedTensors:
     """Readings of a model's tensors.
 
@@ -79,7 +84,8 @@ class ServedTensors:
     @torch.inference_mode()
     def readings(self) -> Iterator[Reading]:
         """All that can be related to a published tensor."""
-        for path, module in self._model.named_modules(remove_duplicate=False):
+        for name, module in self._model.named_modules(remove_duplicate=False):
+            path = without_adapters(name)
             if isinstance(module, RoutedExperts):
                 yield from self._experts(path, module)
             elif isinstance(module, VocabParallelEmbedding):
@@ -183,7 +189,9 @@ class ServedTensors:
         """The published name of the embedding of tokens, if there is exactly one."""
         names = [
             self._published[f"{path}.weight"]
-            for path, module in self._model.named_modules()
+            for path, module in (
+                (without_adapters(name), module) for name, module in self._model.named_modules()
+            )
             if isinstance(module, VocabParallelEmbedding)
             and not isinstance(module, ParallelLMHead)
             and f"{path}.weight" in self._published

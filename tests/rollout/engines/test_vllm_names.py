@@ -14,7 +14,9 @@ def test_worker_extension_has_every_method_that_clients_call():
     )
     methods = {node.name for node in receiver.body if isinstance(node, ast.FunctionDef)}
     assert methods == {
+        names.PREPARE_ADAPTER,
         names.PREPARE_WEIGHTS,
+        names.READ_ADAPTER,
         names.READ_WEIGHTS,
         names.SERVED_DTYPE,
         names.SERVED_VOCAB_SIZE,

@@ -112,6 +112,22 @@ def test_compilation_is_off_by_default_on_a_cpu():
     assert "--enforce-eager" not in command(on_cpu=True, optimization_level=2)
 
 
+def test_servers_that_take_adapters_have_room_for_old_and_new_versions():
+    assert "--max-loras=4" in command(enable_lora=True)
+    assert "--max-loras=4" in command(flags=("--enable-lora",))
+    assert "--max-loras=4" not in command()
+    words = command(enable_lora=True, max_loras=16)
+    assert "--max-loras=16" in words
+    assert not any(word.startswith("--max-cpu-loras") for word in words)
+
+
+@pytest.mark.parametrize("adapters", [True, False])
+def test_only_servers_that_take_adapters_have_the_routes_to_load_them(monkeypatch, adapters):
+    monkeypatch.delenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", raising=False)
+    found = vllm_arguments.server_environment("M", on_cpu=True, adapters=adapters)
+    assert found.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == ("1" if adapters else None)
+
+
 def test_blocks_of_the_prefix_cache_are_short_on_a_cpu_unless_they_are_set():
     assert "--block-size=32" in command(on_cpu=True)
     assert "--block-size=128" in command(on_cpu=True, block_size=128)

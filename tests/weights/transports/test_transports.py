@@ -380,7 +380,9 @@ def found(root, tmp_path_factory):
 
 
 def test_ranks_publish_what_an_unsharded_trainer_would(found):
-    assert found[0]["same"] == {"llama full": True, "qwen3_moe full": True, "qwen3_moe delta": True}
+    kinds = ["llama full", "qwen3_moe full", "qwen3_moe delta", "adapter"]
+    assert found[0]["same"] == dict.fromkeys(kinds, True)
+    assert found[1]["adapter"] == found[0]["adapter"]
     assert found[0]["kinds"] == ["full", "delta"]
     assert found[1]["receipts"] == found[0]["receipts"]
     assert found[1]["metrics"] == found[0]["metrics"]

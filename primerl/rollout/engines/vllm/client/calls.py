@@ -103,7 +103,11 @@ async def probe(
         params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, seed=0)
         # Two requests: vLLM scores without its prefix cache, and samples with it. Of equal blocks
         # it uses the oldest: those of older weights, if any, or those that scoring computed.
-        how: dict[str, Any] = {"salt": replica.label or "", "priority": requests.FIRST}
+        how: dict[str, Any] = {
+            "salt": replica.label or "",
+            "adapter": fleet.adapter_of(replica),
+            "priority": requests.FIRST,
+        }
         scored = await fleet.ask(
             replica,
             requests.score_body(token_ids, **how),
@@ -115,7 +119,7 @@ async def probe(
             max_bytes=responses.most_bytes(max_new_tokens),
         )
         choice = answer.choices[0]
-        versions = [one or 0 for one in responses.span_versions(choice, fleet.number)]
+        versions = [one or 0 for one in fleet.versions(choice, replica.label)]
         completion = responses.make_completion(choice, versions)
         limits = Limits(
             context_length=len(token_ids) + max_new_tokens,

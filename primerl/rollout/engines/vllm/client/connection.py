@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import attrs
 
+from primerl.rollout.engines.vllm.client.adapters import AdapterUpdates
 from primerl.rollout.engines.vllm.client.dispatcher import Dispatcher
 from primerl.rollout.engines.vllm.client.fleet import Fleet
 from primerl.rollout.engines.vllm.client.members import Members
@@ -40,7 +41,9 @@ class Connection:
 
         async def build() -> Connection:
             fleet = Fleet(members, settings, version=version)
-            return cls(loop, fleet, Dispatcher(fleet), Updates(fleet))
+            adapter = settings.labels.adapter
+            updates = Updates(fleet) if adapter is None else AdapterUpdates(fleet)
+            return cls(loop, fleet, Dispatcher(fleet), updates)
 
         connection: Connection = loop.submit(build()).result()
         loop.submit(connection.fleet.watch()).add_done_callback(_log_end_of_watch)

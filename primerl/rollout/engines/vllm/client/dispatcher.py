@@ -14,7 +14,12 @@ from primerl.rollout.engines.contract import BadCompletion, Limits, check_comple
 from primerl.rollout.engines.replicas import Replica
 from primerl.rollout.engines.vllm.client.calls import rpc_results
 from primerl.rollout.engines.vllm.client.fleet import Fleet
-from primerl.rollout.engines.vllm.client.http import BadResponse, ServerFailed, Unreachable
+from primerl.rollout.engines.vllm.client.http import (
+    BadResponse,
+    NotFound,
+    ServerFailed,
+    Unreachable,
+)
 from primerl.rollout.engines.vllm.protocol import requests, responses
 from primerl.rollout.errors import summary
 from primerl.types import Completion, PolicyVersion, SamplingParams
@@ -61,11 +66,12 @@ class Dispatcher:
         async def ask(replica: Replica) -> Completion:
             label = replica.label
             # The salt is the replica's last known weights: prefixes of others are never reused.
-            body = requests.generate_body(prompt, params, salt=label or "")
+            adapter = self._fleet.adapter_of(replica)
+            body = requests.generate_body(prompt, params, salt=label or "", adapter=adapter)
             choice = (await self._attempt(replica, body, max_bytes)).choices[0]
             if choice.finish_reason in _UNFINISHED:
                 raise _Retry(f"{replica.url} ended a request with {choice.finish_reason!r}")
-            versions = await self._versions(choice, replica)
+            versions = await self._versions(choice, replica, label)
             completion = responses.make_completion(choice, versions)
             await self._learn_vocab_size(replica)
             limits = Limits(
@@ -86,7 +92,8 @@ class Dispatcher:
         max_bytes = responses.most_bytes(1, scored=len(token_ids))
 
         async def ask(replica: Replica) -> np.ndarray:
-            answer = await self._attempt(replica, requests.score_body(token_ids), max_bytes)
+            body = requests.score_body(token_ids, adapter=self._fleet.adapter_of(replica))
+            answer = await self._attempt(replica, body, max_bytes)
             return responses.prompt_scores(answer, token_ids)
 
         return await self._dispatch(None, ask)
@@ -137,20 +144,27 @@ class Dispatcher:
             raise _Retry(str(error), free=not error.sent, wait=False) from error
         except ServerFailed as error:
             raise _Retry(str(error)) from error
+        except NotFound as error:
+            if self._fleet.labels.adapter is None:
+                raise
+            await self._fleet.poll(replica)  # a newer version has replaced it, or it is gone
+            raise _Retry(str(error), wait=False) from error
         except BadResponse as error:
             hint = "" if self._routes_folder else " (expert routes need routes_folder=)"
             raise BadCompletion(f"{error}{hint}") from error
         except TimeoutError as error:
             raise _Retry(f"{replica.url} was lost with the request", wait=False) from error
 
-    async def _versions(self, choice: responses.Choice, replica: Replica) -> list[PolicyVersion]:
+    async def _versions(
+        self, choice: responses.Choice, replica: Replica, label: str | None
+    ) -> list[PolicyVersion]:
         """The version of each token.
 
         Raises:
             BadCompletion: the response does not give one for each token.
             _Retry: the server sampled with weights that are not this run's.
         """
-        known = responses.span_versions(choice, self._fleet.number)
+        known = self._fleet.versions(choice, label)
         versions = [one for one in known if one is not None]
         if len(versions) < len(known):
             raise _Retry(f"{replica.url} sampled with weights that are not this run's")

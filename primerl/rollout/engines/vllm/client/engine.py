@@ -59,6 +59,10 @@ class VLLMEngine:
             routes of long sequences exceed the size allowed for responses.
         vocab_size: the number of token ids; by default what the servers report, if they do. A
             completion with an id beyond it is a ``BadCompletion``.
+        adapter: the name of a low-rank adapter, under which everything is sampled and scored, once
+            ``weights.Adapter`` has published it. Engines with other names, or None for the servers'
+            own weights, may use the same servers, each with versions of its own. Requests in flight
+            end with the version of the adapter that they began with, whatever ``on_update`` says.
 
     Raises:
         ValueError: an argument is out of range, or a url is malformed.
@@ -79,12 +83,13 @@ class VLLMEngine:
         retries: int = 3,
         routes_folder: str | os.PathLike[str] | None = None,
         vocab_size: int | None = None,
+        adapter: str | None = None,
     ) -> None:
         if version < 0:
             raise ValueError(f"version is {version}, expected at least 0")
         self._members = Members(servers)
         self._settings = Settings(
-            labels=Labels(secrets.token_hex(4) if run is None else run),
+            labels=Labels(secrets.token_hex(4) if run is None else run, adapter),
             api_key=api_key or key_of(servers) or os.environ.get("PRIMERL_API_KEY"),
             on_update=on_update,
             request_timeout_s=request_timeout_s,
@@ -122,6 +127,16 @@ class VLLMEngine:
     def newest_version(self) -> PolicyVersion:
         """The newest version known to be served by any server."""
         return max(self.version, self._connected().fleet.newest_version)
+
+    @property
+    def adapter(self) -> str | None:
+        """The name of the adapter under which it samples; None for the servers' own weights."""
+        return self._settings.labels.adapter
+
+    @property
+    def request_timeout_s(self) -> float:
+        """How long a request may take."""
+        return self._settings.request_timeout_s
 
     @property
     def vocab_size(self) -> int | None:
@@ -250,10 +265,18 @@ class VLLMEngine:
             The receipt of each worker, by url.
 
         Raises:
-            ValueError: ``version`` is older than what is served.
+            ValueError: ``version`` is older than what is served, or ``update`` is an adapter alone
+                and this engine samples under none, or the reverse.
             RuntimeError: a server did not prepare the update (then no server was changed), or did
                 not load it (then that server stays paused and unused until a later load succeeds).
         """
+        if ("adapter" in update) != (self.adapter is not None):
+            under = f"the adapter {self.adapter!r}" if self.adapter else "the servers' own weights"
+            raise ValueError(
+                f"this engine samples under {under}, and the update is not of that kind: adapters "
+                "are published by weights.Adapter to VLLMEngine(..., adapter=NAME), merged weights "
+                "by the other transports to an engine without one"
+            )
         connection = self._connected()
         self._refuse_older(version)
         meeting = None if send is None else Rendezvous()
@@ -276,9 +299,12 @@ class VLLMEngine:
         from the checkpoint that the servers loaded.
 
         Raises:
-            ValueError: ``version`` is older than what is served.
+            ValueError: ``version`` is older than what is served, or the engine samples under an
+                adapter, which has to be published.
             RuntimeError: a server could not be labelled, or failed to load weights before.
         """
+        if self.adapter is not None:
+            raise ValueError(f"the adapter {self.adapter!r} has to be published: weights.Adapter")
         connection = self._connected()
         self._refuse_older(version)
         connection.run(lambda _: connection.updates.adopt(version, timeout_s=timeout_s))

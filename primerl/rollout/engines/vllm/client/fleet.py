@@ -124,6 +124,12 @@ class Fleet:
             return version
         return None
 
+    def versions(self, choice: responses.Choice, label: str | None) -> list[PolicyVersion | None]:
+        """The version of each token; all that was sampled under an adapter has its ``label``."""
+        if self.labels.adapter is not None:
+            return [self.number(label)] * len(choice.token_ids)
+        return responses.span_versions(choice, self.number)
+
     async def confirm(self, replica: Replica, version: PolicyVersion) -> None:
         """Ask a server for its version when a response has a newer one than any known."""
         async with self._confirming:  # the first of many responses asks
@@ -141,12 +147,30 @@ class Fleet:
         # while its data-parallel ranks have different labels. If it is healthy, nothing changed.
         try:
             async with asyncio.timeout(SILENT_S):
+                if self.labels.adapter is not None:
+                    return await self._adapter_label(replica)
                 content = await self.http.get(replica.url, names.WEIGHT_INFO)
         except (TimeoutError, ServerFailed):
             async with asyncio.timeout(SILENT_S):
                 await self.http.get(replica.url, names.HEALTH)
             return replica.label
         return responses.decode(responses.weight_infos, content, replica.url).weight_version
+
+    async def _adapter_label(self, replica: Replica) -> str:
+        """The newest version of the adapter that a server has loaded."""
+        held = [name for name in await self.models(replica) if self.number(name) is not None]
+        newest = max(held, key=lambda name: self.number(name) or 0, default=None)
+        return f"without the adapter {self.labels.adapter!r}" if newest is None else newest
+
+    async def models(self, replica: Replica) -> list[str]:
+        """The names of a server's model and of the adapters that it has loaded."""
+        content = await self.http.get(replica.url, names.MODELS)
+        cards = responses.decode(responses.model_cards, content, replica.url).data
+        return [card.id for card in cards]
+
+    def adapter_of(self, replica: Replica) -> str | None:
+        """What a request to a replica calls the adapter; None for the server's own weights."""
+        return None if self.labels.adapter is None else replica.label
 
     async def _read_context(self, replica: Replica) -> None:
         async with asyncio.timeout(SILENT_S):
@@ -247,7 +271,11 @@ class Fleet:
             replica.url, names.GENERATE, body, keep=True, max_bytes=max_bytes
         )
         return responses.read_response(
-            content, replica.url, request_id=request_id, prompt_length=len(body["token_ids"])
+            content,
+            replica.url,
+            request_id=request_id,
+            prompt_length=len(body["token_ids"]),
+            adapter=body.get("model"),
         )
 
     @contextlib.asynccontextmanager

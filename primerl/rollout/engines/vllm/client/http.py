@@ -33,6 +33,10 @@ class Refused(ValueError):
     """A server refused an invalid request; another server would too."""
 
 
+class NotFound(Refused):
+    """The server does not have the route, or the model or adapter that a request names."""
+
+
 class ServerFailed(RuntimeError):
     """A server failed or is overloaded; the same request may succeed later."""
 
@@ -144,6 +148,8 @@ def _raise_error(where: str, status: int, content: bytes) -> NoReturn:
         raise ServerFailed(what)
     if status == HTTPStatus.FORBIDDEN:
         raise RuntimeError(what)  # for any request, as where the route is not enabled
+    if status == HTTPStatus.NOT_FOUND:
+        raise NotFound(what)
     raise Refused(what)
 
 

@@ -79,6 +79,8 @@ class Rendezvous:
 class Updates:
     """Updates the servers of a fleet, and seeds those that return; on the fleet's event loop."""
 
+    accepts_early = True  # a server's report of a version, before it is known to have loaded it
+
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._pause = ON_UPDATE[fleet.settings.on_update]
@@ -109,7 +111,7 @@ class Updates:
                 timeout_s=deadline - time.monotonic(),
                 replicas=live,
             )
-            self._fleet.published = max(version, self._fleet.published or 0)
+            self._accept(version if self.accepts_early else -1)
             self._latest = None  # until a replica has loaded it
             if meeting is not None:
                 meeting.missing = len(prepared)
@@ -134,7 +136,7 @@ class Updates:
         async with self._busy:
             replicas = await self._fleet.live()
             fresh = all(one.label == UNSEEDED for one in replicas)
-            self._fleet.published = max(version, self._fleet.published or 0)
+            self._accept(version)
             await call_all(
                 self._fleet,
                 lambda one: self._name(one, version),
@@ -143,6 +145,11 @@ class Updates:
                 replicas=replicas,
             )
             self._latest = Publication(version, None) if fresh else None
+
+    def _accept(self, version: PolicyVersion) -> None:
+        """Believe servers that report this version; versions beyond it are not this run's."""
+        known = self._fleet.published
+        self._fleet.published = version if known is None else max(version, known)
 
     # ---- one replica ----
 

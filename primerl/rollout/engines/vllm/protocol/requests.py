@@ -10,9 +10,17 @@ LEAST_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 
 
 def generate_body(
-    prompt: Sequence[int], params: SamplingParams, *, salt: str, priority: int = 0
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    salt: str,
+    adapter: str | None = None,
+    priority: int = 0,
 ) -> dict[str, Any]:
-    """A request for one completion, ended only by ``max_tokens`` or a stop token."""
+    """A request for one completion, ended only by ``max_tokens`` or a stop token.
+
+    ``adapter`` is the server's name of the one to sample under, None for its own weights.
+    """
     sampling: dict[str, Any] = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
@@ -26,11 +34,16 @@ def generate_body(
     if params.seed is not None:
         sampling["seed"] = params.seed
     body = {"token_ids": prompt, "sampling_params": sampling, "cache_salt": salt}
+    body |= {} if adapter is None else {"model": adapter}
     return body | ({"priority": priority} if priority else {})
 
 
 def score_body(
-    token_ids: Sequence[int], *, salt: str | None = None, priority: int = 0
+    token_ids: Sequence[int],
+    *,
+    salt: str | None = None,
+    adapter: str | None = None,
+    priority: int = 0,
 ) -> dict[str, Any]:
     """A request for the logprobs of a prompt, which vLLM computes without its prefix cache.
 
@@ -39,4 +52,5 @@ def score_body(
     sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
     body = {"token_ids": token_ids, "sampling_params": sampling}
     body |= {} if salt is None else {"cache_salt": salt}
+    body |= {} if adapter is None else {"model": adapter}
     return body | ({"priority": priority} if priority else {})

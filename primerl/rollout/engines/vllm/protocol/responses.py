@@ -69,13 +69,15 @@ class Response(msgspec.Struct):
 
     choices: list[Choice]
     request_id: str = ""
+    model: str | None = None
     usage: Usage | None = None
     prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
 
 
 class ModelCard(msgspec.Struct):
-    """A served model."""
+    """A served model, or an adapter that is loaded."""
 
+    id: str = ""
     max_model_len: int | None = None
 
 
@@ -123,7 +125,9 @@ def most_bytes(completion_tokens: int, *, scored: int = 0, routed: int = 0) -> i
     return RESPONSE_BYTES + TOKEN_BYTES * (completion_tokens + scored) + ROUTE_BYTES * routed
 
 
-def read_response(content: bytes, where: str, *, request_id: str, prompt_length: int) -> Response:
+def read_response(
+    content: bytes, where: str, *, request_id: str, prompt_length: int, adapter: str | None = None
+) -> Response:
     """Decode a completion response and match it with its request.
 
     Raises:
@@ -136,6 +140,10 @@ def read_response(content: bytes, where: str, *, request_id: str, prompt_length:
     if request_id not in response.request_id:
         raise BadCompletion(
             f"{where} answered the request {response.request_id!r:.80}, expected {request_id!r}"
+        )
+    if adapter is not None and response.model != adapter:
+        raise BadCompletion(
+            f"{where} answered under {response.model!r:.80}, expected the adapter {adapter!r}"
         )
     if len(response.choices) != 1:
         raise BadCompletion(f"{where} sent {len(response.choices)} completions, expected 1")

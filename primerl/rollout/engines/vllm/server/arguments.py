@@ -98,6 +98,9 @@ def server_command(
     if on_cpu and "block_size" not in given:
         # A prompt is cached in whole blocks, which on a CPU have 128 tokens: most have fewer.
         arguments["block_size"] = 32
+    if enables_adapters(engine_args, flags_as_given) and "max_loras" not in given:
+        # A new version of an adapter is sampled beside the old one; of several, each has two.
+        arguments |= {"max_loras": 4, "max_cpu_loras": 8}
     arguments |= engine_args
     middleware = arguments.pop("middleware", ())
     wrapped = [middleware] if isinstance(middleware, str) else [*middleware]
@@ -109,6 +112,11 @@ def server_command(
         # The last one is outermost: requests without the key get no further.
         *(f"--middleware={one}" for one in [*wrapped, MIDDLEWARE]),
     ]
+
+
+def enables_adapters(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> bool:
+    """Whether the server takes adapters."""
+    return bool(engine_args.get("enable_lora")) or "--enable-lora" in flags_as_given
 
 
 def argument_names(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> set[str]:
@@ -160,15 +168,18 @@ def server_environment(
     *,
     on_cpu: bool,
     argument_names: Set[str] = frozenset(),
+    adapters: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The environment of the server: this process's without torchrun's variables, and ``env``.
 
     The key is not in it, because subprocesses inherit it and other processes can read it. On a CPU,
     variables that neither sets get defaults for a server that shares the machine with a trainer.
-    ``argument_names`` are the arguments that the user set.
+    ``argument_names`` are the arguments that the user set, ``adapters`` whether it takes adapters.
     """
     ours = {"TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
+    if adapters:
+        ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # its routes; they need the key, as all do
     user = inherited(dict(os.environ) | dict(env or {}))
     if Path(model).is_dir():
         ours |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

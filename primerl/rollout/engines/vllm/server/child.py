@@ -17,6 +17,7 @@ from primerl._vllm_names import FOLDER_BACKEND
 from primerl.rollout.engines.vllm.server.arguments import (
     argument_names,
     check_vllm_version,
+    enables_adapters,
     server_command,
     server_environment,
 )
@@ -144,6 +145,7 @@ class VLLMServer:
             model,
             on_cpu=on_cpu,
             argument_names=argument_names(engine_args, flags),
+            adapters=enables_adapters(engine_args, flags),
             env=env,
         )
         self._own_temporary = "TMPDIR" not in (env or {})

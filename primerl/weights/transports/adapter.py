@@ -1,0 +1,169 @@
+"""Publishing a low-rank adapter alone, to servers that add it to their own base model."""
+
+import os
+import secrets
+import shutil
+import time
+import uuid
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from primerl._adapters import (
+    adapter_config,
+    adapter_tensors,
+    require_servable,
+    saved_part,
+    write_adapter,
+)
+from primerl._digests import digest_of, digest_of_all
+from primerl._files import saved_folder
+from primerl._ranks import is_first_rank, on_first_rank_gathering
+from primerl.weights.transports.folder_transport import check_engines
+from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts, on_all_ranks
+from primerl.weights.transports.shared_folder import SharedFolder
+
+REQUEST_S = 600.0  # the longest request of an engine that does not say
+
+
+class Adapter:
+    """Publishes one low-rank adapter (LoRA, arXiv:2106.09685) of a model, and nothing else.
+
+        with rollout.serve_vllm(folder, enable_lora=True, max_lora_rank=16) as server:
+            engine = rollout.VLLMEngine(server, adapter="policy")
+            transport = weights.Adapter(model, engine)
+            receipt = transport.publish(version=1)
+
+    Servers add it to their own base model, which must be the trainer's: the canary compares both.
+    Each version is a folder of ``peft``, which vLLM loads beside the version before it without a
+    pause. A request that is in flight ends with the version that it began with, so a version's
+    folder is kept for as long as a request may take after a newer one has replaced it.
+
+    All ranks of a sharded trainer make a transport and call ``publish``; rank 0 has the engines.
+
+    Args:
+        model: to which ``peft.inject_adapter_in_model`` has added the adapter.
+        engines: that sample under an adapter, on rank 0. Several may serve the same one.
+        folder: that the servers' hosts share; None for this host's memory. Adapters of several
+            names may share one.
+        adapter: its name in the model. The engines have names of their own for it.
+        dtype: that the servers compute in, which the adapter is cast to; None keeps the trainer's.
+        timeout_s: how long engines may take to load a version.
+
+    Raises:
+        ValueError: the model has no such adapter, or the adapter is not all that is trained; rank 0
+            has no engine, or one that samples under no adapter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *engines: Fetcher,
+        folder: str | os.PathLike[str] | None = None,
+        adapter: str = "default",
+        dtype: torch.dtype | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        check_engines(engines, adapters=True)
+        require_servable(model, adapter)
+        self.adapter = adapter
+        self._model = model
+        self._engines: Sequence[Any] = engines
+        self._dtype = dtype
+        self._timeout_s = timeout_s
+        self._folder = None if folder is None else Path(folder).absolute()
+        self._latest: Path | None = None
+        self._replaced: list[tuple[float, Path]] = []  # since when
+        if is_first_rank() and self._folder is None:
+            place = SharedFolder(f"adapters-{uuid.uuid4().hex}")
+            weakref.finalize(self, place.close)
+            self._folder = place.path
+
+    def publish(self, version: int) -> Receipt:
+        """Have every engine sample new requests under the adapter as it is now.
+
+        Raises:
+            RuntimeError: a worker does not hold it as it was sent, or a server can't serve it; that
+                server keeps the version that it has.
+            ValueError: parameters that belong to no adapter are trained too.
+        """
+        require_servable(self._model, self.adapter)
+        tensors = adapter_tensors(self._model, self.adapter)
+        receipt = on_first_rank_gathering(lambda: self._publish(version, tensors), tensors)
+        return on_all_ranks(receipt or Receipt(version=version))
+
+    def _publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Receipt:
+        assert self._folder is not None, "rank 0 has one"
+        started = time.perf_counter()
+        sent = {name: self._on_wire(tensor) for name, tensor in tensors}
+        gathered = time.perf_counter()
+        digest = self._digest(sent)
+        encoded = time.perf_counter()
+        # A name of its own each time: vLLM takes what it finds under a known path for known.
+        place = self._folder / f"{version:08d}-{secrets.token_hex(4)}"
+        with saved_folder(place, marker="adapter_config.json") as partial:
+            write_adapter(partial, adapter_config(self._model, self.adapter), sent)
+        written = time.perf_counter()
+        try:
+            replicas = self._load(place, version, digest, sent)
+        except BaseException:
+            self._replaced.append((time.monotonic(), place))  # some server may have loaded it
+            raise
+        loaded = time.perf_counter()
+        self._retain(place)
+        return Receipt(
+            version=version,
+            kind="adapter",
+            digest=digest,
+            tensors=len(sent),
+            bytes=sum(path.stat().st_size for path in place.iterdir()),
+            seconds={
+                "gather": gathered - started,
+                "encode": encoded - gathered,
+                "write": written - encoded,
+                "load": loaded - written,
+            },
+            replicas=replicas,
+        )
+
+    def _on_wire(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", self._dtype or tensor.dtype).contiguous()
+
+    def _digest(self, sent: dict[str, Tensor]) -> str:
+        """The digest of what servers will hold: A, and B times its scale."""
+        held = {}
+        for name, tensor in sent.items():
+            layer, factor = saved_part(name)
+            module: Any = self._model.get_submodule(layer)
+            scale = module.scaling[self.adapter] if factor == "B" else 1.0
+            held[f"{layer}.{factor}"] = digest_of(tensor * scale)
+        return digest_of_all(held)
+
+    def _load(
+        self, place: Path, version: int, digest: str, sent: dict[str, Tensor]
+    ) -> dict[str, list[dict[str, Any]]]:
+        update = {
+            "adapter": str(place),
+            "layers": sorted({saved_part(name)[0] for name in sent}),
+            "rank": max(t.shape[0] for name, t in sent.items() if saved_part(name)[1] == "A"),
+            "digest": digest,
+        }
+        replicas: dict[str, list[dict[str, Any]]] = {}
+        for engine in self._engines:
+            replicas |= engine.load_weights(update, version=version, timeout_s=self._timeout_s)
+        check_receipts(replicas, version=version, digest=digest, tensors=len(sent))
+        return replicas
+
+    def _retain(self, place: Path) -> None:
+        """Keep the latest, and those that a request may need: vLLM may read them again for it."""
+        now = time.monotonic()
+        if self._latest is not None:
+            self._replaced.append((now, self._latest))
+        self._latest = place
+        longest = max(getattr(one, "request_timeout_s", REQUEST_S) for one in self._engines)
+        while self._replaced and now - self._replaced[0][0] > longest:
+            shutil.rmtree(self._replaced.pop(0)[1], ignore_errors=True)

@@ -1,6 +1,7 @@
 """Names that a client of a vLLM server, the server's workers and a weight transport share."""
 
 # Routes of vLLM 0.32.
+DETOKENIZE = "/detokenize"
 GENERATE = "/inference/v1/generate"
 HEALTH = "/health"
 METRICS = "/metrics"

@@ -198,13 +198,23 @@ class Sample:
 
 @attrs.frozen(kw_only=True, eq=False)
 class TrainingSample(Sample):
-    """A ``Sample`` with its advantages: what ``advantage.assign`` makes and ``packing`` takes."""
+    """A ``Sample`` with its advantages: what ``advantage.assign`` makes and ``packing`` takes.
+
+    Of a reference, such as a teacher: its logprob of each token, and of the tokens that it finds
+    likeliest in that place, in ``ref_top_ids`` and ``ref_top_logprobs``.
+    """
 
     advantages: Float32[np.ndarray, " t"] = attrs.field(converter=_float32)
     ref_logprobs: Float32[np.ndarray, " t"] | None = attrs.field(
         default=None, converter=attrs.converters.optional(_float32)
     )
     weights: Float32[np.ndarray, " t"] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(_float32)
+    )
+    ref_top_ids: Int32[np.ndarray, "t k"] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(_int32)
+    )
+    ref_top_logprobs: Float32[np.ndarray, "t k"] | None = attrs.field(
         default=None, converter=attrs.converters.optional(_float32)
     )
 
@@ -217,6 +227,14 @@ class TrainingSample(Sample):
             ref_logprobs=self.ref_logprobs,
             weights=self.weights,
         )
+        ids, logprobs = self.ref_top_ids, self.ref_top_logprobs
+        shapes = [None if x is None else x.shape for x in (ids, logprobs)]
+        fits = ids is None or (ids.ndim == 2 and len(ids) == len(self.token_ids))
+        if shapes[0] != shapes[1] or not fits:
+            raise ValueError(
+                f"{type(self).__name__}.ref_top_ids and ref_top_logprobs have shapes {shapes}; "
+                f"expected ({len(self.token_ids)}, k) of both, or neither"
+            )
         if self.temperature == 0 and self.loss_mask.any():
             raise ValueError("a greedy sample (temperature=0) can't be trained: it has no density")
         if not np.isfinite(self.advantages[self.loss_mask]).all():

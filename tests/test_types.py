@@ -86,6 +86,25 @@ def test_a_greedy_sample_can_be_recorded_but_not_trained():
         make_sample(kind=TrainingSample, temperature=0.0, advantages=np.zeros(7))
 
 
+@pytest.mark.parametrize(
+    ("ids", "logprobs"),
+    [
+        (np.ones((7, 3)), None),
+        (None, np.zeros((7, 3))),
+        (np.ones((7, 3)), np.zeros((7, 2))),
+        (np.ones((6, 3)), np.zeros((6, 3))),
+        (np.ones(7), np.zeros(7)),
+    ],
+)
+def test_top_tokens_of_other_shapes_are_refused(ids, logprobs):
+    fields = {"kind": TrainingSample, "advantages": np.zeros(7)}
+    sample = make_sample(**fields, ref_top_ids=np.ones((7, 3)), ref_top_logprobs=np.zeros((7, 3)))
+
+    assert sample.ref_top_ids.dtype == np.int32
+    with pytest.raises(ValueError, match=r"ref_top_ids and ref_top_logprobs .*expected \(7, k\)"):
+        make_sample(**fields, ref_top_ids=ids, ref_top_logprobs=logprobs)
+
+
 @pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
 def test_a_reward_must_be_finite(reward):
     with pytest.raises(ValueError, match="finite"):

@@ -22,9 +22,15 @@ from primerl.loss.correction import (
     veto,
 )
 from primerl.loss.diagnostics import Statistics, mismatch_kl
-from primerl.loss.kl import cross_entropy, k1, k2, k3
+from primerl.loss.kl import cross_entropy, k1, k2, k3, top_k_forward_kl
 from primerl.loss.linear_head import linear_logprobs
-from primerl.loss.logprobs import model_logprobs, model_logprobs_and_entropy, token_logprobs
+from primerl.loss.logprobs import (
+    model_candidate_logprobs,
+    model_logprobs,
+    model_logprobs_and_entropy,
+    model_top_k_logprobs,
+    token_logprobs,
+)
 from primerl.loss.ratio import sequence_ratio, token_ratio
 from primerl.loss.reduction import fixed_length_mean, sequence_mean, token_mean
 from primerl.loss.surrogate import cispo, clipped, decoupled, gspo, reinforce, sapo, topr
@@ -48,8 +54,10 @@ __all__ = [
     "k3",
     "linear_logprobs",
     "mismatch_kl",
+    "model_candidate_logprobs",
     "model_logprobs",
     "model_logprobs_and_entropy",
+    "model_top_k_logprobs",
     "reinforce",
     "sapo",
     "sequence_mean",
@@ -61,6 +69,7 @@ __all__ = [
     "token_mis",
     "token_ratio",
     "token_tis",
+    "top_k_forward_kl",
     "topr",
     "veto",
 ]

@@ -68,11 +68,13 @@ def require_finite(name: str, x: Tensor, rows: Tensor | None = None) -> None:
     if rows is not None:
         wrong = wrong & rows
     if wrong.any():
-        first = int(wrong.nonzero()[0, 0])
+        first = tuple(wrong.nonzero()[0].tolist())
+        where = ", ".join(map(str, first))
+        what = "rows" if x.ndim == 1 else "entries"
         raise ValueError(
-            f"{name}[{first}] is {x[first].item()} ({int(wrong.sum())} of {x.numel()} rows are not "
-            f"finite); expected finite {name}, with any number, such as 0, in rows that are not "
-            "trained"
+            f"{name}[{where}] is {x[first].item()} ({int(wrong.sum())} of {x.numel()} {what} are "
+            f"not finite); expected finite {name}, with any number, such as 0, in rows that are "
+            "not trained"
         )
 
 

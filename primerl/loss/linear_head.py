@@ -1,4 +1,4 @@
-"""Logprobs and entropies from hidden states, without materializing the logits.
+"""Logprobs, entropies and top tokens from hidden states, without materializing the logits.
 
 The logits ``[t, v]`` are the largest tensor of a training step. Here they are computed tile by tile
 (a chunk of tokens by a block of the vocabulary), and again in the backward pass: the forward pass
@@ -65,29 +65,90 @@ def head_logprobs(
     rows: Tensor | None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor]:
-    """``linear_logprobs`` of arguments that have been checked."""
+    """``linear_logprobs`` of arguments that have been checked; labels may also be ``[t, c]``."""
+    hidden, weight, labels, divisor, chosen = _operands(hidden, weight, labels, temperature, rows)
+    columns = labels if labels.ndim == 2 else _column(labels)
+    logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, columns, divisor, chunk_tokens
+    )
+    logprobs = logprobs.view(labels.shape)
+    return _in_place(logprobs, rows, chosen), _in_place(entropy, rows, chosen)
+
+
+@torch.no_grad()
+def head_top_k(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    k: int,
+    temperature: float | Tensor,
+    rows: Tensor | None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each label's logprob ``[t]``, the k likeliest tokens ``[t, k]`` and theirs ``[t, k]``.
+
+    The arguments have been checked, and are those of ``head_logprobs``; nothing has a gradient.
+    """
+    hidden, weight, labels, divisor, chosen = _operands(hidden, weight, labels, temperature, rows)
+    wide = _wide(hidden.dtype)
+    logprobs = hidden.new_zeros(len(hidden), dtype=wide)
+    top_logprobs = hidden.new_zeros(len(hidden), k, dtype=wide)
+    top_ids = labels.new_zeros(len(hidden), k, dtype=torch.int64)
+    tokens, block = _tile(hidden, chunk_tokens)
+    for part in _slices(len(hidden), tokens):
+        label = logprobs.new_zeros(part.stop - part.start)
+        total = torch.full_like(label, -torch.inf)
+        best, ids = label.new_zeros(len(label), 0), top_ids.new_zeros(len(label), 0)
+        for columns in _slices(len(weight), block):
+            z = _logits(hidden, weight, divisor, part, columns)
+            place, inside = _places(_column(labels[part]), columns)
+            label += z.gather(1, place).where(inside, 0.0).squeeze(1)
+            total = torch.logaddexp(total, z.logsumexp(1))
+            found, where = z.topk(min(k, z.shape[1]))
+            best, ids = torch.cat([best, found], 1), torch.cat([ids, where + columns.start], 1)
+            best, order = best.topk(min(k, best.shape[1]))
+            ids = ids.gather(1, order)
+        logprobs[part], top_ids[part] = label - total, ids
+        top_logprobs[part] = best - _column(total)
+    return (
+        _in_place(logprobs, rows, chosen),
+        _in_place(top_ids, rows, chosen),
+        _in_place(top_logprobs, rows, chosen),
+    )
+
+
+def _operands(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor,
+    rows: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Hidden states, weight, labels and divisors of the selected rows, and which rows these are."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:  # as for F.linear
         hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
     divisor = None
     if isinstance(temperature, Tensor) or temperature != 1:
         divisor = torch.as_tensor(temperature, dtype=_wide(hidden.dtype), device=hidden.device)
-        divisor = divisor.detach().expand(labels.shape)
-    if rows is not None:
-        chosen = rows.nonzero().squeeze(1)  # once, because it synchronizes with the device
-        hidden, labels = hidden.index_select(0, chosen), labels.index_select(0, chosen)
-        divisor = None if divisor is None else divisor.index_select(0, chosen)
-    logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, divisor, chunk_tokens
-    )
+        divisor = divisor.detach().expand(hidden.shape[:1])
     if rows is None:
-        return logprobs, entropy
-    nothing = logprobs.new_zeros(rows.shape)
-    return nothing.index_copy(0, chosen, logprobs), nothing.index_copy(0, chosen, entropy)
+        return hidden, weight, labels, divisor, None
+    chosen = rows.nonzero().squeeze(1)  # once, because it synchronizes with the device
+    hidden, labels = hidden.index_select(0, chosen), labels.index_select(0, chosen)
+    divisor = None if divisor is None else divisor.index_select(0, chosen)
+    return hidden, weight, labels, divisor, chosen
+
+
+def _in_place(values: Tensor, rows: Tensor | None, chosen: Tensor | None) -> Tensor:
+    """Values of the chosen rows among zeros for the others."""
+    if rows is None or chosen is None:
+        return values
+    return values.new_zeros(len(rows), *values.shape[1:]).index_copy(0, chosen, values)
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Over tiles: see the module."""
+    """Logprobs of labels ``[t, c]``, and entropies ``[t]``, over tiles: see the module."""
 
     @staticmethod
     def forward(
@@ -100,14 +161,15 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         # Of each row so far: the highest logit m, its label's, sum e^(z-m) and sum (z-m) e^(z-m).
         lowest, wide = torch.finfo(torch.float32).min, _wide(hidden.dtype)
-        highest = hidden.new_full(labels.shape, lowest, dtype=wide)
-        chosen, total, weighted = (torch.zeros_like(highest) for _ in range(3))
+        highest = hidden.new_full(hidden.shape[:1], lowest, dtype=wide)
+        total, weighted = torch.zeros_like(highest), torch.zeros_like(highest)
+        chosen = hidden.new_zeros(labels.shape, dtype=wide)
         tokens, block = _tile(hidden, chunk_tokens)
         for columns in _slices(len(weight), block):
             for rows in _slices(len(hidden), tokens):
                 z = _logits(hidden, weight, divisor, rows, columns)
                 place, inside = _places(labels[rows], columns)
-                chosen[rows] += z.gather(1, place).squeeze(1).where(inside, 0.0)
+                chosen[rows] += z.gather(1, place).where(inside, 0.0)
                 top = torch.maximum(highest[rows], z.amax(1))
                 fall = (highest[rows] - top).clamp_(min=FLOOR)
                 z.sub_(_column(top)).clamp_(min=FLOOR)
@@ -119,7 +181,8 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, labels, divisor, highest, total, weighted)
         ctx.chunk_tokens = chunk_tokens
         ctx.set_materialize_grads(False)
-        return chosen - highest - total.log(), total.log() - weighted / total
+        logprobs = chosen - _column(highest) - _column(total.log())
+        return logprobs, total.log() - weighted / total
 
     @staticmethod
     @once_differentiable
@@ -144,7 +207,8 @@ class _LinearLogprobs(torch.autograd.Function):
                     e = z.clamp_(min=FLOOR).exp()
                     g = z.mul_(_column(c[rows])).add_(_column(b[rows])).mul_(e)
                 place, inside = _places(labels[rows], columns)
-                g.scatter_add_(1, place, _column(a[rows].where(inside, 0.0)))
+                if a is not None:
+                    g.scatter_add_(1, place, a[rows].where(inside, 0.0))
                 g = g.to(hidden.dtype)
                 if grad_hidden is not None:
                     grad_hidden[rows] += _matmul(g, weight[columns], wide)
@@ -164,20 +228,20 @@ def _coefficients(
     divisor: Tensor | None,
     total: Tensor,
     weighted: Tensor,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Per row, the gradient of logit j is ``a [j = label] + e^(z_j - m) (b + c (z_j - m))``.
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Of a row, logit j's gradient is ``sum_i a_i [j = label_i] + e^(z_j - m) (b + c (z_j - m))``.
 
     From d log p_label / dz_j = [j = label] - p_j and dH / dz_j = -p_j (log p_j + H), where
-    log p_j = z_j - m - log total and H = log total - weighted / total. ``c`` is None where no
-    gradient of the entropy is asked for.
+    log p_j = z_j - m - log total and H = log total - weighted / total. ``a`` is ``[t, c]``; it and
+    ``c`` are None where no gradient of the logprobs, or of the entropy, is asked for.
     """
-    a = torch.zeros_like(total) if grad_logprobs is None else grad_logprobs
-    h = grad_entropy
+    a, h = grad_logprobs, grad_entropy
     if divisor is not None:
-        a, h = a / divisor, None if h is None else h / divisor
+        a, h = None if a is None else a / _column(divisor), None if h is None else h / divisor
+    all_labels = torch.zeros_like(total) if a is None else a.sum(1)
     if h is None:
-        return a, -a / total, None
-    return a, (h * weighted / total - a) / total, -h / total
+        return a, -all_labels / total, None
+    return a, (h * weighted / total - all_labels) / total, -h / total
 
 
 def _logits(
@@ -188,10 +252,10 @@ def _logits(
 
 
 def _places(labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Each row's label as a column of the block ``[t, 1]``, and whether it lies in it ``[t]``."""
+    """Each row's labels as columns of the block, and whether they lie in it: both ``[t, c]``."""
     place = labels.long() - columns.start
     inside = (place >= 0) & (place < columns.stop - columns.start)
-    return _column(place.where(inside, 0)), inside
+    return place.where(inside, 0), inside
 
 
 def _column(x: Tensor) -> Tensor:
@@ -273,20 +337,28 @@ def check_rows(
 
 
 def check_values(
-    labels: Tensor, temperature: float | Tensor, rows: Tensor | None, *, vocabulary: int
+    labels: Tensor,
+    temperature: float | Tensor,
+    rows: Tensor | None,
+    *,
+    vocabulary: int,
+    name: str = "labels",
 ) -> None:
-    """Refuse labels outside the vocabulary and temperatures that can't divide, where selected."""
+    """Refuse labels outside the vocabulary and temperatures that can't divide, where selected.
+
+    Labels are ``[t]`` or ``[t, c]``: the caller's argument ``name``.
+    """
     outside = (labels < 0) | (labels >= vocabulary)
     divisor = torch.as_tensor(temperature, device=labels.device)
     unusable = ~((divisor > 0) & divisor.isfinite())
     if rows is not None:
-        outside = outside & rows
+        outside = outside & (rows if labels.ndim == 1 else _column(rows))
         unusable = unusable & rows if divisor.ndim else unusable
     if outside.any():
-        row = int(outside.nonzero()[0])
+        place = tuple(outside.nonzero()[0].tolist())
         raise ValueError(
-            f"labels[{row}] is {int(labels[row])}, outside the vocabulary of {vocabulary}; "
-            "expected a token's id in each selected row"
+            f"{name}[{', '.join(map(str, place))}] is {int(labels[place])}, outside the vocabulary "
+            f"of {vocabulary}; expected a token's id in each selected row"
         )
     if unusable.any():
         first = float(divisor[unusable].flatten()[0])

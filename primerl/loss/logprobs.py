@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
+import attrs
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -15,7 +16,13 @@ from primerl._forward_passes import attempt
 from primerl.attention import attend_by_document, require_documents
 from primerl.attention.admission import refuse_virtual_tokens
 from primerl.loss.arguments import checked
-from primerl.loss.linear_head import FLOOR, check_rows, check_values, head_logprobs
+from primerl.loss.linear_head import (
+    FLOOR,
+    check_rows,
+    check_values,
+    head_logprobs,
+    head_top_k,
+)
 from primerl.loss.ratio import upcast
 
 # Models that were found to scale, cap or otherwise change their logits before returning them.
@@ -45,7 +52,8 @@ def token_logprobs(
         )
     check_rows(labels, temperature, None, like=logits, name="logits")
     check_values(labels, temperature, None, vocabulary=logits.shape[1])
-    return _chosen(_log_softmax(logits, temperature), labels)
+    log_p = _log_softmax(logits, temperature)
+    return log_p.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
 
 
 @checked()
@@ -87,7 +95,8 @@ def model_logprobs(
             share tokens), it has an adapter of prompt or prefix tuning, or an argument is refused
             as by ``linear_logprobs``.
     """
-    return _score(model, token_ids, position_ids, labels, temperature, rows, False)[0]
+    head = _LogprobHead(labels, temperature, rows, with_entropy=False)
+    return _score(model, token_ids, position_ids, head)[:, 0]
 
 
 @checked()
@@ -104,26 +113,139 @@ def model_logprobs_and_entropy(
 
     The arguments and errors are those of ``model_logprobs``.
     """
-    return _score(model, token_ids, position_ids, labels, temperature, rows, True)
+    head = _LogprobHead(labels, temperature, rows, with_entropy=True)
+    logprobs, entropy = _score(model, token_ids, position_ids, head).unbind(-1)
+    return logprobs, entropy
+
+
+@checked()
+def model_candidate_logprobs(
+    model: nn.Module,
+    token_ids: Int[Tensor, " t"],
+    position_ids: Int[Tensor, " t"],
+    candidates: Int[Tensor, "t c"],
+    *,
+    temperature: float | Tensor = 1.0,
+    rows: Bool[Tensor, " t"] | None = None,
+) -> Float[Tensor, "t c"]:
+    """``model_logprobs`` of several tokens for each row: ``candidates[j]`` are scored in row j.
+
+    For losses between distributions, such as ``top_k_forward_kl``. Memory and time are those of
+    ``model_logprobs``, and c numbers for each row. A token may occur several times in a row. The
+    other arguments and errors are those of ``model_logprobs``.
+    """
+    if candidates.shape[1] == 0:
+        raise ValueError("candidates has shape [t, 0]; expected a token or more in each row")
+    head = _LogprobHead(candidates, temperature, rows, with_entropy=False)
+    return _score(model, token_ids, position_ids, head)[:, :-1]
+
+
+@checked()
+def model_top_k_logprobs(
+    model: nn.Module,
+    token_ids: Int[Tensor, " t"],
+    position_ids: Int[Tensor, " t"],
+    labels: Int[Tensor, " t"],
+    *,
+    k: int,
+    temperature: float | Tensor = 1.0,
+    rows: Bool[Tensor, " t"] | None = None,
+) -> tuple[Float[Tensor, " t"], Int[Tensor, "t k"], Float[Tensor, "t k"]]:
+    """``model_logprobs``, and each row's k likeliest tokens with their logprobs, in falling order.
+
+    What a teacher says of a student's tokens; nothing has a gradient. The other arguments are those
+    of ``model_logprobs``.
+
+    Returns:
+        The labels' logprobs ``[t]``, the top tokens ``[t, k]`` and their logprobs ``[t, k]``.
+
+    Raises:
+        ValueError: ``k`` is not between 1 and the size of the vocabulary, or as ``model_logprobs``.
+    """
+    config: Any = model.config
+    vocabulary = config.get_text_config().vocab_size
+    if not 1 <= k <= vocabulary:
+        raise ValueError(f"k is {k}; expected 1 to {vocabulary}, the size of the vocabulary")
+    with torch.no_grad():
+        head = _TopKHead(labels, temperature, rows, k=k)
+        scored = _score(model, token_ids, position_ids, head)
+    return scored[:, 0], scored[:, 1 : 1 + k].long(), scored[:, 1 + k :]
+
+
+@attrs.frozen
+class _LogprobHead:
+    """In place of a model's head: logprobs of labels ``[t]`` or ``[t, c]``, then the entropy.
+
+    The entropy is valid only ``with_entropy``.
+    """
+
+    labels: Tensor
+    temperature: float | Tensor
+    rows: Tensor | None
+    with_entropy: bool
+
+    def from_hidden(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """``[t, c + 1]``"""
+        logprobs, entropy = head_logprobs(hidden, weight, self.labels, self.temperature, self.rows)
+        entropy = entropy if self.with_entropy else entropy.detach()
+        return torch.cat([_columns(logprobs), entropy.unsqueeze(1)], dim=1)
+
+    def from_logits(self, logits: Tensor) -> Tensor:
+        """The same of logits ``[t, v]``."""
+        log_p, labels = _selected(logits, self.labels, self.temperature, self.rows)
+        logprobs = log_p.gather(-1, _columns(labels).long())
+        entropy = logprobs[:, :1]
+        if self.with_entropy:
+            entropy = -(log_p.exp() * log_p.clamp(min=FLOOR)).sum(-1, keepdim=True)
+        return _in_rows(torch.cat([logprobs, entropy], dim=1), self.rows)
+
+
+@attrs.frozen
+class _TopKHead:
+    """In place of a model's head: logprobs of labels, top tokens, and their logprobs.
+
+    The tokens are written as numbers of the logprobs' dtype, which has all integers to 2^24.
+    """
+
+    labels: Tensor
+    temperature: float | Tensor
+    rows: Tensor | None
+    k: int
+
+    def from_hidden(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """``[t, 1 + 2 k]``"""
+        logprobs, top_ids, top_logprobs = head_top_k(
+            hidden, weight, self.labels, self.k, self.temperature, self.rows
+        )
+        return torch.cat([logprobs.unsqueeze(1), top_ids.to(logprobs.dtype), top_logprobs], dim=1)
+
+    def from_logits(self, logits: Tensor) -> Tensor:
+        """The same of logits ``[t, v]``."""
+        log_p, labels = _selected(logits, self.labels, self.temperature, self.rows)
+        logprobs = log_p.gather(-1, _columns(labels).long())
+        top_logprobs, top_ids = log_p.topk(self.k)
+        found = torch.cat([logprobs, top_ids.to(logprobs.dtype), top_logprobs], dim=1)
+        return _in_rows(found, self.rows)
 
 
 def _score(
-    model: nn.Module,
-    token_ids: Tensor,
-    position_ids: Tensor,
-    labels: Tensor,
-    temperature: float | Tensor,
-    rows: Tensor | None,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor]:
-    """Each row's logprob and entropy; the entropy is valid only ``with_entropy``."""
+    model: nn.Module, token_ids: Tensor, position_ids: Tensor, head: "_LogprobHead | _TopKHead"
+) -> Tensor:
+    """What ``head`` computes for each row ``[t, n]``, in place of the model's logits."""
     if torch.is_inference_mode_enabled():  # its tensors have no version that would show a write
         with torch.inference_mode(False), torch.no_grad():
-            return _score(model, token_ids, position_ids, labels, temperature, rows, with_entropy)
+            return _score(model, token_ids, position_ids, head)
     refuse_virtual_tokens(model)
     config: Any = model.config
-    check_rows(labels, temperature, rows, like=token_ids, name="token_ids")
-    check_values(labels, temperature, rows, vocabulary=config.get_text_config().vocab_size)
+    vocabulary = config.get_text_config().vocab_size
+    labels, temperature, rows = head.labels, head.temperature, head.rows
+    several = labels.ndim == 2
+    check_rows(
+        labels[:, 0] if several else labels, temperature, rows, like=token_ids, name="token_ids"
+    )
+    check_values(
+        labels, temperature, rows, vocabulary=vocabulary, name="candidates" if several else "labels"
+    )
     documents = attend_by_document(model, position_ids)
 
     def run() -> Tensor:
@@ -135,38 +257,33 @@ def _score(
                 documents=documents,
             ).logits
 
-    def score(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = head_logprobs(hidden, weight, labels, temperature, rows)
-        return logprobs, entropy if with_entropy else entropy.detach()
-
     logits = None
     if model not in _MODELS_THAT_NEED_LOGITS:
-        head = _HeadReplacement(model, len(token_ids), score)
+        replaced = _HeadReplacement(model, len(token_ids), head.from_hidden)
         try:
-            with attempt() as first, head:
+            with attempt() as first, replaced:
                 logits = run()
         except (IndexError, RuntimeError):
-            if not head.outputs:  # otherwise the model indexed the placeholder
+            if not replaced.outputs:  # otherwise the model indexed the placeholder
                 raise
-        if logits is not None and head.returned_as(logits):
-            logprobs, entropy = logits.squeeze(0).unbind(-1)
-            return logprobs, entropy
-        if head.outputs:
+        if logits is not None and replaced.returned_as(logits):
+            return logits.squeeze(0)
+        if replaced.outputs:
             _MODELS_THAT_NEED_LOGITS.add(model)
             first.discarded, logits = True, None
     logits = run() if logits is None else logits
-    return _score_logits(logits.squeeze(0), labels, temperature, rows, with_entropy)
+    return head.from_logits(logits.squeeze(0))
 
 
 class _HeadReplacement(TorchFunctionMode):
     """While a model runs on t tokens, ``score(hidden, weight)`` replaces its head's logits.
 
     The head's product is replaced within the model's forward pass, where a sharded weight is
-    gathered, by a placeholder ``[1, t, 2]``. ``returned_as`` tells whether the model returned the
+    gathered, by a placeholder ``[1, t, n]``. ``returned_as`` tells whether the model returned the
     placeholder itself as its logits, or did anything else with it.
     """
 
-    def __init__(self, model: nn.Module, tokens: int, score: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, tokens: int, score: Callable[..., Tensor]) -> None:
         super().__init__()
         self.head: Any = model.get_output_embeddings()  # type: ignore[operator]
         self.tokens, self.score = tokens, score
@@ -178,8 +295,8 @@ class _HeadReplacement(TorchFunctionMode):
         # Not in a compiled graph, which would depend on this call's rows and labels.
         traced = torch.compiler.is_compiling()
         if func is F.linear and not traced and self._is_head(*args, **(kwargs or {})):
-            both = self.score(args[0].squeeze(0), args[1])
-            self.outputs.append(torch.stack([x.unsqueeze(0) for x in both], dim=-1))  # no view
+            scored = self.score(args[0].squeeze(0), args[1])
+            self.outputs.append(torch.stack([scored]))  # no view
             return self.outputs[-1]
         return func(*args, **(kwargs or {}))
 
@@ -194,25 +311,28 @@ class _HeadReplacement(TorchFunctionMode):
         return bool(self.outputs) and logits is self.outputs[0] and logits._version == 0
 
 
-def _score_logits(
-    logits: Tensor,
-    labels: Tensor,
-    temperature: float | Tensor,
-    rows: Tensor | None,
-    with_entropy: bool,
+def _selected(
+    logits: Tensor, labels: Tensor, temperature: float | Tensor, rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """All logprobs and the labels of the selected rows."""
     if rows is not None:
-        rows = rows.nonzero().squeeze(1)
-        logits, chosen = logits.index_select(0, rows), labels.index_select(0, rows)
+        chosen = rows.nonzero().squeeze(1)
+        logits, labels = logits.index_select(0, chosen), labels.index_select(0, chosen)
         if isinstance(temperature, Tensor) and temperature.ndim:
-            temperature = temperature.index_select(0, rows)
-    log_p = _log_softmax(logits, temperature)
-    logprobs = _chosen(log_p, labels if rows is None else chosen)
-    entropy = -(log_p.exp() * log_p.clamp(min=FLOOR)).sum(-1) if with_entropy else logprobs
+            temperature = temperature.index_select(0, chosen)
+    return _log_softmax(logits, temperature), labels
+
+
+def _in_rows(values: Tensor, rows: Tensor | None) -> Tensor:
+    """Values of the selected rows among zeros for the others."""
     if rows is None:
-        return logprobs, entropy
-    zeros = log_p.new_zeros(labels.shape)
-    return zeros.index_copy(0, rows, logprobs), zeros.index_copy(0, rows, entropy)
+        return values
+    zeros = values.new_zeros(len(rows), values.shape[1])
+    return zeros.index_copy(0, rows.nonzero().squeeze(1), values)
+
+
+def _columns(labels: Tensor) -> Tensor:
+    return labels.unsqueeze(1) if labels.ndim == 1 else labels
 
 
 def _log_softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
@@ -222,7 +342,3 @@ def _log_softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
     elif temperature != 1:
         logits = logits / temperature
     return logits.log_softmax(-1)
-
-
-def _chosen(log_p: Tensor, labels: Tensor) -> Tensor:
-    return log_p.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)

@@ -5,12 +5,14 @@ from primerl.models.adapters import save_adapters
 from primerl.models.pretrained import load_pretrained, save_pretrained
 from primerl.models.sharded_loading import empty_model, load_shards
 from primerl.models.stop_tokens import stop_token_ids
+from primerl.models.tokenizers import refuse_other_tokenizer
 
 __all__ = [
     "checkpoint_tensors",
     "empty_model",
     "load_pretrained",
     "load_shards",
+    "refuse_other_tokenizer",
     "save_adapters",
     "save_pretrained",
     "stop_token_ids",

@@ -14,6 +14,7 @@ from primerl.packing.binning import bins
 from primerl.packing.prefixes import family_bins
 from primerl.types import NOT_SAMPLED, TrainingSample
 
+OPTIONAL = ("ref_logprobs", "weights", "ref_top_ids", "ref_top_logprobs")
 FILLING = -1
 """The sample of rows that belong to none."""
 
@@ -47,6 +48,9 @@ class PackedBatch:
     Documents are numbered in each batch anew, samples over all batches."""
     ref_logprobs: Float32[Tensor, " t"] | None = None
     weights: Float32[Tensor, " t"] | None = None
+    ref_top_ids: Int64[Tensor, "t k"] | None = None
+    """Tokens that a reference finds likeliest, in place of the label."""
+    ref_top_logprobs: Float32[Tensor, "t k"] | None = None
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """The same batch on another device."""
@@ -77,14 +81,14 @@ class PackedBatch:
         if rows == 0:
             return self
         values: dict[str, Any] = {
-            "token_ids": self.token_ids[0],  # any token of the vocabulary
+            "token_ids": int(self.token_ids[0]),  # any token of the vocabulary
             "versions": NOT_SAMPLED,
             "temperature": 1.0,
             "sequence_ids": len(self.cu_seqlens) - 1,
             "sample_ids": FILLING,
         }
         joined = {
-            name: torch.cat([x, x.new_zeros(rows).fill_(values.get(name, 0))])
+            name: torch.cat([x, x.new_full((rows, *x.shape[1:]), values.get(name, 0))])
             for name, x in self._rows().items()
         }
         joined["position_ids"][-rows:] = torch.arange(rows)
@@ -144,11 +148,14 @@ def pack(
 
     Raises:
         ValueError: a sample is longer than ``max_tokens`` (unless ``too_long="alone"``), only some
-            samples have ``ref_logprobs`` or ``weights``, or ``bins`` refuses an argument.
+            samples have ``ref_logprobs`` or another optional field, or they have top tokens of
+            different numbers, or ``bins`` refuses an argument.
     """
-    for name in ("ref_logprobs", "weights"):
+    for name in OPTIONAL:
         if len({getattr(sample, name) is None for sample in samples}) > 1:
             raise ValueError(f"some samples have {name} and some have not; pack them separately")
+        if len({np.shape(getattr(sample, name))[1:] for sample in samples}) > 1:
+            raise ValueError(f"samples have {name} of different widths; pack them separately")
     how: dict[str, Any] = {
         "max_tokens": max_tokens,
         "ranks": ranks,
@@ -193,7 +200,7 @@ def unpack(
 
     Returns:
         For each sample, float32 arrays ``[t]`` by name. Entry i belongs to token i, which row i-1
-        predicts; it is 0 where token i is not trained.
+        predicts; it is 0 where token i is not trained. Tensors ``[t, k]`` become arrays ``[t, k]``.
 
     Raises:
         ValueError: ``rows`` does not fit to ``packed``, or that not to ``samples``.
@@ -219,7 +226,8 @@ def unpack(
             of_rows = value.float().numpy(force=True)[: len(trained)]
             for index in np.unique(sample_ids[sample_ids != FILLING]):
                 own = trained & (sample_ids == index)
-                array = np.zeros(len(samples[index].token_ids), np.float32)
+                shape = len(samples[index].token_ids), *of_rows.shape[1:]
+                array = np.zeros(shape, np.float32)
                 array[tokens[own]] = of_rows[own]
                 result[index][name] = array
     return result
@@ -227,7 +235,7 @@ def unpack(
 
 def _masked_token(like: TrainingSample) -> TrainingSample:
     def zero(values: np.ndarray | None) -> np.ndarray | None:
-        return None if values is None else np.zeros(1, np.float32)
+        return None if values is None else np.zeros_like(values[:1])
 
     return TrainingSample(
         token_ids=like.token_ids[:1],
@@ -237,6 +245,8 @@ def _masked_token(like: TrainingSample) -> TrainingSample:
         advantages=[0.0],
         ref_logprobs=zero(like.ref_logprobs),
         weights=zero(like.weights),
+        ref_top_ids=zero(like.ref_top_ids),
+        ref_top_logprobs=zero(like.ref_top_logprobs),
     )
 
 
@@ -254,7 +264,7 @@ def _concatenate(
         return np.concatenate([getattr(sample, name)[shared:] for sample, shared in members])
 
     def shifted(name: str, last: Any) -> np.ndarray:
-        rows = np.roll(tokens(name), -1)
+        rows = np.roll(tokens(name), -1, axis=0)
         rows[cu_seqlens[1:] - 1] = last
         return rows
 
@@ -262,11 +272,14 @@ def _concatenate(
 
     def masked(name: str) -> Tensor:
         # A prompt's logprobs may be NaN, which must not leave the host.
-        return torch.from_numpy(np.where(loss_mask, shifted(name, 0.0), np.float32(0.0)))
+        rows = shifted(name, 0)
+        rows[~loss_mask] = 0
+        return torch.from_numpy(rows)
 
     def optional(name: str) -> Tensor | None:
         return None if getattr(samples[0], name) is None else masked(name)
 
+    top_ids = optional("ref_top_ids")
     return PackedBatch(
         token_ids=torch.from_numpy(tokens("token_ids").astype(np.int64)),
         position_ids=torch.from_numpy(
@@ -283,4 +296,6 @@ def _concatenate(
         sample_ids=torch.from_numpy(np.repeat(np.array(numbers, np.int64), lengths)),
         ref_logprobs=optional("ref_logprobs"),
         weights=optional("weights"),
+        ref_top_ids=None if top_ids is None else top_ids.long(),
+        ref_top_logprobs=optional("ref_top_logprobs"),
     )

@@ -18,6 +18,7 @@ from primerl.rollout.environments.conversation import Conversation
 from primerl.rollout.environments.environment import Environment, RewardError, route, single_turn
 from primerl.rollout.environments.isolation import isolated
 from primerl.rollout.environments.verifiers_adapter import verifiers
+from primerl.rollout.scoring import NoScores, score_samples, with_scores
 from primerl.rollout.tasks.difficulty_pools import DifficultyPools
 from primerl.rollout.tasks.mixtures import Mixture
 from primerl.rollout.tasks.streams import InOrder, Shuffled, TaskStream
@@ -39,6 +40,7 @@ __all__ = [
     "Evaluation",
     "InOrder",
     "Mixture",
+    "NoScores",
     "RewardError",
     "Shuffled",
     "TaskStream",
@@ -52,9 +54,11 @@ __all__ = [
     "route",
     "run_group",
     "save_groups",
+    "score_samples",
     "serve_vllm",
     "single_turn",
     "verifiers",
+    "with_scores",
     "worker",
 ]
 

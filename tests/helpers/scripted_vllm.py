@@ -36,6 +36,8 @@ class ScriptedVLLM:
         self.loaded = 0
         self.answers_as = None
         self.read_s = 0.0  # how long reading an adapter takes
+        self.decode = str  # token ids to text
+        self.refuse = lambda body: False  # of a request to generate
 
     @property
     def url(self):
@@ -162,6 +164,8 @@ class ScriptedVLLM:
             return await self._generate(body)
         if path == "/health":
             return 200, b""
+        if path == "/detokenize":
+            return 200, {"prompt": self.decode(body["tokens"])}
         if path == "/weight_info":
             return 200, {"weight_version": self.label}
         if path == "/v1/models":
@@ -230,6 +234,8 @@ class ScriptedVLLM:
 
     async def _generate(self, body):
         self.bodies.append(body)
+        if self.refuse(body):
+            return 400, {"error": {"message": "gone"}}
         prompt, params = body["token_ids"], body["sampling_params"]
         if body.get("model", "scripted") not in ("scripted", *self.adapters):
             return 404, {"error": {"message": f"{body['model']} does not exist", "code": 404}}
@@ -270,7 +276,9 @@ class ScriptedVLLM:
         }
         scores = None
         if "prompt_logprobs" in params:
-            scores = [{str(token): {"logprob": -token / 8}} for token in prompt]
+            # The likeliest tokens are 0, 1, 2, ...; of 0, the logprob is 0.
+            top = range(params["prompt_logprobs"])
+            scores = [{str(i): {"logprob": -i / 8} for i in (*top, token)} for token in prompt]
             scores[0] = None
         answer = {
             "request_id": f"generate-tokens-{body['request_id']}",

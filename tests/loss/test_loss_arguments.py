@@ -29,7 +29,8 @@ OPTIONS = {"denom": 2.0, "length": 5.0, "version": 0, "max_staleness": 1}
 # Of the sampler or of another model: never NaN, except in masked rows if the function has a mask.
 DATA = {"behavior_logprobs", "advantages", "proximal_logprobs", "ref_logprobs", "other"}
 HEADS = {"model_logprobs", "model_logprobs_and_entropy", "token_logprobs", "linear_logprobs"}
-NOT_CHECKED_HERE = {*HEADS, "Statistics"}  # tests/loss/test_linear_logprobs.py checks the heads
+TOP_K = {"model_candidate_logprobs", "model_top_k_logprobs", "top_k_forward_kl"}  # in test_top_k.py
+NOT_CHECKED_HERE = {*HEADS, *TOP_K, "Statistics"}  # test_linear_logprobs.py checks the heads
 FUNCTIONS = {name: getattr(loss, name) for name in loss.__all__ if name not in NOT_CHECKED_HERE}
 FUNCTIONS["token_statistics"] = token_statistics  # what loss.Statistics.add calls
 

@@ -1,6 +1,7 @@
 import itertools
 import math
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -70,6 +71,46 @@ def test_samples_must_agree_on_optional_fields():
 
     with pytest.raises(ValueError, match="ref_logprobs"):
         packing.pack([with_ref, training_sample(1, 2)], max_tokens=8, ranks=1)
+
+
+def top_tokens(sample, k):
+    """Of token i: the ids 10 i, 10 i + 1, ..., with their negatives as logprobs."""
+    ids = 10 * np.arange(len(sample.token_ids))[:, None] + np.arange(k)
+    return attrs.evolve(sample, ref_top_ids=ids, ref_top_logprobs=-ids)
+
+
+def test_top_tokens_are_those_of_the_label():
+    samples = [top_tokens(training_sample(1, 2), 2), top_tokens(training_sample(2, 2), 2)]
+
+    ((batch,),) = packing.pack(samples, max_tokens=8, ranks=1)
+
+    # Rows that predict no trained token are 0.
+    places = [[10, 11], [20, 21], [0, 0], [0, 0], [20, 21], [30, 31], [0, 0]]
+    assert batch.ref_top_ids.tolist() == places
+    assert batch.ref_top_ids.dtype == torch.int64
+    torch.testing.assert_close(batch.ref_top_logprobs, -torch.tensor(places).float())
+    first, second = batch.split(2)
+    assert torch.cat([first.ref_top_ids, second.ref_top_ids]).tolist() == [*places, [0, 0]]
+    assert second.ref_top_logprobs.shape == (4, 2)
+
+
+def test_a_rank_without_a_sample_has_top_tokens_too():
+    (first,), (second,) = packing.pack(
+        [top_tokens(training_sample(1, 2), 4)], max_tokens=8, ranks=2
+    )
+
+    shapes = sorted(tuple(batch.ref_top_ids.shape) for batch in (first, second))
+    assert shapes == [(1, 4), (3, 4)]
+    assert sorted(tuple(batch.ref_top_logprobs.shape) for batch in (first, second)) == shapes
+
+
+def test_samples_must_agree_on_how_many_top_tokens_there_are():
+    plain = training_sample(1, 2)
+
+    with pytest.raises(ValueError, match="samples have ref_top_ids of different widths"):
+        packing.pack([top_tokens(plain, 2), top_tokens(plain, 3)], max_tokens=8, ranks=1)
+    with pytest.raises(ValueError, match="some samples have ref_top_ids and some have not"):
+        packing.pack([top_tokens(plain, 2), plain], max_tokens=8, ranks=1)
 
 
 def test_fewer_samples_than_ranks_gives_a_masked_batch():

@@ -41,6 +41,16 @@ def test_the_value_of_a_row_belongs_to_the_token_after_it():
     np.testing.assert_array_equal(second["logprobs"], np.array([0, 0, 0.6], np.float32))
 
 
+def test_rows_of_several_values_are_found_too():
+    packed = packing.pack(TWO, max_tokens=8, ranks=1)
+    rows = torch.arange(14).reshape(7, 2)
+
+    first, second = packing.unpack(packed, [[{"ids": rows}]], TWO)
+
+    assert first["ids"].tolist() == [[0, 0], [0, 0], [2, 3], [4, 5]]
+    assert second["ids"].tolist() == [[0, 0], [0, 0], [10, 11]]
+
+
 def test_samples_are_found_behind_a_shared_prompt_and_on_other_ranks():
     shared = packing.pack(TWO, max_tokens=8, ranks=1, share_prefixes=True)
     apart = packing.pack(TWO, max_tokens=8, ranks=3)

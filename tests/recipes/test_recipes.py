@@ -14,9 +14,10 @@ import torch
 from conftest import torchrun
 
 RL = ["async_grpo", "demo", "sync_grpo"]
-TRAIN = [*RL, "sft"]
+TRAIN = sorted([*RL, "sft", "distill"])
 RECIPES = sorted([*TRAIN, "evaluate"])
 NEEDED = {"async_grpo": {"model": "m"}, "sync_grpo": {"model": "m"}, "demo": {}}
+NEEDED["distill"] = {"model": "m", "teacher": ("t",)}
 NEEDED["sft"] = {"model": "m", "data": ("chats.jsonl",)}
 NEEDED["evaluate"] = {"model": "m", "env": ("reverse-words",)}
 DEMO = ["--steps", "4", "--groups-per-step", "3", "--group-size", "4", "--warmup-steps", "30"]
@@ -240,7 +241,7 @@ def test_a_choice_that_there_is_not_is_refused_by_the_command_line(root, tmp_pat
     assert "transformers" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["async_grpo", "sync_grpo"])
+@pytest.mark.parametrize("name", ["async_grpo", "distill", "sync_grpo"])
 def test_flags_can_be_read_at_a_glance(root, name):
     assert len(load(root, name).Args.__attrs_attrs__) <= 25
 
@@ -322,7 +323,7 @@ def test_every_number_is_checked_before_anything_starts(root, name):
     [
         *((name, "steps", 0) for name in TRAIN),
         *((name, "group_size", 1) for name in RL),
-        *((name, "groups_per_step", 0) for name in RL),
+        *((name, "groups_per_step", 0) for name in [*RL, "distill"]),
         *((name, "seed", 2**32) for name in RECIPES),
         ("async_grpo", "eval_tasks", -1),
         ("async_grpo", "eval_every", -1),
@@ -365,7 +366,7 @@ def test_a_run_folder_and_another_to_resume_are_refused(root, name, tmp_path):
     assert args(model="m", run_dir="a", resume="./a").resume == "./a"
 
 
-@pytest.mark.parametrize("name", ["async_grpo", "sync_grpo"])
+@pytest.mark.parametrize("name", ["async_grpo", "distill", "sync_grpo"])
 def test_what_a_resumed_run_keeps_are_arguments(root, name):
     recipe = load(root, name)
 

@@ -5,7 +5,10 @@ import re
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow  # over a minute: python -m pytest tests/recipes/test_whole_road.py -m slow
 def test_the_road_is_passable(root, tmp_path):
     """With too few steps to learn what rewards teach: numbers come, whatever they are."""
     small = ["--sft-steps", "40", "--rl-steps", "1", "--tasks", "16"]

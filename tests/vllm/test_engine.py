@@ -5,12 +5,13 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from publishing import ROUNDING, check_rounding, logprobs_of
 from transformers import AutoTokenizer
 
-from primerl import models, rollout, testing, weights
+from primerl import loss, models, rollout, testing, weights
 from primerl.rollout.engines.replicas import Replicas
-from primerl.types import SamplingParams
+from primerl.types import SamplingParams, TrainingSample
 
 P = SamplingParams
 
@@ -77,6 +78,63 @@ def test_scores_are_those_of_a_forward_pass(engine, model, prompts_of):
     scores = run(engine.score(tokens))
     assert scores[0] == 0
     np.testing.assert_allclose(scores[1:], expected(model, tokens[:1], tokens[1:]), atol=ROUNDING)
+
+
+def test_the_likeliest_tokens_are_those_of_a_forward_pass(engine, model, prompts_of):
+    """What a teacher on a server says, as one in this process would."""
+    tokens = torch.tensor(prompts_of(1, 40)[0])
+    scores, ids, logprobs = run(engine.score_top_k(tokens.tolist(), k=20))
+
+    rows = {"token_ids": tokens, "position_ids": torch.arange(40), "labels": tokens.roll(-1)}
+    wanted, _, top = loss.model_top_k_logprobs(model, **rows, k=20)
+    candidates = torch.tensor(ids[1:]).long()
+    rows = {"token_ids": tokens[:-1], "position_ids": torch.arange(39), "candidates": candidates}
+    by_id = loss.model_candidate_logprobs(model, **rows).detach()
+
+    assert (scores[0], ids[0].any(), logprobs[0].any()) == (0, False, False)
+    np.testing.assert_allclose(scores[1:], wanted[:-1], atol=ROUNDING)
+    np.testing.assert_allclose(logprobs[1:], top[:-1], atol=ROUNDING)
+    np.testing.assert_allclose(logprobs[1:], by_id, atol=ROUNDING)
+
+
+def test_more_of_the_likeliest_tokens_than_the_server_gives_are_refused(engine):
+    with pytest.raises(ValueError, match="prompt logprobs of 21, .*greater than max allowed: 20"):
+        run(engine.score_top_k([504, 3575], k=21))
+
+
+def test_the_servers_tokenizer_is_compared(engine, smollm2):
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    engine.refuse_other_tokenizer(tokenizer)
+    tokenizer.add_tokens(["<a new token>"])
+    with pytest.raises((ValueError, RuntimeError), match="detokenize|another tokenizer"):
+        engine.refuse_other_tokenizer(tokenizer)
+    with pytest.raises(ValueError, match="another tokenizer"):
+        engine.refuse_other_tokenizer(testing.character_tokenizer("abc"))
+
+
+def test_a_server_teaches(server, model, smollm2, prompts_of):
+    """Another client, of a run of its own, scores samples: one of them is too long."""
+    samples = [
+        TrainingSample(
+            token_ids=tokens,
+            loss_mask=np.arange(len(tokens)) > 3,
+            behavior_logprobs=np.zeros(len(tokens)),
+            versions=np.zeros(len(tokens)),
+            advantages=np.zeros(len(tokens)),
+        )
+        for tokens in [*prompts_of(6), [504] * 2000]
+    ]
+    with rollout.VLLMEngine(server, run="teacher") as teacher:
+        teacher.adopt(0)
+        scores = rollout.score_samples(teacher, samples, top_k=5)
+    scored, missing = rollout.with_scores(samples, scores, top_k=5)
+
+    assert [one.reason for one in missing] == ["refused"]
+    assert "2000 tokens" in missing[0].error
+    for one in scored[:-1]:
+        wanted = expected(model, one.token_ids[:1].tolist(), one.token_ids[1:].tolist())
+        np.testing.assert_allclose(one.ref_logprobs[1:], wanted, atol=ROUNDING)
+        assert (one.ref_top_logprobs[1:, 0] >= one.ref_logprobs[1:] - ROUNDING).all()
 
 
 def test_the_probe_matches_the_trainer(engine, model, prompts_of):

@@ -5,6 +5,7 @@ import base64
 import contextlib
 import errno
 import io
+import json
 import math
 import threading
 import time
@@ -105,6 +106,52 @@ def test_scores(server, make):
     scores = run(make(server).score([8, 16, 24]))
     assert scores.dtype == np.float32
     assert scores.tolist() == [0.0, -2.0, -3.0]
+
+
+def test_the_likeliest_tokens_of_each_place(server, make):
+    scores, ids, logprobs = run(make(server).score_top_k([8, 16, 1], k=2))
+    assert scores.tolist() == [0.0, -2.0, -0.125]
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [[0, 0], [0, 1], [0, 1]]
+    assert logprobs.dtype == np.float32
+    assert logprobs.tolist() == [[0, 0], [0, -0.125], [0, -0.125]]
+    assert server.bodies[-1]["sampling_params"]["prompt_logprobs"] == 2
+    with pytest.raises(ValueError, match="k is 0"):
+        run(make(server).score_top_k([8], k=0))
+
+
+def test_runs_can_share_a_server_that_scores(server, make):
+    first, second = (make(server, run="teacher") for _ in range(2))
+    for engine in (first, second, first):
+        assert run(engine.score([8, 16])).tolist() == [0.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([None, {"5": {"logprob": -1.0}}], "place 1 .* has 1 tokens"),
+        ([None, {"5": {"logprob": -1.0}, "6": {"logprob": -9999.0}}], "expected 2 that are finite"),
+        ([None, {"6": {"logprob": -1.0}, "7": {"logprob": -1.0}}], "token 1 .* has no logprob"),
+        ([None], "scored 1 of 2 tokens"),
+    ],
+)
+def test_what_is_missing_of_the_likeliest_tokens_is_an_error(rows, words):
+    answer = {"choices": [], "prompt_logprobs": rows}
+    response = responses.completions.decode(json.dumps(answer))
+    with pytest.raises(RuntimeError, match=words):
+        responses.prompt_top_k(response, [5, 5], 2)
+
+
+def test_a_server_of_another_tokenizer_is_refused(server, make):
+    tokenizer = testing.character_tokenizer("abc")
+    engine = make(server)
+    server.decode = tokenizer.decode
+    engine.refuse_other_tokenizer(tokenizer)
+    with pytest.raises(ValueError, match=f"{server.url} has another tokenizer"):
+        engine.refuse_other_tokenizer(testing.character_tokenizer("acb"))
+    server.faults["/detokenize"] = [(404, "Not Found")]
+    with pytest.raises(RuntimeError, match="detokenize failed"):
+        engine.refuse_other_tokenizer(tokenizer)
 
 
 def test_check_engine(server, make):

@@ -98,6 +98,20 @@ class Dispatcher:
 
         return await self._dispatch(None, ask)
 
+    async def score_top_k(
+        self, token_ids: list[int], k: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As ``score``, with the k likeliest tokens of each place and their logprobs."""
+        max_bytes = responses.most_bytes(1, scored=len(token_ids) * (k + 1))
+
+        async def ask(replica: Replica) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            adapter = self._fleet.adapter_of(replica)
+            body = requests.score_body(token_ids, top_k=k, adapter=adapter)
+            answer = await self._attempt(replica, body, max_bytes)
+            return responses.prompt_top_k(answer, token_ids, k)
+
+        return await self._dispatch(None, ask)
+
     async def _dispatch(
         self, session: str | None, ask: Callable[[Replica], Coroutine[Any, Any, T]]
     ) -> T:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from primerl._vllm_names import COLLECTIVE_RPC, READ_WEIGHTS, SERVED_DTYPE
+from primerl._vllm_names import COLLECTIVE_RPC, DETOKENIZE, READ_WEIGHTS, SERVED_DTYPE
 from primerl.rollout.engines.vllm.client.calls import agreed, call_route, probe, read_metrics
 from primerl.rollout.engines.vllm.client.connection import Connection
 from primerl.rollout.engines.vllm.client.fleet import Fleet
@@ -212,6 +212,24 @@ class VLLMEngine:
         self._check(tokens, 1)
         return await self._request(self._connected().dispatcher.score(tokens))
 
+    async def score_top_k(
+        self, token_ids: Sequence[int], *, k: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As ``score``, and of each place the k tokens that are likeliest there; raises as it does.
+
+        A server answers up to k = 20, or as many as it was started with: ``--max-logprobs``.
+
+        Returns:
+            The logprobs of the tokens, float32[t]; the likeliest tokens, in falling order,
+            int32[t, k]; and their logprobs, float32[t, k]. Entry 0 of each is 0.
+        """
+        if k < 1:
+            raise ValueError(f"k is {k}, expected at least 1")
+        tokens = [int(token) for token in token_ids]
+        await self._learn_context()
+        self._check(tokens, 1)
+        return await self._request(self._connected().dispatcher.score_top_k(tokens, k))
+
     async def _request(self, request: Coroutine[Any, Any, T]) -> T:
         connection = self._connected()
         try:
@@ -330,6 +348,27 @@ class VLLMEngine:
         return self._connected().run(
             lambda fleet: call_route(fleet, path, body, timeout_s=timeout_s, max_bytes=max_bytes)
         )
+
+    def refuse_other_tokenizer(self, tokenizer: Any, *, timeout_s: float = 60.0) -> None:
+        """Raise unless each token id is the same text on all live servers as in ``tokenizer``.
+
+        The servers are asked for the text of all token ids. With which token they end replies, they
+        do not tell.
+
+        Raises:
+            ValueError: a server decodes them to another text.
+            RuntimeError: a server failed, or does not decode (``skip_tokenizer_init``).
+        """
+        tokens = list(range(len(tokenizer)))
+        text = tokenizer.decode(tokens)
+        body = {"tokens": tokens}
+        answers = self.call(DETOKENIZE, body, timeout_s=timeout_s, max_bytes=1 << 26)
+        for url, answer in answers.items():
+            if not isinstance(answer, dict) or answer.get("prompt") != text:
+                raise ValueError(
+                    f"{url} has another tokenizer: it decodes the token ids 0 to {len(tokens) - 1} "
+                    "to another text; choose models of one tokenizer"
+                )
 
     def probe(
         self,

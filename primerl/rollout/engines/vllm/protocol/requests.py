@@ -41,15 +41,17 @@ def generate_body(
 def score_body(
     token_ids: Sequence[int],
     *,
+    top_k: int = 0,
     salt: str | None = None,
     adapter: str | None = None,
     priority: int = 0,
 ) -> dict[str, Any]:
     """A request for the logprobs of a prompt, which vLLM computes without its prefix cache.
 
-    What it computes is cached for requests of the same ``salt``.
+    With ``top_k``, those of the likeliest tokens in each place too. What it computes is cached for
+    requests of the same ``salt``.
     """
-    sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
+    sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k, "detokenize": False}
     body = {"token_ids": token_ids, "sampling_params": sampling}
     body |= {} if salt is None else {"cache_salt": salt}
     body |= {} if adapter is None else {"model": adapter}

@@ -236,6 +236,32 @@ def prompt_scores(response: Response, token_ids: Sequence[int]) -> np.ndarray:
     return scores
 
 
+def prompt_top_k(
+    response: Response, token_ids: Sequence[int], k: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``prompt_scores``, and of each place the k likeliest tokens and their logprobs.
+
+    Raises:
+        RuntimeError: a logprob is missing, or is -inf or NaN.
+    """
+    scores = prompt_scores(response, token_ids)
+    top_ids = np.zeros((len(token_ids), k), dtype=np.int32)
+    top_logprobs = np.zeros((len(token_ids), k), dtype=np.float32)
+    for index, row in enumerate(response.prompt_logprobs or []):
+        if index == 0:
+            continue
+        # The scored token is listed, too, where it is not among them.
+        best = sorted((row or {}).items(), key=lambda item: -item[1].logprob)[:k]
+        if len(best) < k or not all(entry.logprob > NO_LOGPROB for _, entry in best):
+            raise RuntimeError(
+                f"place {index} of the scored sequence has {len(best)} tokens with a logprob, "
+                f"expected {k} that are finite"
+            )
+        top_ids[index] = [int(token) for token, _ in best]
+        top_logprobs[index] = [entry.logprob for _, entry in best]
+    return scores, top_ids, top_logprobs
+
+
 def routed_experts(choice: Choice) -> bytes | None:
     """The ``.npy`` file of the experts that each token was routed to, if the server sent it.
 

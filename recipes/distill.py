@@ -1,0 +1,445 @@
+"""On-policy distillation: the student samples, and teachers say how likely each of its tokens is.
+
+    python recipes/distill.py --model STUDENT --teacher TEACHER --steps 100
+    python recipes/distill.py --model STUDENT --teacher http://127.0.0.1:8000 --top-k 20
+    python recipes/distill.py --model STUDENT --env reverse-words reasoning-gym:chain_sum \
+        --teacher WORDS_TEACHER SUMS_TEACHER
+
+A teacher is a model folder or hub id, which is then divided among the ranks as the student is, or
+the address of vLLM's server, whose key is in ``PRIMERL_API_KEY``. All have the student's tokenizer.
+Rewards are recorded, and not trained on.
+
+Copy this file and edit it: ``build_environment`` is the problem, ``backward`` the algorithm.
+GPUs: ``torchrun --nproc-per-node 8``. Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues.
+"""
+
+import contextlib
+import importlib.util
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal
+
+print("importing torch", flush=True)  # which takes seconds
+
+import attrs
+import numpy as np
+import torch
+
+from primerl import (
+    advantage,
+    checkpoint,
+    loss,
+    models,
+    packing,
+    parallel,
+    rollout,
+    track,
+    weights,
+)
+from primerl.track import number
+from primerl.types import Group, SamplingParams, TrainingSample
+
+MOST_MISSING = 0.5  # the share of a teacher's samples without scores from which the run stops
+
+# A resumed run keeps these: its tasks are split alike, and its checkpoint decides the rest.
+FIXED = (
+    "model",
+    "seed",
+    "lr",
+    "dtype",
+    "groups_per_step",
+    "group_size",
+    "eval_tasks",
+    "env",
+    "top_k",
+)
+
+
+class TeacherFailed(RuntimeError):
+    """A teacher has scores for too few samples. What was trained before is saved."""
+
+
+@attrs.frozen
+class Args:
+    """What a run may vary; whatever else is edited in this file."""
+
+    # the student: a model folder or hub id
+    model: str
+    # model folders, hub ids or servers' addresses: one teacher, or one for each environment
+    teacher: tuple[str, ...]
+    # of the teacher's likeliest tokens, all of which are learned; 0: only the sampled one is judged
+    top_k: int = attrs.field(default=0, validator=number(at_least=0))
+    # policy steps
+    steps: int = attrs.field(default=20, validator=number(at_least=1))
+    seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
+    lr: float = attrs.field(default=2e-5, validator=number(at_least=0))
+    # tasks of a policy step
+    groups_per_step: int = attrs.field(default=64, validator=number(at_least=1))
+    # rollouts of one task
+    group_size: int = attrs.field(default=1, validator=number(at_least=1))
+    # the bound on every trained token, in policy steps
+    max_staleness: int = attrs.field(default=2, validator=number(at_least=0))
+    # the most tokens of a reply
+    max_tokens: int = attrs.field(default=16, validator=number(at_least=1))
+    # the most tokens of a micro-batch
+    pack_tokens: int = attrs.field(default=2048, validator=number(at_least=1))
+    # that trainer and engine compute in; the parameters that are trained are float32
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # compute activations again in the backward pass, instead of keeping them
+    recompute: bool = False
+    # ranks that divide the experts of a layer among them
+    ep: int = attrs.field(default=1, validator=number(at_least=1))
+    # ranks that divide the rows of a micro-batch among them
+    cp: int = attrs.field(default=1, validator=number(at_least=1))
+    # in this process, or vLLM's server
+    engine: Literal["transformers", "vllm"] = "transformers"
+    # vLLM's servers that run already
+    engine_urls: tuple[str, ...] = ()
+    # arguments of the server that is started, such as gpu_memory_utilization 0.4
+    vllm: dict[str, bool | str] = attrs.field(factory=dict)
+    # for weights, if servers run on other hosts: a folder that they share
+    weights_folder: str | None = None
+    # environments of the verifiers library, such as reasoning-gym:chain_sum, in equal shares
+    env: tuple[str, ...] = ()
+    # held-out tasks of each environment, played greedily
+    eval_tasks: int = attrs.field(default=32, validator=number(at_least=0))
+    # policy steps from one evaluation to the next; 0: only at the end
+    eval_every: int = attrs.field(default=10, validator=number(at_least=0))
+    # policy steps from one checkpoint to the next; 0: only when told to stop
+    save_every: int = attrs.field(default=10, validator=number(at_least=0))
+    # of a new run; runs/SCRIPT-NNN by default
+    run_dir: str | None = None
+    # the folder of a run, to resume it there
+    resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
+
+
+def build_tasks(seed: int) -> list[dict[str, Any]]:
+    """Pairs of two-digit numbers, of which the larger one is asked for, in a random order."""
+    generator = random.Random(seed)
+    pairs = list(itertools.combinations(range(10, 100), 2))
+    generator.shuffle(pairs)
+    question = "Which is larger, {} or {}? Reply with the number only."
+    return [
+        {"prompt": question.format(*generator.sample(pair, 2)), "answer": str(max(pair))}
+        for pair in pairs
+    ]
+
+
+def reward(task: Any, reply: str) -> float:
+    """One for the number alone, less the more words are around it, nothing without it."""
+    words = reply.replace(".", " ").split()
+    return 1.0 / len(words) if task["answer"] in words else 0.0
+
+
+def environment_names(args: Args) -> list[str]:
+    """As they are in tasks and metrics, where a name ends with the first slash."""
+    return [env.replace("/", ":") for env in args.env] or ["larger"]
+
+
+def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
+    """The problem: environments by name, tasks to train on, and tasks held out for evaluation."""
+    environments: dict[str, Any] = {}
+    train_tasks: dict[str, Any] = {}
+    held_out: dict[str, list[Any]] = {}
+    for name, env in zip(environment_names(args), args.env, strict=False):  # none by default
+        environments[name] = rollout.verifiers(env, tokenizer=tokenizer)
+        held_out[name], train_tasks[name] = environments[name].tasks.split(args.eval_tasks)
+    if not args.env:
+        tasks = build_tasks(args.seed)
+        if args.eval_tasks >= len(tasks):
+            raise ValueError(f"--eval-tasks is {args.eval_tasks}; expected less than {len(tasks)}")
+        environments["larger"] = rollout.single_turn(tokenizer, reward=reward)
+        held_out["larger"] = tasks[: args.eval_tasks]
+        train_tasks["larger"] = tasks[args.eval_tasks :]
+    eval_tasks = [{**task, "environment": name} for name in held_out for task in held_out[name]]
+    return rollout.route(environments), rollout.Mixture(train_tasks), eval_tasks
+
+
+def choose_teachers(args: Args) -> dict[str, str]:
+    """The teacher of each environment."""
+    names = environment_names(args)
+    if len(set(names)) < len(names):
+        raise ValueError(f"--env has an environment twice: {' '.join(args.env)}")
+    if len(args.teacher) not in (1, len(names)):
+        raise ValueError(
+            f"--teacher has {len(args.teacher)} teachers for {len(names)} environments; expected "
+            "one for all, or one for each in the order of --env"
+        )
+    teachers = args.teacher if len(args.teacher) > 1 else args.teacher * len(names)
+    return dict(zip(names, teachers, strict=True))
+
+
+@contextlib.contextmanager
+def open_teachers(args: Args, tokenizer: Any, world: parallel.World) -> Iterator[dict[str, Any]]:
+    """By name: models in this process, or clients of servers, which only rank 0 has."""
+    teachers: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        for name in dict.fromkeys(args.teacher):
+            if "://" not in name:
+                teacher, other = models.load_pretrained(name, dtype=getattr(torch, args.dtype))
+                models.refuse_other_tokenizer(tokenizer, other, name=name)
+                teachers[name] = teacher.to(world.device).requires_grad_(False)
+            elif world.is_first:
+                teachers[name] = stack.enter_context(rollout.VLLMEngine(name, run="teacher"))
+                teachers[name].adopt(0)  # what it serves is the teacher
+                teachers[name].refuse_other_tokenizer(tokenizer)
+            else:
+                teachers[name] = None
+        yield teachers
+
+
+@contextlib.contextmanager
+def open_engine(args: Args, model: Any) -> Iterator[Any]:
+    """What samples: a copy of the model in this process, or vLLM's servers."""
+    if args.engine_urls:
+        with rollout.VLLMEngine(args.engine_urls) as engine:
+            yield engine
+    elif args.engine == "vllm":
+        settings = {"dtype": args.dtype} | args.vllm
+        server = rollout.serve_vllm(args.model, **settings)
+        with server, rollout.VLLMEngine(server) as engine:
+            yield engine
+    else:
+        if importlib.util.find_spec("vllm"):
+            print("vLLM is installed: --engine vllm samples faster")
+        dtype = getattr(torch, args.dtype)
+        with rollout.TransformersEngine(model, dtype=dtype, seed=args.seed) as engine:
+            yield engine
+
+
+@torch.no_grad()
+def score_batch(teacher: Any, batch: packing.PackedBatch, *, top_k: int) -> dict[str, torch.Tensor]:
+    """What a teacher in this process says of a micro-batch."""
+    rows = batch.token_ids, batch.position_ids, batch.labels
+    if not top_k:
+        return {"ref_logprobs": loss.model_logprobs(teacher, *rows, rows=batch.loss_mask)}
+    logprobs, top_ids, top_logprobs = loss.model_top_k_logprobs(
+        teacher, *rows, k=top_k, rows=batch.loss_mask
+    )
+    return {
+        "ref_logprobs": logprobs,
+        "ref_top_ids": top_ids,
+        "ref_top_logprobs": top_logprobs,
+    }
+
+
+def score(
+    teacher: Any, samples: list[TrainingSample], mesh: parallel.Mesh, device: Any, args: Args
+) -> tuple[list[TrainingSample], list[rollout.NoScores]]:
+    """The samples with the teacher's logprobs, and why it has none of some, which aren't trained.
+
+    All ranks call it: they compute a teacher in this process together. Rank 0 has the samples.
+    """
+    if isinstance(teacher, torch.nn.Module):
+        packed = packing.pack(
+            samples, max_tokens=args.pack_tokens, ranks=mesh.batches, share_prefixes=True
+        )
+        batches = parallel.scatter(packed, packing.PackedBatch, mesh, device=device)
+        scored = [score_batch(teacher, batch, top_k=args.top_k) for batch in batches]
+        scores = packing.unpack(packed, parallel.gather(scored, mesh), samples)
+    else:
+        scores = rollout.score_samples(teacher, samples, top_k=args.top_k)
+    return rollout.with_scores(samples, scores, top_k=args.top_k)
+
+
+def ask_teachers(
+    teachers: dict[str, Any],
+    teacher_of: dict[str, str],
+    groups: list[Group],
+    mesh: parallel.Mesh,
+    device: Any,
+    args: Args,
+) -> tuple[list[Group], list[TrainingSample], Counter[str]]:
+    """The groups in the order of their samples, these with scores, and how many have none, and why.
+
+    Raises:
+        TeacherFailed: on all ranks, if a teacher has scores for too few of its samples.
+    """
+    ordered: list[Group] = []
+    samples: list[TrainingSample] = []
+    missing: Counter[str] = Counter()
+    for name, teacher in teachers.items():
+        own = [group for group in groups if teacher_of[group.environment] == name]
+        drawn = advantage.assign(own, advantage.of_rewards(np.zeros_like))
+        scored, unscored = score(teacher, drawn, mesh, device, args)
+        if parallel.all_sum(len(unscored)) > MOST_MISSING * parallel.all_sum(len(drawn)):
+            last = unscored[-1].error if unscored else "see rank 0"
+            raise TeacherFailed(
+                f"the teacher {name} has no scores for {len(unscored)} of {len(drawn)} samples; "
+                f"of the last: {last}"
+            )
+        ordered += own
+        samples += scored
+        missing.update(one.reason for one in unscored)
+    return ordered, samples, missing
+
+
+def backward(
+    model: Any,
+    batches: list[packing.PackedBatch],
+    *,
+    tokens: Any,
+    statistics: loss.Statistics,
+) -> Any:
+    """The algorithm: add up the gradients of a step of so many trained ``tokens``.
+
+    Returns this rank's part of the loss.
+    """
+    total = 0.0
+    for batch in batches:
+        if batch.ref_top_ids is None:  # reverse KL, estimated from the sampled token
+            logprobs = loss.model_logprobs(
+                model, batch.token_ids, batch.position_ids, batch.labels, rows=batch.loss_mask
+            )
+            per_token, aux = loss.distill(logprobs, batch.behavior_logprobs, batch.ref_logprobs)
+        else:  # forward KL, over the teacher's top tokens
+            candidates = torch.cat([batch.labels.unsqueeze(1), batch.ref_top_ids], dim=1)
+            scored = loss.model_candidate_logprobs(
+                model, batch.token_ids, batch.position_ids, candidates, rows=batch.loss_mask
+            )
+            logprobs = scored[:, 0].detach()
+            per_token, aux = loss.top_k_forward_kl(scored[:, 1:], batch.ref_top_logprobs)
+            aux["ref_kl"] = loss.k1(logprobs, batch.ref_logprobs)
+        objective = loss.token_mean(per_token, batch.loss_mask, denom=tokens)
+        objective.backward()
+        statistics.add(
+            logprobs,
+            batch.behavior_logprobs,
+            batch.loss_mask,
+            batch.versions,
+            loss=objective,
+            aux=aux,
+        )
+        total += objective.detach()
+    return total
+
+
+@track.interruptible()
+def main(args: Args) -> None:
+    world = parallel.process_group(seed=args.seed)
+    # Beside the view, or in its place: track.wandb_sink("project", args).
+    sinks = [track.LiveView("distillation", steps=args.steps)] if world.is_first else []
+    parallel.settle_cpu()
+    teacher_of = choose_teachers(args)
+    model, tokenizer = models.load_pretrained(args.model)
+    model.to(world.device)
+    environment, train_tasks, eval_tasks = build_environment(args, tokenizer)
+    sampling = SamplingParams(max_tokens=args.max_tokens, temperature=1.0)
+    greedy = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
+    saved = checkpoint.last_good(args.resume if world.is_first else None)
+
+    # All ranks train. Rank 0 also samples and keeps records; on the others, the engine is None, and
+    # the worker and the run do nothing.
+    run = track.IdleRun()
+    if world.is_first:
+        run = track.Run(
+            args.resume or args.run_dir,
+            args=args,
+            decode=tokenizer.decode,
+            sinks=sinks,
+            state=saved.get("run"),
+            steps=args.steps,
+            fixed=FIXED,
+        )
+    with (
+        open_teachers(args, tokenizer, world) as teachers,  # before anything is sampled
+        open_engine(args, model) if world.is_first else contextlib.nullcontext() as engine,
+        rollout.worker(
+            engine,
+            environment,
+            train_tasks,
+            params=sampling,
+            group_size=args.group_size,
+            groups_per_step=args.groups_per_step,
+            max_staleness=args.max_staleness,
+            state=saved.get("worker"),
+        ) as rollouts,
+        run,
+        world,  # the ranks connect
+    ):
+        mesh = parallel.mesh(ep=args.ep, cp=args.cp)
+        dtype = getattr(torch, args.dtype)
+        if args.recompute:
+            parallel.recompute(model.train())
+        parallel.shard(model, mesh, dtype=dtype)
+        for teacher in teachers.values():
+            if isinstance(teacher, torch.nn.Module):
+                parallel.shard(teacher, mesh, dtype=dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
+        guard = parallel.UpdateGuard(on_nonfinite="skip")
+        transport = weights.transport_to(
+            model,
+            engine,
+            worker=rollouts,
+            folder=args.weights_folder,
+            temperature=sampling.temperature,
+        )
+        checkpoints = checkpoint.Checkpoints(run.folder, model, optimizer, every=args.save_every)
+        with checkpoints:
+            first_step = checkpoints.load(saved)
+            transport.publish(first_step)
+
+            for step in range(first_step, args.steps):
+                if args.eval_every and step % args.eval_every == 0:
+                    run.log_evaluation(step, rollouts.evaluate(eval_tasks, greedy))
+                groups = rollouts.take(version=step)
+                try:
+                    groups, samples, missing = ask_teachers(
+                        teachers, teacher_of, groups, mesh, world.device, args
+                    )
+                except TeacherFailed:
+                    if step > first_step:
+                        checkpoints.save(step, wait=True, worker=rollouts, run=run)
+                    raise
+                packed = packing.pack(
+                    samples,
+                    max_tokens=args.pack_tokens,
+                    ranks=mesh.batches,
+                    share_prefixes=True,  # tokens of a group's prompt are computed once
+                )
+                batches = parallel.scatter(packed, packing.PackedBatch, mesh, device=world.device)
+                statistics = loss.Statistics(version=step)
+                objective = backward(
+                    model,
+                    batches,
+                    tokens=parallel.all_sum(sum(int(one.loss_mask.sum()) for one in samples)),
+                    statistics=statistics,
+                )
+                norm = parallel.clip_gradients(model.parameters(), 1.0)
+                if guard.allows(objective, norm):
+                    optimizer.step()
+                optimizer.zero_grad()
+                rows = parallel.gather(statistics.end_minibatch(), mesh)
+
+                receipt = transport.publish(step + 1)
+                metrics = receipt.metrics | statistics.summary(parallel.all_sum)
+                metrics["grad_norm"] = norm  # before it was clipped
+                metrics["lr"] = args.lr
+                metrics["skipped_updates"] = guard.skipped
+                metrics["teacher_missing"] = missing.total()
+                metrics |= {f"teacher_missing/{reason}": n for reason, n in missing.items()}
+                run.log(
+                    step,
+                    groups,
+                    samples,
+                    metrics=metrics,
+                    totals=rollouts.stats(),
+                    per_token=packing.unpack(packed, rows, samples),  # the trainer's logprobs
+                )
+                stopping = world.should_stop()
+                if stopping or checkpoints.due(step + 1):
+                    checkpoints.save(step + 1, wait=stopping, worker=rollouts, run=run)
+                if stopping:
+                    raise checkpoint.Stopped(step + 1)
+
+        run.log_evaluation(args.steps, rollouts.evaluate(eval_tasks, greedy))
+        models.save_pretrained(model, run.final_folder, tokenizer=tokenizer)
+        run.finish()
+        if world.is_first:
+            print(run.report())
+
+
+if __name__ == "__main__":
+    main(track.command_line(Args, description=__doc__))

@@ -39,17 +39,7 @@ from primerl.track import number
 from primerl.types import SamplingParams
 
 # A resumed run keeps these: its tasks are split alike, and its checkpoint decides the rest.
-FIXED = (
-    "model",
-    "seed",
-    "lr",
-    "dtype",
-    "lora_rank",
-    "groups_per_step",
-    "group_size",
-    "eval_tasks",
-    "env",
-)
+FIXED = ("model", "seed", "lr", "dtype", "groups_per_step", "group_size", "eval_tasks", "env")
 
 
 @attrs.frozen
@@ -76,10 +66,6 @@ class Args:
     pack_tokens: int = attrs.field(default=2048, validator=number(at_least=1))
     # that trainer and engine compute in; the parameters that are trained are float32
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    # of low-rank adapters, which are then trained alone; 0: the whole model is trained
-    lora_rank: int = attrs.field(default=0, validator=number(at_least=0))
-    # to vLLM: the weights with adapters added to them, or the adapters alone
-    publish: Literal["merged", "adapter"] = "merged"
     # compute activations again in the backward pass, instead of keeping them
     recompute: bool = False
     # compile layers: on a CPU, it pays from about 40 steps on
@@ -144,20 +130,13 @@ def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
 @contextlib.contextmanager
 def open_engine(args: Args, model: Any) -> Iterator[Any]:
     """What samples: a copy of the model in this process, or vLLM's servers."""
-    adapter = None
-    if args.publish == "adapter":
-        if not args.lora_rank:
-            raise ValueError("--publish adapter: there is none; add one by --lora-rank 16")
-        adapter = "policy"
     if args.engine_urls:
-        with rollout.VLLMEngine(args.engine_urls, adapter=adapter) as engine:
+        with rollout.VLLMEngine(args.engine_urls) as engine:
             yield engine
     elif args.engine == "vllm":
         settings = {"dtype": args.dtype} | args.vllm
-        if adapter is not None:
-            settings = {"enable_lora": True, "max_lora_rank": args.lora_rank} | settings
         server = rollout.serve_vllm(args.model, **settings)
-        with server, rollout.VLLMEngine(server, adapter=adapter) as engine:
+        with server, rollout.VLLMEngine(server) as engine:
             yield engine
     else:
         if importlib.util.find_spec("vllm"):
@@ -165,14 +144,6 @@ def open_engine(args: Args, model: Any) -> Iterator[Any]:
         dtype = getattr(torch, args.dtype)
         with rollout.TransformersEngine(model, dtype=dtype, seed=args.seed) as engine:
             yield engine
-
-
-def add_adapters(model: Any, *, rank: int) -> None:
-    """Low-rank adapters on every linear layer but the head; only they are trained."""
-    import peft  # pip install '.[lora]'
-
-    adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-    peft.inject_adapter_in_model(adapters, model)
 
 
 def backward(
@@ -227,8 +198,6 @@ def main(args: Args) -> None:
     parallel.settle_cpu()
     model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
-    if args.lora_rank:
-        add_adapters(model, rank=args.lora_rank)
     environment, train_tasks, eval_tasks = build_environment(args, tokenizer)
     sampling = SamplingParams(max_tokens=args.max_tokens, temperature=1.0)
     greedy = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
@@ -270,8 +239,7 @@ def main(args: Args) -> None:
         if args.compile:
             for layer in model.get_decoder().layers:
                 layer.compile(dynamic=True)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.0, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
         guard = parallel.UpdateGuard(on_nonfinite="skip")
         transport = weights.transport_to(
             model,
@@ -279,7 +247,6 @@ def main(args: Args) -> None:
             worker=rollouts,
             folder=args.weights_folder,
             temperature=sampling.temperature,
-            publish=args.publish,
         )
         checkpoints = checkpoint.Checkpoints(run.folder, model, optimizer, every=args.save_every)
         with checkpoints:
@@ -311,7 +278,7 @@ def main(args: Args) -> None:
                         sequences=parallel.all_sum(len(minibatch)),
                         statistics=statistics,
                     )
-                    norm = parallel.clip_gradients(trained, 1.0)
+                    norm = parallel.clip_gradients(model.parameters(), 1.0)
                     if guard.allows(objective, norm):
                         optimizer.step()
                     optimizer.zero_grad()

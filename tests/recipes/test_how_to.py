@@ -9,28 +9,8 @@ import subprocess
 import sys
 
 import pytest
+from page_edits import edited, part
 from safetensors.torch import load_file
-
-
-def edits(page):
-    """What each ``diff`` block replaces, and by what."""
-    for block in re.findall(r"```diff\n(.*?)```", page, flags=re.DOTALL):
-        lines = block.splitlines(keepends=True)
-        before = "".join(line[1:] for line in lines if line[0] in " -")
-        after = "".join(line[1:] for line in lines if line[0] in " +")
-        yield before, after
-
-
-def edited(root, folder, part):
-    """The recipe after the edits of one ``part`` of the page, 0 or 1."""
-    recipe = (root / "recipes/async_grpo.py").read_text()
-    pages = (root / "docs/recipes.md").read_text().split("start again from the recipe")
-    for before, after in edits(pages[part]):
-        assert recipe.count(before) == 1, before
-        recipe = recipe.replace(before, after)
-    path = folder / "mine.py"
-    path.write_text(recipe)
-    return path
 
 
 def run(root, recipe, *arguments):
@@ -51,7 +31,7 @@ def run(root, recipe, *arguments):
 
 @pytest.fixture(scope="module")
 def metrics(root, tiny_chat_model, tmp_path_factory):
-    recipe = edited(root, tmp_path_factory.mktemp("mine"), 0)
+    recipe = edited(root, tmp_path_factory.mktemp("mine"), part(root, 0))
     small = ["--steps", 3, "--groups-per-step", 4, "--group-size", 4, "--eval-tasks", 2]
     small += ["--eval-every", 2, "--run-dir", recipe.parent / "run", "--lr", 1e-3]
     return run(root, recipe, "--model", tiny_chat_model, *small)
@@ -76,9 +56,9 @@ def test_it_evaluates_when_it_is_told(metrics):
 @pytest.fixture(scope="module")
 def other_run(root, tiny_chat_model, tmp_path_factory):
     """With adapters, two epochs, a curriculum, two turns and a sink; stopped once, and resumed."""
-    recipe = edited(root, tmp_path_factory.mktemp("other"), 1)
+    recipe = edited(root, tmp_path_factory.mktemp("other"), part(root, 1))
     small = ["--groups-per-step", 4, "--group-size", 4, "--eval-tasks", 2, "--save-every", 1]
-    small += ["--steps", 1, "--run-dir", recipe.parent / "run", "--lr", 1e-2, "--lora-rank", 4]
+    small += ["--steps", 1, "--run-dir", recipe.parent / "run", "--lr", 1e-2]
     run(root, recipe, "--model", tiny_chat_model, *small)
     again = ["--resume", recipe.parent / "run", "--steps", 2]
     return recipe.parent, run(root, recipe, *again)

@@ -16,6 +16,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from page_edits import edited, section
 from publishing import logprobs_of
 
 from primerl import models, rollout, weights
@@ -372,9 +373,12 @@ def test_what_a_server_cannot_take_is_refused_before_it_is_sent(lora_server, den
 
 
 def test_the_recipe_publishes_adapters_alone(lora_server, dense, root, tmp_path):
-    script, recipe = root / "tests/helpers/recipe_with_signal.py", root / "recipes/async_grpo.py"
+    """After the edits that the documentation shows."""
+    script = root / "tests/helpers/recipe_with_signal.py"
+    page = section(root, "LoRA") + section(root, "Adapters alone")
+    recipe = edited(root, tmp_path, page)
     words = [script, recipe, "--model", dense, "--engine-urls", lora_server.url, "--steps", 2]
-    words += ["--lora-rank", 8, "--publish", "adapter", "--dtype", "float32", "--lr", 1e-3]
+    words += ["--dtype", "float32", "--lr", 1e-3]
     words += ["--groups-per-step", 2, "--group-size", 4, "--eval-tasks", 2]
     done = subprocess.run(
         [sys.executable, *map(str, words), "--run-dir", tmp_path / "run"],

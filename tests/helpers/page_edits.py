@@ -1,0 +1,35 @@
+"""The edits of docs/recipes.md, applied to a copy of the recipe."""
+
+import re
+
+
+def edits(page):
+    """What each ``diff`` block replaces, and by what."""
+    for block in re.findall(r"```diff\n(.*?)```", page, flags=re.DOTALL):
+        lines = block.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] in " -")
+        after = "".join(line[1:] for line in lines if line[0] in " +")
+        yield before, after
+
+
+def edited(root, folder, page):
+    """The path of a recipe after the edits of ``page``."""
+    recipe = (root / "recipes/async_grpo.py").read_text()
+    for before, after in edits(page):
+        assert recipe.count(before) == 1, before
+        recipe = recipe.replace(before, after)
+    path = folder / "mine.py"
+    path.write_text(recipe)
+    return path
+
+
+def part(root, number):
+    """The page's edits up to where they "start again" for the first time, to the second, ..."""
+    page = (root / "docs/recipes.md").read_text()
+    return page.split("start again from the recipe")[number]
+
+
+def section(root, heading):
+    """One section of the page."""
+    page = (root / "docs/recipes.md").read_text()
+    return page.split(f"\n## {heading}\n")[1].split("\n## ")[0]

@@ -64,6 +64,8 @@ def test_an_evaluation_goes_on_when_its_server_was_killed_and_restarted(
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
     server, _ = pair
+    kill(server)
+    server.restart()  # with its own weights, which it has again after another restart
     monkeypatch.setenv("PRIMERL_API_KEY", server.api_key)
     args = recipe.Args(
         env=("reverse-words",),

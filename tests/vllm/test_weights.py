@@ -226,4 +226,4 @@ def test_broadcast_weights_arrive(trainer, other_transfer):
 def test_nothing_is_left_in_shared_memory(trainer, disk):
     trainer.publish(disk)
     left = {path.name.split("-")[2] for path in shared_memory().glob(f"primerl-{os.getuid()}-*")}
-    assert left <= {"copy", "publications"}
+    assert left <= {"copy", "publications", "adapters"}  # of this process, which still runs

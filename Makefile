@@ -1,6 +1,6 @@
 # Every target but gpu does its own set-up in .venv (test-oldest: .venv-oldest), from a bare clone.
 #   make demo                     train a policy on this computer's CPU (a few minutes)
-#   make road                     fine-tune, measure, reinforce and measure a small model (ten minutes)
+#   make road                     fine-tune, measure, reinforce and measure a small model (three minutes)
 #   make test                     the tests
 #   make test-vllm                the tests that need vLLM; installs its build for CPUs (3.5 GB)
 #   make test-oldest              the tests with the oldest torch and transformers (several GB, once)

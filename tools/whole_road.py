@@ -1,6 +1,6 @@
 """The whole road on a laptop: fine-tune a random model, measure it, reinforce, measure again.
 
-    python tools/whole_road.py --folder runs/road     # make road: about ten minutes on two cores
+    python tools/whole_road.py --folder runs/road     # make road: about three minutes on two cores
 
 The recipes are run as they are. The problem is to reverse words. Conversations to learn from are
 made by a teacher who reverses short words but copies most of the long ones; rewards then teach the

@@ -505,6 +505,18 @@ def test_a_server_that_answers_without_the_key_is_stopped(stand_in, tmp_path):
     assert not server.alive
 
 
+def test_a_server_too_busy_to_answer_a_probe_is_probed_again(stand_in):
+    busy = SERVER.format(open=False).replace(
+        'key = self.headers.get("Authorization") == expected',
+        """key = self.headers.get("Authorization") == expected
+        probes[key, self.path] = probes.get((key, self.path), 0) + 1
+        if self.path != "/health" and probes[key, self.path] < 3:
+            return""",
+    )
+    with stand_in("probes = {}\n" + busy) as server:
+        assert server.alive
+
+
 def test_a_server_that_never_answers_is_stopped_at_the_deadline(stand_in, tmp_path):
     server = stand_in("import time; time.sleep(60)", log_path=tmp_path / "log")
     server._start_timeout_s = 1.0
@@ -574,6 +586,7 @@ sys.exit(vllm_server.main(["M", "--max-model-len", "12", "--enforce-eager"]))
         ("OSError: [Errno 98] Address already in use", "another process listens"),
         ("RuntimeError: operator torchvision::nms does not exist", "pip uninstall -y torchvision"),
         ("(1 GiB) larger than the available KV cache memory", "KV cache is too small"),
+        ("`OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n", None),
         ("all is well", None),
     ],
 )

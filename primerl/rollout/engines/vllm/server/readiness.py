@@ -3,7 +3,7 @@
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from primerl._vllm_names import HEALTH, WEIGHT_INFO
@@ -27,10 +27,17 @@ _CAUSES = {
     ),
 }
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([0-9]{3})[ \r\n]")
+_ANY_STATUS = range(100, 600)
 _REFUSED = re.compile(r"error: (?:argument|unrecognized|the following|ambiguous|invalid).*")
 _RAISED = re.compile(r"\b(\w+(?:\.\w+)*(?:Error|Exception)): (\S.*)")
 _ADDRESS_IN_USE = "Address already in use"
-_CONSEQUENCES = ("Engine core initialization failed", "See root cause above", "cancelled")
+# What is raised because of something else, and what vLLM only warns of.
+_NOT_CAUSES = (
+    "Engine core initialization failed",
+    "See root cause above",
+    "cancelled",
+    "Consider increasing with ulimit",
+)
 
 
 class PortTaken(RuntimeError):
@@ -99,17 +106,24 @@ def wait_until_ready(
             requests without the key.
     """
     deadline = time.monotonic() + timeout_s
-    while status_of(host, port, HEALTH) != 200:
-        code = exit_code()
-        if code is not None:
-            how = f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
-            what = f"the vLLM server exited while starting ({how})"
-            raise _failure(what, log_path, log_start)
-        if time.monotonic() > deadline:
-            what = f"the vLLM server did not answer within {timeout_s:.0f} s"
-            raise _failure(what, log_path, log_start)
-        time.sleep(POLL_S)
-    refused, allowed = (status_of(host, port, WEIGHT_INFO, api_key=key) for key in (None, api_key))
+
+    def answer(path: str, *, key: str | None, among: Collection[int]) -> int | None:
+        """The first status that is one of these; a busy server leaves probes unanswered."""
+        while (status := status_of(host, port, path, api_key=key)) not in among:
+            code = exit_code()
+            if code is not None:
+                how = f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
+                what = f"the vLLM server exited while starting ({how})"
+                raise _failure(what, log_path, log_start)
+            if time.monotonic() > deadline:
+                what = f"the vLLM server did not answer within {timeout_s:.0f} s"
+                raise _failure(what, log_path, log_start)
+            time.sleep(POLL_S)
+        return status
+
+    answer(HEALTH, key=None, among=[200])
+    refused = answer(WEIGHT_INFO, key=None, among=_ANY_STATUS)
+    allowed = answer(WEIGHT_INFO, key=api_key, among=_ANY_STATUS)
     if refused != 401 or allowed != 200:
         raise _failure(
             f"the server on port {port} does not protect its routes: {WEIGHT_INFO} answers "
@@ -139,7 +153,7 @@ def cause_of(log: str) -> str | None:
     if refused := _REFUSED.search(log):
         return f"vLLM refuses an argument: {refused[0][len('error: ') :]}"
     raised = [f"{kind}: {text}" for kind, text in _RAISED.findall(log)]
-    roots = [one for one in raised if not any(word in one for word in _CONSEQUENCES)]
+    roots = [one for one in raised if not any(word in one for word in _NOT_CAUSES)]
     return roots[-1] if roots else None
 
 

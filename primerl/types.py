@@ -75,6 +75,10 @@ def _token_ids(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
+def _references(values: "Iterable[str] | str | None") -> tuple[str, ...]:
+    return (values,) if isinstance(values, str) else tuple(values or ())
+
+
 def _samples(values: "Iterable[Sample]") -> "tuple[Sample, ...]":
     return tuple(values)
 
@@ -107,6 +111,9 @@ def _require_lengths(value: Any, length: int, **arrays: np.ndarray | None) -> No
 class SamplingParams:
     """How one completion is sampled. ``temperature=0`` is greedy.
 
+    ``routes_start`` is for engines that record expert routes: those of tokens before it are known,
+    from earlier turns.
+
     Raises:
         ValueError: a value is outside its range.
     """
@@ -117,10 +124,13 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_token_ids)
     seed: int | None = None
+    routes_start: int = 0
 
     def __attrs_post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}, expected at least 1")
+        if self.routes_start < 0:
+            raise ValueError(f"routes_start is {self.routes_start}, expected at least 0")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}, expected a number >= 0")
         if not 0 < self.top_p <= 1:
@@ -134,14 +144,15 @@ class Completion:
     """One engine call: the sampled tokens, their logprobs and versions.
 
     ``logprobs`` are *processed*: of the distribution that was sampled, after temperature.
-    ``finish_reason`` is ``"stop"`` or ``"length"``.
+    ``finish_reason`` is ``"stop"`` or ``"length"``. ``routes`` refer to the expert routes of prompt
+    and completion, where the engine records them (``primerl.replay``).
     """
 
     token_ids: Int32[np.ndarray, " t"] = attrs.field(converter=_int32)
     logprobs: Float32[np.ndarray, " t"] = attrs.field(converter=_float32)
     versions: Int32[np.ndarray, " t"] = attrs.field(converter=_int32)
     finish_reason: str
-    routes: str | None = None
+    routes: tuple[str, ...] = attrs.field(default=(), converter=_references)
 
     def __attrs_post_init__(self) -> None:
         _require_lengths(self, len(self.token_ids), logprobs=self.logprobs, versions=self.versions)
@@ -152,7 +163,8 @@ class Sample:
     """One flat sequence as it was sampled; prompt and completion differ only in ``loss_mask``.
 
     ``behavior_logprobs`` and ``versions`` are defined where ``loss_mask`` is set; elsewhere they
-    are 0 and ``NOT_SAMPLED``. Token 0 has nothing before it and cannot be trained.
+    are 0 and ``NOT_SAMPLED``. Token 0 has nothing before it and cannot be trained. ``routes`` refer
+    to the expert routes of its tokens, in the order in which they were recorded.
 
     Raises:
         ValueError: lengths differ, a token id is negative, token 0 is in the mask, or a token to be
@@ -165,7 +177,7 @@ class Sample:
     behavior_logprobs: Float32[np.ndarray, " t"] = attrs.field(converter=_float32)
     versions: Int32[np.ndarray, " t"] = attrs.field(converter=_int32)
     temperature: float = 1.0
-    routes: str | None = None
+    routes: tuple[str, ...] = attrs.field(default=(), converter=_references)
 
     def __attrs_post_init__(self) -> None:
         name = type(self).__name__

@@ -419,7 +419,7 @@ class TestAssign:
         (assigned,) = advantage.assign([group], lambda group: [2.0])
 
         assert assigned.temperature == 0.7
-        assert assigned.routes == "file:routes"
+        assert assigned.routes == ("file:routes",)
         assert assigned.behavior_logprobs.tolist() == sample.behavior_logprobs.tolist()
 
     def test_takes_per_token_values(self):

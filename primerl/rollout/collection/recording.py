@@ -31,7 +31,7 @@ class _Sample(msgspec.Struct, forbid_unknown_fields=True):
     behavior_logprobs: _Array
     versions: _Array
     temperature: float
-    routes: str | None
+    routes: list[str] | None  # None in recordings of early versions
 
 
 class _Rollout(msgspec.Struct, forbid_unknown_fields=True):
@@ -158,7 +158,7 @@ def _group(encoded: _Group) -> Group:
 
 def _sample(encoded: _Sample) -> Sample:
     arrays = {name: _array(name, getattr(encoded, name)) for name in DTYPES}
-    return Sample(**arrays, temperature=encoded.temperature, routes=encoded.routes)
+    return Sample(**arrays, temperature=encoded.temperature, routes=encoded.routes or ())
 
 
 def _array(name: str, encoded: _Array) -> np.ndarray:

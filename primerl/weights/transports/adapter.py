@@ -23,9 +23,9 @@ from primerl._adapters import (
 from primerl._digests import digest_of, digest_of_all
 from primerl._files import saved_folder
 from primerl._ranks import is_first_rank, on_first_rank_gathering
+from primerl._shared_folder import SharedFolder
 from primerl.weights.transports.folder_transport import check_engines
 from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts, on_all_ranks
-from primerl.weights.transports.shared_folder import SharedFolder
 
 REQUEST_S = 600.0  # the longest request of an engine that does not say
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from primerl._digests import digest_of, raw_bytes
 from primerl._files import whole_or_nothing
+from primerl._shared_folder import SharedFolder, acquire
 from primerl._tensor_files import map_tensors
 from primerl.weights.transports import delta
 from primerl.weights.transports.publications import (
@@ -25,7 +26,6 @@ from primerl.weights.transports.publications import (
     describe,
     read_manifest,
 )
-from primerl.weights.transports.shared_folder import SharedFolder, acquire
 
 
 class FolderReader:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from primerl._ranks import on_first_rank, on_first_rank_gathering, whole_tensors
+from primerl._shared_folder import SharedFolder
 from primerl.weights.transports.folder_transport import FolderTransport, check_engines
 from primerl.weights.transports.publisher import Publisher
 from primerl.weights.transports.receipts import Fetcher, Receipt, on_all_ranks
-from primerl.weights.transports.shared_folder import SharedFolder
 
 
 @runtime_checkable

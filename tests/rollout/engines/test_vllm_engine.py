@@ -97,7 +97,7 @@ def test_a_completion(server, make):
     assert answer.token_ids.tolist() == [7, 8, 9]
     assert answer.logprobs.tolist() == [-1.0, -1.0, -1.0]
     assert answer.versions.tolist() == [4, 4, 4]
-    assert (answer.finish_reason, answer.routes) == ("length", None)
+    assert (answer.finish_reason, answer.routes) == ("length", ())
     answer = run(engine.generate([3, 4], P(max_tokens=3, temperature=0, stop_token_ids=[8])))
     assert (answer.token_ids.tolist(), answer.finish_reason) == ([7, 8], "stop")
 
@@ -285,10 +285,10 @@ def test_routes_go_to_files(server, make, tmp_path):
         with contextlib.closing(make(server, **keywords)) as engine:
             return run(engine.generate([3], P(max_tokens=2))).routes
 
-    written = found(routes_folder=tmp_path / "r")
+    (written,) = found(routes_folder=tmp_path / "r")
     assert written.startswith("file:/")
     assert (np.load(written.removeprefix("file:")) == routes).all()
-    assert found() is None
+    assert found() == ()
     server.routes = "$$$"
     with pytest.raises(RuntimeError, match="base64"):
         found(routes_folder=tmp_path)

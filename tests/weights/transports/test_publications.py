@@ -11,11 +11,11 @@ from publishing import same_bits
 from safetensors.torch import load_file
 
 from primerl._checkpoint_tensors import TensorLayout
+from primerl._shared_folder import SharedFolder, acquire, shared_memory
 from primerl._tensor_files import map_tensors, write_tensors
 from primerl.weights.transports import publications
 from primerl.weights.transports.folder_reader import FolderReader
 from primerl.weights.transports.publisher import Publisher
-from primerl.weights.transports.shared_folder import SharedFolder, acquire, shared_memory
 
 
 def tensors_of(version):

@@ -10,9 +10,9 @@ from publishing import BroadcastReplicas, Replicas, StoreMeeting, same_bits, tra
 
 from primerl import models, testing, weights
 from primerl._digests import digest_of, digest_of_all
+from primerl._shared_folder import shared_memory
 from primerl.weights.transports import broadcast_group, folder_transport
 from primerl.weights.transports.receipts import check_receipts
-from primerl.weights.transports.shared_folder import shared_memory
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 
 import attrs
 import torch
+from torch import Tensor
 
 
 @attrs.define(eq=False)
@@ -46,3 +47,40 @@ def recomputing() -> bool:
     recomputation. It is also true in the backward of a custom function.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+@attrs.define(eq=False)
+class PassTotal:
+    """A tensor added up over forward passes: each that is used once, none that is discarded."""
+
+    _total: Tensor | None = attrs.field(default=None, init=False)
+    _attempted: tuple[Attempt, Tensor] | None = attrs.field(default=None, init=False)
+    """The sum of the last forward pass, which may still be discarded."""
+
+    def add(self, value: Tensor) -> None:
+        """Add to the forward pass that runs now; nothing where one is recomputed."""
+        if recomputing():
+            return
+        now, before = current_attempt(), self._attempted
+        if now is not None and before is not None and before[0] is now:
+            self._attempted = now, before[1] + value
+            return
+        self._commit()
+        if now is None:
+            self._add(value)
+        else:
+            self._attempted = now, value
+
+    def take(self) -> Tensor | None:
+        """The total so far, which restarts at 0; None without a forward pass."""
+        self._commit()
+        taken, self._total = self._total, None
+        return taken
+
+    def _commit(self) -> None:
+        last, self._attempted = self._attempted, None
+        if last is not None and not last[0].discarded:
+            self._add(last[1])
+
+    def _add(self, value: Tensor) -> None:
+        self._total = value if self._total is None else self._total + value

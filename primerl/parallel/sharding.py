@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from primerl._expert_modules import expert_modules
 from primerl._ranks import local_part
 from primerl.attention.admission import refuse_unpackable, refuse_virtual_tokens
 from primerl.parallel.context_parallel.sharing import share_context
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.device_mesh import mesh as make_mesh
 from primerl.parallel.expert_parallel.dispatch import AllToAll, Dispatch
-from primerl.parallel.expert_parallel.experts import GroupedMatmul, divide_experts, expert_modules
+from primerl.parallel.expert_parallel.experts import GroupedMatmul, divide_experts
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import attrs
 
+from primerl._expert_modules import expert_modules
 from primerl._optional import require
 from primerl.attention.admission import is_sparse
-from primerl.parallel.expert_parallel.experts import expert_modules
 from primerl.parity.checks import CONTEXT_METHODS, Finding, MeshPlan
 from primerl.parity.reference import MUON_FAMILIES
 from primerl.parity.table import page, terminal_table, versions

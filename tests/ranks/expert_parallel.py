@@ -11,9 +11,10 @@ import torch.distributed as dist
 import transformers
 
 from primerl import loss, models, parallel, testing
+from primerl._expert_modules import expert_modules
 from primerl._ranks import whole
 from primerl.parallel.expert_parallel.dispatch import AllToAll
-from primerl.parallel.expert_parallel.experts import divide_experts, expert_modules
+from primerl.parallel.expert_parallel.experts import divide_experts
 
 TOKENS, EXPERTS, CHOICES, HIDDEN = 12, 8, 2, 16
 ROUTES = ["even", "all to one rank", "one rank has no tokens"]

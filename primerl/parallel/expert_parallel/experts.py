@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 
-from primerl._forward_passes import Attempt, current_attempt, recomputing
+from primerl._expert_modules import expert_modules
+from primerl._forward_passes import PassTotal
 from primerl._optional import require
 from primerl._ranks import local_part
 from primerl.parallel.expert_parallel.dispatch import AllToAll, Dispatch
@@ -38,50 +39,12 @@ class _Placement:
     """Number of experts on all ranks."""
     dispatch: Dispatch
     matmul: GroupedMatmul
-    chosen: Tensor | None = None
-    """How often each expert was chosen on this rank, since the last ``take``."""
-    attempted: tuple[Attempt, Tensor] | None = None
-    """The counts of the last forward pass, which may still be discarded."""
-
-    def count(self, chosen: Tensor) -> None:
-        """Add to the counts of the forward pass that runs now."""
-        now = current_attempt()
-        before = self.attempted
-        if now is not None and before is not None and before[0] is now:
-            self.attempted = now, before[1] + chosen
-            return
-        self._commit()
-        if now is None:
-            self._add(chosen)
-        else:
-            self.attempted = now, chosen
-
-    def take(self) -> Tensor | None:
-        """The counts so far; they restart at 0."""
-        self._commit()
-        taken, self.chosen = self.chosen, None
-        return taken
-
-    def _commit(self) -> None:
-        last, self.attempted = self.attempted, None
-        if last is not None and not last[0].discarded:
-            self._add(last[1])
-
-    def _add(self, chosen: Tensor) -> None:
-        self.chosen = chosen if self.chosen is None else self.chosen + chosen
+    chosen: PassTotal = attrs.Factory(PassTotal)
+    """How often each expert was chosen on this rank, since this was last taken."""
 
 
 # Keyed by module, because no attributes are set on another library's objects.
 _PLACEMENTS: WeakKeyDictionary[nn.Module, _Placement] = WeakKeyDictionary()
-
-
-def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold a layer's experts as stacked matrices, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate")
-    }
 
 
 def divide_experts(
@@ -155,8 +118,9 @@ def _experts_forward(
         raise ValueError(
             f"this {type(module).__name__} was not prepared; call parallel.shard with the mesh"
         )
-    if not recomputing():
-        placement.count(torch.bincount(indices.detach().reshape(-1), minlength=placement.experts))
+    placement.chosen.add(
+        torch.bincount(indices.detach().reshape(-1), minlength=placement.experts)
+    )
     compute = functools.partial(_compute, module, placement.matmul)
     return placement.dispatch(hidden, indices, weights, compute).to(hidden.dtype)
 
@@ -205,5 +169,5 @@ def take_expert_counts(model: nn.Module) -> dict[str, Int[Tensor, " experts"]]:
     ``loss.model_logprobs`` runs a model twice. Layers that were not computed are left out.
     """
     placements = {name: _PLACEMENTS.get(part) for name, part in expert_modules(model).items()}
-    counts = {name: one.take() for name, one in placements.items() if one is not None}
+    counts = {name: one.chosen.take() for name, one in placements.items() if one is not None}
     return {name: chosen for name, chosen in counts.items() if chosen is not None}

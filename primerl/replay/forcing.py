@@ -1,0 +1,243 @@
+"""Forcing recorded experts inside the routers of an unmodified model."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from primerl._forward_passes import recomputing
+from primerl.replay.counts import RouteCounts
+from primerl.replay.layers import ExpertLayer, expert_layers
+from primerl.replay.recorder import chosen_experts
+
+_TOP_K = (torch.topk, Tensor.topk)
+
+
+@contextmanager
+def forced(
+    model: nn.Module,
+    rows: Int[Tensor, "t layers k"] | None,
+    *,
+    counts: RouteCounts | None = None,
+) -> Iterator[None]:
+    """Send each token to the experts that were recorded for it, forward and backward.
+
+        with replay.forced(model, rows):
+            logprobs = loss.model_logprobs(model, ...)
+            ...
+            objective.backward()
+
+    A router ends in ``topk`` over the scores of all experts. Its result is replaced by the recorded
+    experts and their own scores, from which the model's code computes their weights, with gradients
+    to the router. Tokens whose experts are not recorded (-1) and those that the router would have
+    sent to the same experts keep its result, bit for bit. Order among a token's experts has no
+    meaning.
+
+    This holds for expert, context and fully sharded data parallelism (each rank forces the rows of
+    its own tokens), packed documents, shared prefixes, and recomputed activations, whose backward
+    pass must run in the body too. Compiled layers are refused: their code does not see hooks that
+    are added later. Hooks are gone afterwards, and nothing else was put on the model.
+
+    Args:
+        model: a ``transformers`` model with routed experts.
+        rows: of the tokens of each forward pass in the body, as ``fetch`` and ``capture`` give
+            them. None forces nothing.
+        counts: adds up how many routes were forced, and what for.
+
+    Raises:
+        ValueError: the rows are those of another model or of another number of tokens, or hold
+            experts that it has not, or one of them twice. The message names layer and tokens.
+        RuntimeError: a router can't be forced, because it does not choose by ``topk``, or ran
+            unseen; or recomputation is left for after the body. Raised at its end, so before an
+            optimizer's step.
+    """
+    if rows is None:
+        yield
+        return
+    layers = expert_layers(model)
+    _refuse_compiled(model)
+    _check(rows, layers)
+    routers = [_ForcedRouter(layer, rows[:, place], counts) for place, layer in enumerate(layers)]
+    passes = _Passes()
+    hooks = [model.register_forward_pre_hook(passes.begin)]
+    for router in routers:
+        hooks += router.attach()
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for router in routers:
+        router.check(passes)
+    if passes.to_recompute and not any(router.recomputed for router in routers):
+        raise RuntimeError(
+            "activations are recomputed in the backward pass, which did not run within `with "
+            "replay.forced(...)`, and would be routed otherwise outside; call backward() in the "
+            "body, or run the model under torch.no_grad()"
+        )
+
+
+class _Passes:
+    """Forward passes of a model in the body of ``forced``."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.to_recompute = False
+
+    def begin(self, model: Any, _args: Any) -> None:
+        self.count += 1
+        if torch.is_grad_enabled() and model.training:
+            self.to_recompute |= bool(getattr(model, "is_gradient_checkpointing", False))
+
+
+class _ForcedRouter:
+    """Forces the experts of one layer."""
+
+    def __init__(self, layer: ExpertLayer, rows: Tensor, counts: RouteCounts | None) -> None:
+        self.layer = layer
+        self.recomputed = False
+        self._rows = rows.long()
+        self._counts = counts
+        self._passes = 0
+        self._entered = ExitStack()
+        """The mode that replaces ``topk``, from the block's beginning to its experts."""
+        self._top_k: _ForcedTopK | None = None
+        self._wrong: list[tuple[Tensor, bool]] = []
+        """Of each pass: whether other experts were reached, and whether ``topk`` was seen."""
+
+    def attach(self) -> list[Any]:
+        return [
+            self.layer.block.register_forward_pre_hook(self._begin),
+            self.layer.experts.register_forward_pre_hook(self._end, with_kwargs=True),
+            self.layer.block.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def check(self, passes: _Passes) -> None:
+        """Raise if what was forced did not reach the experts."""
+        name = self.layer.name
+        if self._passes < passes.count:
+            raise RuntimeError(
+                f"{name} ran {self._passes} times in {passes.count} forward passes, so its routes "
+                "were not forced: its block was replaced or compiled"
+            )
+        for wrong, seen in self._wrong:
+            if wrong.item() and seen:
+                raise RuntimeError(
+                    f"{name} was reached by other experts than those that were forced: its block "
+                    "changes what topk returns"
+                )
+            if wrong.item():
+                raise RuntimeError(
+                    f"{name} can't be forced: its experts are not chosen by topk over the scores "
+                    f"of {self.layer.count} experts"
+                )
+
+    def _begin(self, _block: nn.Module, _args: Any) -> None:
+        self._rows = self._rows.to(next(self.layer.experts.parameters()).device)
+        self._top_k = _ForcedTopK(self.layer, self._rows)
+        self._entered.enter_context(self._top_k)
+
+    def _end(self, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._entered.close()
+        top_k, self._top_k = self._top_k, None
+        if top_k is None:
+            return  # called from elsewhere, which check() reports
+        if recomputing():
+            self.recomputed = True
+            return
+        self._passes += 1
+        reached = chosen_experts(args, kwargs).detach()
+        reached = reached.reshape(-1, reached.shape[-1])
+        if reached.shape != self._rows.shape:
+            raise ValueError(
+                f"{self.layer.name} sends {reached.shape[0]} tokens to {reached.shape[1]} experts "
+                f"each, but the routes have {self._rows.shape[0]} rows of {self._rows.shape[1]}"
+            )
+        recorded = self._rows[:, 0] >= 0
+        other = ~_same(reached, self._rows) & recorded
+        self._wrong.append((other.any(), top_k.own is not None))
+        if self._counts is not None:
+            own = reached if top_k.own is None else top_k.own
+            self._counts.add(recorded, recorded & ~_same(own, self._rows))
+
+    def _leave(self, _block: nn.Module, _args: Any, _output: Any) -> None:
+        """After the block, also where it raised."""
+        self._entered.close()
+
+
+class _ForcedTopK(TorchFunctionMode):
+    """Replaces the result of ``topk`` over a layer's experts."""
+
+    def __init__(self, layer: ExpertLayer, rows: Tensor) -> None:
+        super().__init__()
+        self.own: Tensor | None = None
+        """What the last such call chose by itself, ``[t, k]``."""
+        self._layer = layer
+        self._rows = rows
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in _TOP_K:
+            return result
+        scores = args[0] if args else kwargs["input"]
+        own: Tensor = result[1]
+        k = self._rows.shape[1]
+        if scores.shape[-1] != self._layer.count or own.shape[-1] != k:
+            return result  # of groups of experts, or of keys
+        if own.numel() != self._rows.numel():
+            raise ValueError(
+                f"{self._layer.name} routes {own.numel() // k} tokens, but the routes have "
+                f"{len(self._rows)} rows"
+            )
+        self.own = own.detach().reshape(-1, k)
+        forced = (self._rows[:, 0] >= 0) & ~_same(self.own, self._rows)
+        indices = torch.where(forced[:, None], self._rows, self.own).view(own.shape)
+        return torch.return_types.topk((scores.gather(-1, indices), indices.to(own.dtype)))
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    """Where two rows ``[t, k]`` hold the same experts."""
+    return (a.sort(-1).values == b.sort(-1).values).all(-1)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+            raise ValueError(
+                f"{name or 'the model'} is compiled; routes can't be forced there, because "
+                "compiled code does not see hooks that are added later. Train without compile"
+            )
+
+
+def _check(rows: Tensor, layers: Sequence[ExpertLayer]) -> None:
+    """Raise if rows can't be those of a model with these layers."""
+    if rows.ndim != 3 or rows.is_floating_point() or rows.shape[1] != len(layers):
+        raise ValueError(
+            f"rows is {rows.dtype} of shape {tuple(rows.shape)}; expected integers [t, layers, k] "
+            f"for the {len(layers)} layers with experts, {layers[0].name} to {layers[-1].name}"
+        )
+    counts = torch.tensor([layer.count for layer in layers], device=rows.device)[:, None]
+    missing = rows == -1
+    ordered = rows.sort(-1).values
+    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~missing.any(-1)
+    faults = {
+        "experts that it does not have": ((rows < -1) | (rows >= counts)).any(-1),
+        "some experts, and -1 for others": missing.any(-1) & ~missing.all(-1),
+        "an expert twice": repeated,
+    }
+    for what, where in faults.items():
+        if where.any():
+            place = int(where.any(0).nonzero()[0])
+            tokens = where[:, place].nonzero()[:, 0]
+            raise ValueError(
+                f"{layers[place].name} is to be forced to {what} in {len(tokens)} tokens, from "
+                f"token {int(tokens[0])} to {int(tokens[-1])}: {rows[tokens[0], place].tolist()} "
+                f"of {layers[place].count} experts"
+            )

@@ -1,5 +1,6 @@
 """``PackedBatch``: the seam between host and device."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
@@ -51,10 +52,15 @@ class PackedBatch:
     ref_top_ids: Int64[Tensor, "t k"] | None = None
     """Tokens that a reference finds likeliest, in place of the label."""
     ref_top_logprobs: Float32[Tensor, "t k"] | None = None
+    routes: str | None = None
+    """Where the expert routes of samples lie, where any were recorded: JSON ``{"n": [references]}``
+    for sample n of ``sample_ids``. ``replay.fetch`` reads the rows of this part of a batch."""
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """The same batch on another device."""
-        moved = {name: x.to(device, non_blocking=True) for name, x in self._tensors().items()}
+        moved: dict[str, Any] = {
+            name: x.to(device, non_blocking=True) for name, x in self._tensors().items()
+        }
         return attrs.evolve(self, **moved)
 
     def split(self, parts: int) -> list["PackedBatch"]:
@@ -71,11 +77,11 @@ class PackedBatch:
             raise ValueError(f"parts is {parts}; expected at least 1")
         padded = self._padded(-len(self.token_ids) % parts)
         rows = len(padded.token_ids) // parts
-        by_part = {name: torch.split(x, rows) for name, x in padded._rows().items()}
-        return [
-            attrs.evolve(padded, **{name: own[part] for name, own in by_part.items()})
+        by_part: list[dict[str, Any]] = [
+            {name: x[part * rows : (part + 1) * rows] for name, x in padded._rows().items()}
             for part in range(parts)
         ]
+        return [attrs.evolve(padded, **own) for own in by_part]
 
     def _padded(self, rows: int) -> "PackedBatch":
         if rows == 0:
@@ -87,7 +93,7 @@ class PackedBatch:
             "sequence_ids": len(self.cu_seqlens) - 1,
             "sample_ids": FILLING,
         }
-        joined = {
+        joined: dict[str, Any] = {
             name: torch.cat([x, x.new_full((rows, *x.shape[1:]), values.get(name, 0))])
             for name, x in self._rows().items()
         }
@@ -97,7 +103,7 @@ class PackedBatch:
 
     def _tensors(self) -> dict[str, Tensor]:
         fields = attrs.asdict(self, recurse=False)
-        return {name: value for name, value in fields.items() if value is not None}
+        return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
 
     def _rows(self) -> dict[str, Tensor]:
         """The fields that have an entry for each row."""
@@ -280,6 +286,11 @@ def _concatenate(
         return None if getattr(samples[0], name) is None else masked(name)
 
     top_ids = optional("ref_top_ids")
+    routes = {
+        str(number): sample.routes
+        for number, sample in zip(numbers, samples, strict=True)
+        if sample.routes
+    }
     return PackedBatch(
         token_ids=torch.from_numpy(tokens("token_ids").astype(np.int64)),
         position_ids=torch.from_numpy(
@@ -298,4 +309,5 @@ def _concatenate(
         weights=optional("weights"),
         ref_top_ids=None if top_ids is None else top_ids.long(),
         ref_top_logprobs=optional("ref_top_logprobs"),
+        routes=json.dumps(routes) if routes else None,
     )

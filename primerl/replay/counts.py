@@ -22,6 +22,11 @@ class RouteCounts:
 
     def __init__(self) -> None:
         self._total = PassTotal()
+        self._lost = 0
+
+    def add_lost(self) -> None:
+        """Add a sample whose routes were recorded, but are gone or damaged."""
+        self._lost += 1
 
     def add(self, recorded: Tensor, differing: Tensor) -> None:
         """Add one layer: whether each token's experts were recorded, and differed from its own."""
@@ -32,17 +37,22 @@ class RouteCounts:
         self,
         all_sum: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
     ) -> dict[str, float]:
-        """Shares of all (token, layer) pairs since the last summary; empty if there were none.
+        """Metrics since the last summary; empty if nothing was replayed.
 
-        ``routes_differ``: the router would have chosen other experts than those recorded.
-        ``routes_missing``: none were recorded, and it chose itself.
+        ``routes_differ``: the share of all (token, layer) pairs for which the router would have
+        chosen other experts than those recorded. ``routes_missing``: the share for which none were
+        recorded, so that it chose itself. ``routes_lost``: number of samples whose recorded routes
+        were gone or damaged, on all ranks that needed them.
         """
         total = self._total.take()
         here = torch.zeros(3, dtype=torch.int64) if total is None else total.cpu()
-        pairs, recorded, differing = all_sum({"routes": here})["routes"].tolist()
+        lost, self._lost = self._lost, 0
+        numbers = all_sum({"routes": torch.cat([here, torch.tensor([lost])])})["routes"].tolist()
+        pairs, recorded, differing, lost = (int(number) for number in numbers)
         if pairs == 0:
-            return {}
+            return {"routes_lost": lost} if lost else {}
         return {
             "routes_differ": differing / pairs,
             "routes_missing": 1 - recorded / pairs,
+            "routes_lost": lost,
         }

@@ -118,9 +118,7 @@ def _experts_forward(
         raise ValueError(
             f"this {type(module).__name__} was not prepared; call parallel.shard with the mesh"
         )
-    placement.chosen.add(
-        torch.bincount(indices.detach().reshape(-1), minlength=placement.experts)
-    )
+    placement.chosen.add(torch.bincount(indices.detach().reshape(-1), minlength=placement.experts))
     compute = functools.partial(_compute, module, placement.matmul)
     return placement.dispatch(hidden, indices, weights, compute).to(hidden.dtype)
 

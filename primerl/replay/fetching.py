@@ -1,0 +1,129 @@
+"""From references to the rows that a rank forces: read while the batch before computes."""
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Int16, Int64
+from torch import Tensor
+
+from primerl.replay.counts import RouteCounts
+from primerl.replay.references import read
+
+log = logging.getLogger(__name__)
+
+
+class RoutedBatch(Protocol):
+    """The fields of ``packing.PackedBatch`` that say which rows it needs."""
+
+    routes: str | None
+    sample_ids: Int64[Tensor, " t"] | None
+    position_ids: Int64[Tensor, " t"]
+
+
+B = TypeVar("B", bound=RoutedBatch)
+
+
+def fetch(
+    batches: Iterable[B], *, counts: RouteCounts | None = None
+) -> Iterator[tuple[B, Int16[Tensor, "t layers k"] | None]]:
+    """Each batch with the recorded routes of its rows, which are read one batch ahead.
+
+        for batch, rows in replay.fetch(batches, counts=counts):
+            with replay.forced(model, rows, counts=counts):
+                ...
+
+    Every rank reads the rows of its own part of a batch, from where the sampler's side put them.
+    What was recorded first for a token wins; -1 where nothing was, and for rows that fill up. A
+    sample whose routes are gone or damaged by now has none: it is counted and logged, and the
+    router chooses. (Samples without valid routes were refused earlier, as rollouts.)
+
+    Args:
+        batches: of ``parallel.scatter``, on any device.
+        counts: where samples are counted whose routes are lost.
+
+    Returns:
+        An iterator over ``(batch, rows)``; the rows are None for a batch whose samples have no
+        references, which ``forced`` leaves to the router.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="primerl-routes") as thread:
+        waiting = None
+        for batch in batches:
+            following = batch, thread.submit(batch_rows, batch, counts)
+            if waiting is not None:
+                yield waiting[0], waiting[1].result()
+            waiting = following
+        if waiting is not None:
+            yield waiting[0], waiting[1].result()
+
+
+def batch_rows(
+    batch: RoutedBatch, counts: RouteCounts | None = None
+) -> Int16[Tensor, "t layers k"] | None:
+    """The recorded routes of a batch's rows, on its device; None if it has no references.
+
+    Raises:
+        ValueError: the batch has references, but no ``sample_ids``.
+    """
+    if batch.routes is None:
+        return None
+    if batch.sample_ids is None:
+        raise ValueError("a batch has routes, but no sample_ids; expected one that pack returned")
+    sample_ids = batch.sample_ids.numpy(force=True)
+    position_ids = batch.position_ids.numpy(force=True)
+    rows: np.ndarray | None = None
+    for number, references in json.loads(batch.routes).items():
+        places = np.flatnonzero(sample_ids == int(number))
+        if not len(places):
+            continue  # another rank has this sample's rows
+        tokens = position_ids[places]
+        span = int(tokens.min()), int(tokens.max()) + 1
+        try:
+            found = sample_rows(references, span=span)
+        except (OSError, ValueError, RuntimeError) as error:
+            log.warning("the expert routes of a sample are lost: %s", error)
+            if counts is not None:
+                counts.add_lost()
+            continue
+        if rows is None:
+            rows = np.full((len(sample_ids), *found.shape[1:]), -1, np.int16)
+        rows[places] = found[tokens - span[0]]
+    if rows is None:
+        return None
+    on_host = torch.from_numpy(rows)
+    device = batch.position_ids.device
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)
+
+
+def sample_rows(
+    references: Sequence[str], *, span: tuple[int, int]
+) -> Int16[np.ndarray, "t layers k"]:
+    """The routes of tokens ``span[0]`` to ``span[1] - 1``; what was recorded first for one wins.
+
+    Raises:
+        ValueError: a reference is not one, its data are damaged, or two are of different models.
+        OSError: the data are gone, or their server can't be reached.
+    """
+    rows: np.ndarray | None = None
+    for reference in references:
+        found = read(reference, span=span)
+        if rows is None:
+            rows = np.full((span[1] - span[0], *found.rows.shape[1:]), -1, np.int16)
+        if found.rows.shape[1:] != rows.shape[1:]:
+            raise ValueError(
+                f"{reference} has routes [t, {found.rows.shape[1]}, {found.rows.shape[2]}], "
+                f"expected [t, {rows.shape[1]}, {rows.shape[2]}] as of the turn before"
+            )
+        first = found.start - span[0]
+        part = rows[first : first + len(found.rows)]
+        gaps = part[..., 0] < 0
+        part[gaps] = found.rows[gaps]
+    if rows is None:
+        raise ValueError("a sample has no references to its routes")
+    return rows

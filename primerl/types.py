@@ -75,7 +75,7 @@ def _token_ids(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _references(values: "Iterable[str] | str | None") -> Any:
+def _references(values: "Iterable[str] | str | None") -> tuple[str, ...]:
     return (values,) if isinstance(values, str) else tuple(values or ())
 
 

@@ -233,6 +233,8 @@ CASES = [
     "deepseek_v3, gathered",
     "minimax_m2, ulysses",
     "minimax_m2, gathered",
+    "qwen3_moe, replayed",
+    "glm4_moe, replayed",
 ]
 
 
@@ -241,7 +243,8 @@ def test_context_parallel_ranks_train_as_one_process_does(found, name):
     one = found[0][name]
 
     assert len(one["history"]) == len(one["single"]) == 2
-    for (loss, norm), (expected, expected_norm) in zip(one["history"], one["single"], strict=True):
+    for ours, single in zip(one["history"], one["single"], strict=True):
+        (loss, norm), (expected, expected_norm) = ours[:2], single[:2]
         assert loss == pytest.approx(expected, abs=1e-6)
         assert norm == pytest.approx(expected_norm, rel=1e-5)
         assert norm > 1e-3
@@ -253,6 +256,18 @@ def test_each_rank_gets_its_part_of_the_batches_it_shares(found, name):
     assert all(one[name]["scattered"] for one in found)
     assert all(one[name]["gathered"] for one in found)
     assert all(one[name]["rows"] == found[0][name]["rows"] for one in found[:2])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_ranks_that_replay_routes_force_those_of_their_own_rows(found, family):
+    """That they train as one process does is shown above; the routes make a difference."""
+    ours, plain = found[0][f"{family}, replayed"], found[0][f"{family}, gathered"]
+
+    assert abs(ours["single"][0][0] - plain["single"][0][0]) > 1e-5
+    for _, _, differing, missing, lost in ours["history"]:
+        assert differing > 0.4
+        assert 0.1 < missing < 0.3
+        assert lost == 0
 
 
 def test_heads_choose_the_method(found):

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import torch
 
-from primerl import loss, packing, parallel, testing
+from primerl import loss, packing, parallel, replay, testing
 from primerl.parallel.context_parallel.sharing import share_context
 from primerl.types import NOT_SAMPLED, TrainingSample
 
@@ -36,10 +36,13 @@ CASES = {
     "deepseek_v3, gathered": ("deepseek_v3", {"cp": 4}, "gathered", {"v_head_dim": 16}),
     "minimax_m2, ulysses": ("minimax_m2", {"cp": 2, "ep": 2}, "ulysses", {}),
     "minimax_m2, gathered": ("minimax_m2", {"cp": 2}, "gathered", {}),
+    "qwen3_moe, replayed": ("qwen3_moe", {"cp": 2, "ep": 2}, "ulysses", {}),
+    "glm4_moe, replayed": ("glm4_moe", {"cp": 2, "ep": 2}, "gathered", {}),
 }
-RECOMPUTED = ("qwen3_moe, ulysses", "qwen3_moe, gathered")
+REPLAYED = ("qwen3_moe, replayed", "glm4_moe, replayed")
+RECOMPUTED = ("qwen3_moe, ulysses", "qwen3_moe, gathered", *REPLAYED)
 BY_SEQUENCE = ("llama, ulysses", "llama, gathered")
-SHARING = ("qwen3, four ranks, ulysses", "qwen3, four ranks, gathered")
+SHARING = ("qwen3, four ranks, ulysses", "qwen3, four ranks, gathered", *REPLAYED)
 
 
 def samples():
@@ -67,6 +70,16 @@ def packed_for(ranks, *, share_prefixes=False):
     return packing.pack(samples(), max_tokens=64, ranks=ranks, share_prefixes=share_prefixes)
 
 
+def random_routes(model, batch):
+    """Random experts for each position, alike in every document; none for every fifth one."""
+    shape = replay.shape(model)
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(64, len(shape.layers), shape.experts, generator=generator)
+    rows = scores.topk(shape.k).indices
+    rows[::5] = -1
+    return rows[batch.position_ids]
+
+
 def norm_and_clip(model, limit):
     """Each element is on one rank; of replicas, one counts."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -84,45 +97,52 @@ def norm_and_clip(model, limit):
     return norm
 
 
-def train(model, batches, *, by_sequence=False, all_sum=None):
+def train(model, batches, *, by_sequence=False, replayed=False, all_sum=None):
     """The loss and gradient norm of a few steps of AdamW; the loss is summed over all ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
+    counts = replay.RouteCounts()
     history = []
     for _ in range(STEPS):
         total = torch.zeros(())
         for b in batches:
-            logprobs = loss.model_logprobs(
-                model, b.token_ids, b.position_ids, b.labels, rows=b.loss_mask
-            )
-            if by_sequence:
-                of_sequences = (b.loss_mask, b.sequence_ids)
-                summed = {} if all_sum is None else {"all_sum": all_sum}
-                per_token, _ = loss.gspo(
-                    logprobs,
-                    b.behavior_logprobs,
-                    b.advantages,
-                    *of_sequences,
-                    clip_low=0.5,
-                    clip_high=1.0,
-                    **summed,
+            routes = random_routes(model, b) if replayed else None
+            with replay.forced(model, routes, counts=counts):
+                logprobs = loss.model_logprobs(
+                    model, b.token_ids, b.position_ids, b.labels, rows=b.loss_mask
                 )
-                mean = loss.sequence_mean(per_token, *of_sequences, denom=len(LENGTHS), **summed)
-            else:
-                per_token, _ = loss.dppo(logprobs, b.behavior_logprobs, b.advantages)
-                mean = loss.token_mean(per_token, b.loss_mask, denom=trained)
-            mean.backward()
-            total += mean.detach()
+                if by_sequence:
+                    of_sequences = (b.loss_mask, b.sequence_ids)
+                    summed = {} if all_sum is None else {"all_sum": all_sum}
+                    per_token, _ = loss.gspo(
+                        logprobs,
+                        b.behavior_logprobs,
+                        b.advantages,
+                        *of_sequences,
+                        clip_low=0.5,
+                        clip_high=1.0,
+                        **summed,
+                    )
+                    mean = loss.sequence_mean(
+                        per_token, *of_sequences, denom=len(LENGTHS), **summed
+                    )
+                else:
+                    per_token, _ = loss.dppo(logprobs, b.behavior_logprobs, b.advantages)
+                    mean = loss.token_mean(per_token, b.loss_mask, denom=trained)
+                mean.backward()
+                total += mean.detach()
         norm = norm_and_clip(model, 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        history.append([parallel.all_sum(total).item(), norm])
+        shares = counts.summary(parallel.all_sum)
+        history.append([parallel.all_sum(total).item(), norm, *shares.values()])
     return history
 
 
-def reference(kind, config, *, by_sequence):
+def reference(kind, config, *, by_sequence, replayed):
     ((*batches,),) = packed_for(1)
-    return train(testing.tiny_model(kind, **config), batches, by_sequence=by_sequence)
+    model = testing.tiny_model(kind, **config)
+    return train(model, batches, by_sequence=by_sequence, replayed=replayed)
 
 
 def divided(name, world):
@@ -146,7 +166,13 @@ def divided(name, world):
         "attention": model.config._attn_implementation,
     }
     by_sequence = name in BY_SEQUENCE
-    found["history"] = train(model, batches, by_sequence=by_sequence, all_sum=mesh.context_sum)
+    found["history"] = train(
+        model,
+        batches,
+        by_sequence=by_sequence,
+        replayed=name in REPLAYED,
+        all_sum=mesh.context_sum,
+    )
     return found
 
 
@@ -234,15 +260,16 @@ def main(folder):
     references = {}
     if world.is_first:
         for name, (kind, _, _, config) in CASES.items():
-            key = (kind, *config.items(), name in BY_SEQUENCE)
+            key = (kind, *config.items(), name in BY_SEQUENCE, name in REPLAYED)
             if key not in references:
-                references[key] = reference(kind, config, by_sequence=key[-1])
+                references[key] = reference(kind, config, by_sequence=key[-2], replayed=key[-1])
     found = {}
     with world:
         for name, (kind, _, _, config) in CASES.items():
             found[name] = divided(name, world)
             if world.is_first:
-                found[name]["single"] = references[kind, *config.items(), name in BY_SEQUENCE]
+                key = (kind, *config.items(), name in BY_SEQUENCE, name in REPLAYED)
+                found[name]["single"] = references[key]
         found["interleaved"] = interleaved(world)
         found["refusals"] = refusals(world)
     (folder / f"found-{world.rank}.json").write_text(json.dumps(found))

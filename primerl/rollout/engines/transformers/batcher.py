@@ -8,6 +8,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from primerl.rollout.engines.protocol import RouteStore
+from primerl.rollout.engines.transformers.routing import RouteRecorder, completion_span
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
 # So low that any two different float32 logits decide the sample: greedy, per request.
@@ -36,9 +38,18 @@ class Batcher:
         manager: of ``start_batching``.
         recompute: whether an update has the requests in flight processed again.
         version: of the weights.
+        recorder: of expert routes, which go to ``routes``.
     """
 
-    def __init__(self, manager: Any, *, recompute: bool, version: PolicyVersion) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        *,
+        recompute: bool,
+        version: PolicyVersion,
+        recorder: RouteRecorder | None = None,
+        routes: RouteStore | None = None,
+    ) -> None:
         self.manager = manager
         self.can_pause = hasattr(manager, "pause")  # since transformers 5.19
         self.version = version
@@ -50,6 +61,10 @@ class Batcher:
         self._ids = itertools.count()
         self._cancelled: list[str] = []
         self._failure: str | None = None
+        self._recorder = recorder
+        self._routes = routes
+        if recorder is not None:
+            recorder.follow(manager, lambda: self.version)
 
     async def generate(self, prompt: list[int], params: SamplingParams) -> Completion:
         """Sample one completion.
@@ -61,9 +76,12 @@ class Batcher:
         await self.open.wait()
         self._submit(request)
         try:
-            return await request.done
+            completion = await request.done
+            return await self._with_routes(request, completion)
         finally:
             self.requests.pop(request.id, None)
+            if self._recorder is not None:
+                self._recorder.forget(request.id)
             if request.done.cancelled():
                 self.manager.cancel_request(request.id)
                 self._cancelled.append(request.id)
@@ -100,11 +118,25 @@ class Batcher:
                 request.done.set_exception(RuntimeError(reason))
         await asyncio.sleep(0)
 
+    async def _with_routes(self, request: _Request, completion: Completion) -> Completion:
+        if self._recorder is None or self._routes is None:
+            return completion
+        prompt_length = len(request.prompt_ids)
+        start, end = completion_span(completion, prompt_length, request.params.routes_start)
+        rows, versions = self._recorder.rows(request.id, start=start, end=end)
+        shared = max(0, prompt_length - 1 - start)
+        references = await asyncio.to_thread(
+            self._routes.put, rows, start=start, versions=versions, shared=shared
+        )
+        return attrs.evolve(completion, routes=references)
+
     def _submit(self, request: _Request) -> None:
         """Submit a request, with the tokens sampled so far, to the batching manager."""
         request.resumed_at = len(request.token_ids)
-        request.id = f"primerl-{next(self._ids)}"
+        earlier, request.id = request.id, f"primerl-{next(self._ids)}"
         self.requests[request.id] = request
+        if self._recorder is not None:
+            self._recorder.begin(request.id, continues=earlier or None)
         self.manager.register_result_handler(request.id, self._receive)
         accepted = self.manager.add_request(
             request.prompt_ids + request.token_ids,

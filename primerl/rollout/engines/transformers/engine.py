@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from primerl._optional import require
+from primerl.rollout.engines.protocol import RouteStore
 from primerl.rollout.engines.transformers.batcher import Batcher
 from primerl.rollout.engines.transformers.continuous_batching import (
     refuse_inference_mode,
@@ -17,6 +18,7 @@ from primerl.rollout.engines.transformers.continuous_batching import (
     start_batching,
     supported,
 )
+from primerl.rollout.engines.transformers.routing import Capture, RouteRecorder
 from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
@@ -55,9 +57,12 @@ class TransformersEngine:
         version: of the model's weights: 0, or the step from which a run resumes.
         seed: of the process's random generator, which the requests in flight share: what each
             draws depends on how they are batched.
+        routes: where the expert routes of completions go, for router replay.
+        capture: records them: ``replay.capture``.
 
     Raises:
-        ValueError: continuous batching does not support this model.
+        ValueError: continuous batching does not support this model, or only one of ``routes`` and
+            ``capture`` is given.
         RuntimeError: inference mode is on, whose tensors can't be updated.
     """
 
@@ -71,10 +76,17 @@ class TransformersEngine:
         cache_tokens: int = 16_384,
         version: PolicyVersion = 0,
         seed: int | None = None,
+        routes: RouteStore | None = None,
+        capture: Capture | None = None,
     ) -> None:
         require("transformers", extra="transformers")
         if on_update not in ("recompute", "keep"):
             raise ValueError(f"on_update={on_update!r}; expected 'recompute' or 'keep'")
+        if (routes is None) != (capture is None):
+            raise ValueError(
+                "expert routes need both: routes=, a store such as replay.Store, and "
+                "capture=replay.capture"
+            )
         refuse_inference_mode()
         refuse_unsupported(model)
         served: Any = copy.deepcopy(model).requires_grad_(False)
@@ -93,6 +105,10 @@ class TransformersEngine:
             seed=seed,
         )
         self._version = version
+        self.routes = routes
+        """Where expert routes go, None where they are not recorded."""
+        self._capture = capture
+        self._recorder: RouteRecorder | None = None
         self._batcher: Batcher | None = None
         self._loop: BackgroundLoop | None = None
 
@@ -117,7 +133,15 @@ class TransformersEngine:
         """Start serving; ``with`` does so, and closes the engine at its end."""
         refuse_inference_mode()
         manager = self._start_batching()
-        self._batcher = Batcher(manager, recompute=self._recompute, version=self.version)
+        if self._capture is not None:
+            self._recorder = RouteRecorder(self._model, self._capture)
+        self._batcher = Batcher(
+            manager,
+            recompute=self._recompute,
+            version=self.version,
+            recorder=self._recorder,
+            routes=self.routes,
+        )
         self._loop = BackgroundLoop("primerl-engine")
         return self
 
@@ -129,6 +153,8 @@ class TransformersEngine:
         manager = self._batcher.manager
         manager.stop(block=True, timeout=STOP_S, **supported(manager.stop, hard_stop=True))
         loop.submit(self._batcher.fail_all("the engine was closed")).result(STOP_S)
+        if self._recorder is not None:
+            self._recorder.close()
         loop.stop()
 
     def __enter__(self) -> "TransformersEngine":

@@ -1,22 +1,30 @@
 """Expert routes out of responses: split from the JSON, decoded, given to a store."""
 
+import asyncio
 import base64
 import io
 import itertools
 import json
+import pickle
+import threading
 
 import numpy as np
 import pytest
+from recording_store import RecordingStore
+from scripted_vllm import ScriptedVLLM, encode_routes, numbered_routes
 
 pytest.importorskip("hypothesis")
 from hypothesis import given
 from hypothesis import strategies as st
 
+from primerl import rollout, testing
 from primerl.rollout.engines.contract import BadCompletion
+from primerl.rollout.engines.vllm.client import routes as client_routes
 from primerl.rollout.engines.vllm.client.routes import row_versions
 from primerl.rollout.engines.vllm.protocol import routes as routes_module
 from primerl.rollout.engines.vllm.protocol.routes import RoutesDecoder, most_characters
 from primerl.rollout.engines.vllm.protocol.splitter import RoutesSplitter
+from primerl.types import SamplingParams as P
 
 # ---- splitting ----
 
@@ -233,3 +241,235 @@ def test_versions_of_rows():
     assert row_versions(sampled, prompt_length=3, start=3).tolist() == [4, 5]
     assert row_versions(sampled[:1], prompt_length=3, start=3).tolist() == []
     assert row_versions(sampled, prompt_length=3, start=0).dtype == np.int32
+
+
+# ---- the engine ----
+
+
+@pytest.fixture
+def server():
+    with ScriptedVLLM() as one:
+        one.routes = numbered_routes
+        yield one
+
+
+@pytest.fixture
+def make(server):
+    made = []
+
+    def engine(store, **options):
+        options = {"down_timeout_s": 5.0, **options}
+        made.append(rollout.VLLMEngine(server.url, routes=store, **options))
+        made[-1].adopt(3)
+        return made[-1]
+
+    yield engine
+    for one in made:
+        one.close()
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+def test_a_completion_has_the_routes_of_its_request(server, make):
+    store = RecordingStore()
+    engine = make(store)
+
+    one = run(engine.generate([3, 4, 5], P(max_tokens=2)))
+    two = run(engine.generate([3, 4, 5, 1, 1, 9], P(max_tokens=1, routes_start=4)))
+
+    assert one.routes == ("fake:0",)
+    assert two.routes == ("fake:1",)
+    (first, how_first), (second, how_second) = store.puts
+    assert first.dtype == np.uint8
+    assert first.tolist() == [[[i, i + 1], [i + 1, i]] for i in (0, 2, 4, 6)]
+    assert how_first == {"start": 0, "versions": [3, 3, 3, 3], "shared": 2}
+    assert second[:, 0, 0].tolist() == [8, 10]
+    assert how_second == {"start": 4, "versions": [3, 3], "shared": 1}
+    starts = [body["sampling_params"]["routed_experts_prompt_start"] for body in server.bodies]
+    assert starts == [0, 4]
+
+
+def test_routes_beyond_the_prompt(server, make):
+    store = RecordingStore()
+    engine = make(store)
+
+    assert run(engine.generate([3, 4], P(max_tokens=1, routes_start=2))).routes == ()
+    assert store.puts == []
+    assert run(engine.generate([3, 4], P(max_tokens=2, routes_start=2))).routes == ("fake:0",)
+    assert store.puts[0][1] == {"start": 2, "versions": [3], "shared": 0}
+    server.routes = lambda *_: None
+    assert run(engine.generate([3, 4], P(max_tokens=1, routes_start=2))).routes == ()
+    with pytest.raises(ValueError, match="routes_start is 3, beyond the prompt of 2 tokens"):
+        run(engine.generate([3, 4], P(max_tokens=1, routes_start=3)))
+
+
+def test_without_a_store_no_routes_are_asked_for(server, make):
+    engine = make(None)
+
+    assert engine.routes is None
+    assert run(engine.generate([3, 4], P(max_tokens=2, routes_start=1))).routes == ()
+    assert "routed_experts_prompt_start" not in server.bodies[0]["sampling_params"]
+    server.routes = lambda *_: "A" * 200_000
+    with pytest.raises(BadCompletion, match=r"expert routes need VLLMEngine\(..., routes=\)"):
+        run(engine.generate([3, 4], P(max_tokens=2)))
+
+
+def test_scores_and_probes_leave_routes_out(server, make):
+    store = RecordingStore()
+    engine = make(store)
+
+    run(engine.score([1, 2, 3]))
+    run(engine.score_top_k([1, 2, 3], k=2))
+    engine.probe([[1, 2, 3]], max_new_tokens=2)
+
+    assert [b["sampling_params"]["routed_experts_prompt_start"] for b in server.bodies] == [3] * 4
+    assert store.puts == []
+
+
+def test_versions_of_rows_at_an_update_within_a_completion(server, make):
+    store = RecordingStore()
+    engine = make(store)
+    server.token_s = 0.01
+
+    async def scenario():
+        sampling = asyncio.create_task(engine.generate([3, 4, 5], P(max_tokens=60)))
+        while not server.running:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(engine.load_weights, {}, version=4)
+        return await sampling
+
+    versions = run(scenario()).versions.tolist()
+
+    assert set(versions) == {3, 4}
+    assert store.puts[0][1]["versions"] == [3, 3, *versions]
+
+
+def test_an_attempt_that_is_sent_again_stores_nothing(server, make):
+    store = RecordingStore()
+    engine = make(store)
+    server.abort_next = 1
+
+    assert run(engine.generate([3, 4], P(max_tokens=3))).routes == ("fake:0",)
+
+    assert len(server.bodies) == 2
+    assert len(store.puts) == 1
+
+
+def rows(count, dtype=np.uint8):
+    return encode_routes(np.zeros((count, 2, 2), dtype))
+
+
+def escaped(page):
+    return page.replace(b"routed_experts", rb"routed\u005fexperts")
+
+
+def outside(page):
+    return page.replace(b'"routed_experts"', b'"x"').replace(b"{", b'{"routed_experts":"QUJD",', 1)
+
+
+def twice(page):
+    return page.replace(b"{", b'{"routed_experts":"QUJD",', 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "edit", "message"),
+    [
+        (None, None, "sent no routed experts; start it with --enable-return-routed-experts"),
+        (rows(4), None, "of 4 tokens, expected 3: those of tokens 1 to 3"),
+        (rows(2), None, "of 2 tokens, expected 3: those of tokens 1 to 3, of a prompt of 3 tokens"),
+        (rows(0), None, "of 0 tokens, expected 3"),
+        (rows(40), None, "the request allows routes of 6 tokens"),
+        (rows(3, np.float32), None, "expected uint8 or uint16"),
+        (rows(3)[:-8], None, "end within row"),
+        ("$$$", None, "not base64"),
+        (7, None, "not vLLM's"),
+        (rows(3), escaped, "outside of its choice, or escaped"),
+        (None, outside, "outside of its choice"),
+        (rows(3), twice, "routed_experts more than once"),
+        (rows(3), lambda page: page[: page.index(b"AAAA")], "not vLLM's"),
+    ],
+)
+def test_routes_that_are_not_of_the_request_are_a_bad_completion(
+    server, make, value, edit, message
+):
+    store = RecordingStore()
+    engine = make(store)
+    server.routes = lambda *_: value
+    server.edit = edit or server.edit
+
+    params = P(max_tokens=5, temperature=0, stop_token_ids=[13], routes_start=1)  # samples 12, 13
+    with pytest.raises(BadCompletion, match=message) as caught:
+        run(engine.generate([3, 4, 5], params))
+
+    assert server.url in str(caught.value)
+    assert store.puts == []
+    server.routes, server.edit = numbered_routes, lambda page: page
+    assert run(engine.generate([3, 4, 5], P(max_tokens=2))).routes == ("fake:0",)
+
+
+def test_what_the_store_refuses_is_a_bad_completion(server, make):
+    engine = make(RecordingStore(fault="token 4, layer 3 has the expert 9, expected 0 to 7"))
+    with pytest.raises(BadCompletion, match="can't be of this model: token 4, layer 3 has"):
+        run(engine.generate([3], P(max_tokens=1)))
+
+
+def test_routes_are_decoded_and_stored_in_threads(server, make):
+    threads = []
+
+    class Watches(RecordingStore):
+        def put(self, *args, **options):
+            threads.append(threading.current_thread())
+            return super().put(*args, **options)
+
+    engine = make(Watches())
+    run(engine.generate([3], P(max_tokens=1)))
+
+    assert threads[0] is not threading.main_thread()
+    assert threads[0] is not engine._connected().loop._thread
+
+
+def test_large_routes_of_many_requests_at_once(server, make, monkeypatch):
+    monkeypatch.setattr(client_routes, "BATCH_BYTES", 1 << 16)
+    store = RecordingStore()
+    engine = make(store)
+
+    def large(prompt, tokens, start):
+        count = len(prompt) + len(tokens) - 1 - start
+        return encode_routes(np.full((count, 75, 40), prompt[0], np.uint16))
+
+    server.routes = large
+
+    async def scenario():
+        prompts = [[number] * 100 for number in range(6)]
+        return await asyncio.gather(*(engine.generate(one, P(max_tokens=1)) for one in prompts))
+
+    answers = run(scenario())
+
+    for number, answer in enumerate(answers):  # 800 kB each: several batches
+        found, _ = store.puts[int(answer.routes[0].removeprefix("fake:"))]
+        assert found.shape == (100, 75, 40)
+        assert (found == number).all()
+
+
+def test_an_endless_value_is_refused_early():
+    with testing.HostileServer("endless_routes") as server:
+        engine = rollout.VLLMEngine(server.url, down_timeout_s=5.0, routes=RecordingStore())
+        with engine:
+            engine.adopt(3)
+            with pytest.raises(BadCompletion, match=r"more bytes than uint8\[4, 2, 2\]"):
+                run(engine.generate([1, 3], P(max_tokens=4)))
+        assert server.sent_bytes < 16 << 20
+
+
+def test_the_engine_and_its_store_can_be_pickled(make):
+    engine = make(RecordingStore(fault="kept"))
+    copy = pickle.loads(pickle.dumps(engine))
+    copy.close()
+    assert copy.routes.fault == "kept"
+    with pytest.raises(
+        ValueError, match=r"routes is a str, expected a store with put\(\) and check"
+    ):
+        rollout.VLLMEngine("http://127.0.0.1:1", routes="folder")

@@ -198,7 +198,7 @@ class VLLMEngine:
             RuntimeError: no server was usable for ``down_timeout_s``, the retries were used up, or
                 the request took longer than ``request_timeout_s``.
         """
-        prompt = [int(token) for token in prompt_ids]
+        prompt = _plain(prompt_ids)
         await self._learn_context()
         self._check(prompt, params.max_tokens)
         if self.routes is not None and params.routes_start > len(prompt):
@@ -219,7 +219,7 @@ class VLLMEngine:
         Returns:
             float32[t], at temperature 1; entry 0 is 0.
         """
-        tokens = [int(token) for token in token_ids]
+        tokens = _plain(token_ids)
         await self._learn_context()
         self._check(tokens, 1)
         return await self._request(self._connected().dispatcher.score(tokens))
@@ -237,7 +237,7 @@ class VLLMEngine:
         """
         if k < 1:
             raise ValueError(f"k is {k}, expected at least 1")
-        tokens = [int(token) for token in token_ids]
+        tokens = _plain(token_ids)
         await self._learn_context()
         self._check(tokens, 1)
         return await self._request(self._connected().dispatcher.score_top_k(tokens, k))
@@ -410,7 +410,7 @@ class VLLMEngine:
             ValueError: a sequence is empty or exceeds the context.
             RuntimeError: a server failed.
         """
-        tokens = [[int(token) for token in sequence] for sequence in sequences]
+        tokens = [_plain(sequence) for sequence in sequences]
         for one in tokens:
             self._check(one, max_new_tokens)
         return self._connected().run(
@@ -500,3 +500,11 @@ class VLLMEngine:
                     self._members, self._settings, version=self._known_version
                 )
             return self._connection
+
+
+def _plain(token_ids: Sequence[int] | np.ndarray) -> list[int]:
+    """Token ids as JSON can hold them; 100,000 of an array take 1 ms, of a list 6."""
+    if isinstance(token_ids, np.ndarray) and np.issubdtype(token_ids.dtype, np.integer):
+        plain: list[int] = token_ids.tolist()
+        return plain
+    return list(map(int, token_ids))

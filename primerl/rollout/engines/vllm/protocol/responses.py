@@ -30,7 +30,7 @@ class Span(msgspec.Struct):
     end: Int32
 
 
-class TokenLogprob(msgspec.Struct):
+class TokenLogprob(msgspec.Struct, gc=False):
     """The logprob of a token."""
 
     logprob: float

@@ -12,7 +12,7 @@ from primerl.rollout.collection.groups import run_group
 from primerl.rollout.collection.playing import play_tasks
 from primerl.rollout.collection.recording import load_groups, save_groups
 from primerl.rollout.engines.contract import BadCompletion
-from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.engines.protocol import Engine, RouteStore
 from primerl.rollout.engines.vllm.server.child import VLLMServer, serve_vllm
 from primerl.rollout.environments.conversation import Conversation
 from primerl.rollout.environments.environment import Environment, RewardError, route, single_turn
@@ -42,6 +42,7 @@ __all__ = [
     "Mixture",
     "NoScores",
     "RewardError",
+    "RouteStore",
     "Shuffled",
     "TaskStream",
     "TransformersEngine",

@@ -1,8 +1,10 @@
 """A server with vLLM's routes whose responses are invalid or far too large."""
 
 import asyncio
+import base64
 import contextlib
 import functools
+import io
 import itertools
 import json
 import threading
@@ -19,6 +21,7 @@ from primerl.testing.hostile import COMPLETION_FAULTS, Request
 from primerl.types import Completion, SamplingParams
 
 CHUNK = b" " * (1 << 16)
+ROUTES_CHUNK = b"A" * (1 << 16)
 BOMB_BYTES = 1 << 31
 GZIP_BYTES = 1 << 29
 START_S = 10.0
@@ -232,15 +235,15 @@ ANSWER_FAULTS: Mapping[str, Callable[[Json], Json]] = {
 }
 
 
-def _endless(status: int) -> Any:
+def _endless(status: int, begin: Callable[[], bytes] = lambda: b"{", chunk: bytes = CHUNK) -> Any:
     async def respond(server: HostileServer, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(status=status, headers={"Content-Type": "application/json"})
         await response.prepare(request)
         with contextlib.suppress(ConnectionError):  # the client closed the connection
-            await response.write(b"{")
-            for _ in range(BOMB_BYTES // len(CHUNK)):
-                await response.write(CHUNK)
-                server.sent_bytes += len(CHUNK)
+            await response.write(begin())
+            for _ in range(BOMB_BYTES // len(chunk)):
+                await response.write(chunk)
+                server.sent_bytes += len(chunk)
         return response
 
     return respond
@@ -268,10 +271,18 @@ async def _huge_length(_server: HostileServer, request: web.Request) -> web.Stre
     return response
 
 
+def _begin_routes() -> bytes:
+    """A response up to the expert routes of four tokens."""
+    file = io.BytesIO()
+    np.save(file, np.zeros((4, 2, 2), np.uint8))
+    return b'{"choices":[{"routed_experts":"' + base64.b64encode(file.getvalue())
+
+
 BODY_FAULTS: Mapping[str, Any] = {
     "gzip_bomb": _body(_gzip_bomb, **{"Content-Encoding": "gzip"}),
     "endless_body": _endless(200),
     "endless_error": _endless(400),
+    "endless_routes": _endless(200, _begin_routes, ROUTES_CHUNK),
     "huge_content_length": _huge_length,
     "deep_nesting": _body(lambda: b'{"choices":' + b"[" * 50_000),
     "deep_nesting_beside": _body(lambda: b'{"x":' + b"[" * 30_000 + b"]" * 30_000 + b"}"),

@@ -1,12 +1,30 @@
 """A stand-in for a vLLM server: the routes that VLLMEngine uses, with faults on demand."""
 
 import asyncio
+import base64
+import io
 import json
 import random
 import threading
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
+
 HANG, DROP, GARBAGE = "hang", "drop", "garbage"
+
+
+def numbered_routes(prompt, tokens, start):
+    """Routes of two layers of two experts: row i holds ``2 i`` and ``2 i + 1``, modulo 256."""
+    first = 2 * np.arange(start, len(prompt) + len(tokens) - 1)
+    rows = (first[:, None, None] + [[0, 1], [1, 0]]) % 256
+    return encode_routes(rows.astype(np.uint8))
+
+
+def encode_routes(rows):
+    """As vLLM sends them."""
+    file = io.BytesIO()
+    np.save(file, rows)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 class ScriptedVLLM:
@@ -24,7 +42,8 @@ class ScriptedVLLM:
         self.cancelled = 0
         self.faults = {}  # path -> list of HANG, DROP, GARBAGE, (status, message)
         self.abort_next = 0
-        self.routes = None
+        self.routes = lambda prompt, tokens, start: None  # what is sent as routed_experts
+        self.edit = lambda page: page  # of a response of generate, in bytes
         self.receipt = {"ok": True}
         self.dtype = "bfloat16"
         self.load_s = 0.0
@@ -271,7 +290,9 @@ class ScriptedVLLM:
             "finish_reason": reason,
             "token_ids": tokens,
             "logprobs": {"content": [{"token_id": t, "logprob": -1.0} for t in tokens]},
-            "routed_experts": self.routes,
+            "routed_experts": self.routes(
+                prompt, tokens, params.get("routed_experts_prompt_start", 0)
+            ),
             "weight_versions": spans,
         }
         scores = None
@@ -287,4 +308,4 @@ class ScriptedVLLM:
             "prompt_logprobs": scores,
             "choices": [choice],
         }
-        return 200, answer
+        return 200, self.edit(json.dumps(answer).encode())

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from primerl.types import Completion, PolicyVersion, SamplingParams
+import numpy as np
+
+from primerl.types import Completion, PolicyVersion, Sample, SamplingParams
 
 
 @runtime_checkable
@@ -16,7 +18,8 @@ class Engine(Protocol):
 
     Two optional members limit what completions may contain, which every worker checks:
     ``vocab_size``, the number of token ids, and ``newest_version``, the newest version of any
-    replica.
+    replica. An engine that records expert routes has the ``RouteStore`` that they go to as
+    ``routes``; every worker checks the samples' routes with it.
     """
 
     @property
@@ -36,5 +39,39 @@ class Engine(Protocol):
 
         ``session`` names a conversation, so that an engine with several replicas can send its turns
         to the replica that has them cached.
+        """
+        ...
+
+
+@runtime_checkable
+class RouteStore(Protocol):
+    """Where an engine puts expert routes, and what checks those of a sample.
+
+    It is pickled into the worker's process. Both methods are called in threads, several at once.
+    """
+
+    def put(
+        self, rows: np.ndarray, *, start: int, versions: np.ndarray, shared: int = 0
+    ) -> tuple[str, ...]:
+        """Store the routes of one completion; returns the references to them.
+
+        Args:
+            rows: the experts of each token, uint8 or uint16[t, layers, k], for all decoder layers.
+                Row i is of token ``start + i``, in the forward pass that sampled the next one.
+            start: the token of the first row.
+            versions: of the weights that made each row's forward pass, int32[t].
+            shared: how many of the first rows are of the prompt, so that other completions of it
+                may have the same.
+
+        Raises:
+            ValueError: the rows can't be of this model; the message names layer and token.
+        """
+        ...
+
+    def check(self, sample: Sample) -> None:
+        """Check that ``sample.routes`` refer to routes of the tokens to be trained.
+
+        Raises:
+            ValueError: they don't; the message says what was expected.
         """
         ...

@@ -1,10 +1,7 @@
 """VLLMEngine against scripted servers: what it sends, what it makes of answers and of faults."""
 
 import asyncio
-import base64
-import contextlib
 import errno
-import io
 import json
 import math
 import threading
@@ -272,26 +269,6 @@ def test_cancellation_before_any_server_was_reached_leaves_nothing_behind(server
         asyncio.run(asyncio.wait_for(engine.generate([3], P(max_tokens=1)), 0.5))
 
     assert time.monotonic() - began < 30
-
-
-def test_routes_go_to_files(server, make, tmp_path):
-    routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
-    file = io.BytesIO()
-    np.save(file, routes)
-    server.routes = base64.b64encode(file.getvalue()).decode()
-
-    def found(**keywords):
-        # One engine at a time: a server holds the weights of one run.
-        with contextlib.closing(make(server, **keywords)) as engine:
-            return run(engine.generate([3], P(max_tokens=2))).routes
-
-    (written,) = found(routes_folder=tmp_path / "r")
-    assert written.startswith("file:/")
-    assert (np.load(written.removeprefix("file:")) == routes).all()
-    assert found() == ()
-    server.routes = "$$$"
-    with pytest.raises(RuntimeError, match="base64"):
-        found(routes_folder=tmp_path)
 
 
 def test_many_event_loops_and_threads(server, make):

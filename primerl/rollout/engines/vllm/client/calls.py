@@ -106,6 +106,7 @@ async def probe(
         how: dict[str, Any] = {
             "salt": replica.label or "",
             "adapter": fleet.adapter_of(replica),
+            "routes_start": fleet.no_routes(token_ids),
             "priority": requests.FIRST,
         }
         scored = await fleet.ask(

@@ -4,9 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
-from uuid import uuid4
 
-import attrs
 import numpy as np
 
 from primerl._vllm_names import SERVED_VOCAB_SIZE
@@ -20,6 +18,7 @@ from primerl.rollout.engines.vllm.client.http import (
     ServerFailed,
     Unreachable,
 )
+from primerl.rollout.engines.vllm.client.routes import ExpectedRoutes, RouteRecorder
 from primerl.rollout.engines.vllm.protocol import requests, responses
 from primerl.rollout.errors import summary
 from primerl.types import Completion, PolicyVersion, SamplingParams
@@ -48,7 +47,8 @@ class Dispatcher:
         self.vocab_size = fleet.settings.vocab_size
         """The number of token ids, if known; read from other threads."""
         self._fleet = fleet
-        self._routes_folder = fleet.settings.routes_folder
+        store = fleet.settings.routes
+        self._recorder = None if store is None else RouteRecorder(store)
         self._asked_vocab_size = self.vocab_size is not None
         self._asking = asyncio.Lock()
 
@@ -60,15 +60,19 @@ class Dispatcher:
         Raises:
             BadCompletion: the response breaks the contract of engines.
         """
-        routed = 0 if self._routes_folder is None else len(prompt) + params.max_tokens
-        max_bytes = responses.most_bytes(params.max_tokens, routed=routed)
+        max_bytes = responses.most_bytes(params.max_tokens)
+        recorder = self._recorder
+        routes_start = None if recorder is None else params.routes_start
 
         async def ask(replica: Replica) -> Completion:
             label = replica.label
+            expected = None if recorder is None else recorder.expect(len(prompt), params)
             # The salt is the replica's last known weights: prefixes of others are never reused.
             adapter = self._fleet.adapter_of(replica)
-            body = requests.generate_body(prompt, params, salt=label or "", adapter=adapter)
-            choice = (await self._attempt(replica, body, max_bytes)).choices[0]
+            body = requests.generate_body(
+                prompt, params, salt=label or "", adapter=adapter, routes_start=routes_start
+            )
+            choice = (await self._attempt(replica, body, max_bytes, expected)).choices[0]
             if choice.finish_reason in _UNFINISHED:
                 raise _Retry(f"{replica.url} ended a request with {choice.finish_reason!r}")
             versions = await self._versions(choice, replica, label)
@@ -82,8 +86,9 @@ class Dispatcher:
             )
             check_completion(completion, len(prompt), params, limits)
             self._learn(replica, versions, label)
-            routes = await self._store_routes(choice)
-            return completion if routes is None else attrs.evolve(completion, routes=routes)
+            if recorder is None or expected is None:
+                return completion
+            return await recorder.record(expected, choice, completion)
 
         return await self._dispatch(session, ask)
 
@@ -92,7 +97,11 @@ class Dispatcher:
         max_bytes = responses.most_bytes(1, scored=len(token_ids))
 
         async def ask(replica: Replica) -> np.ndarray:
-            body = requests.score_body(token_ids, adapter=self._fleet.adapter_of(replica))
+            adapter, routes_start = (
+                self._fleet.adapter_of(replica),
+                self._fleet.no_routes(token_ids),
+            )
+            body = requests.score_body(token_ids, adapter=adapter, routes_start=routes_start)
             answer = await self._attempt(replica, body, max_bytes)
             return responses.prompt_scores(answer, token_ids)
 
@@ -105,8 +114,13 @@ class Dispatcher:
         max_bytes = responses.most_bytes(1, scored=len(token_ids) * (k + 1))
 
         async def ask(replica: Replica) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            adapter = self._fleet.adapter_of(replica)
-            body = requests.score_body(token_ids, top_k=k, adapter=adapter)
+            adapter, routes_start = (
+                self._fleet.adapter_of(replica),
+                self._fleet.no_routes(token_ids),
+            )
+            body = requests.score_body(
+                token_ids, top_k=k, adapter=adapter, routes_start=routes_start
+            )
             answer = await self._attempt(replica, body, max_bytes)
             return responses.prompt_top_k(answer, token_ids, k)
 
@@ -148,11 +162,17 @@ class Dispatcher:
                     await asyncio.sleep(min(backoff, MOST_BACKOFF_S))
 
     async def _attempt(
-        self, replica: Replica, body: Mapping[str, Any], max_bytes: int
+        self,
+        replica: Replica,
+        body: Mapping[str, Any],
+        max_bytes: int,
+        expected: ExpectedRoutes | None = None,
     ) -> responses.Response:
         try:
             async with self._fleet.holding(replica):
-                return await self._fleet.ask(replica, body, max_bytes=max_bytes)
+                return await self._fleet.ask(
+                    replica, body, max_bytes=max_bytes, extraction=expected
+                )
         except Unreachable as error:
             self._fleet.lost(replica, str(error))
             raise _Retry(str(error), free=not error.sent, wait=False) from error
@@ -164,7 +184,7 @@ class Dispatcher:
             await self._fleet.poll(replica)  # a newer version has replaced it, or it is gone
             raise _Retry(str(error), wait=False) from error
         except BadResponse as error:
-            hint = "" if self._routes_folder else " (expert routes need routes_folder=)"
+            hint = "" if self._recorder else " (expert routes need VLLMEngine(..., routes=))"
             raise BadCompletion(f"{error}{hint}") from error
         except TimeoutError as error:
             raise _Retry(f"{replica.url} was lost with the request", wait=False) from error
@@ -222,10 +242,3 @@ class Dispatcher:
         if self._fleet.settings.on_update == "keep" and versions[0] != self._fleet.number(label):
             # Its prompt may have reused a prefix that older weights computed.
             raise _Retry(f"{replica.url} was updated before it began a request", wait=False)
-
-    async def _store_routes(self, choice: responses.Choice) -> str | None:
-        if self._routes_folder is None or (content := responses.routed_experts(choice)) is None:
-            return None
-        path = self._routes_folder / f"{uuid4().hex}.npy"
-        await asyncio.to_thread(path.write_bytes, content)
-        return f"file:{path}"

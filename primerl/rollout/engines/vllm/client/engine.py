@@ -6,12 +6,12 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from primerl._vllm_names import COLLECTIVE_RPC, DETOKENIZE, READ_WEIGHTS, SERVED_DTYPE
+from primerl.rollout.engines.protocol import RouteStore
 from primerl.rollout.engines.vllm.client.calls import agreed, call_route, probe, read_metrics
 from primerl.rollout.engines.vllm.client.connection import Connection
 from primerl.rollout.engines.vllm.client.fleet import Fleet
@@ -55,8 +55,11 @@ class VLLMEngine:
         down_timeout_s: how long requests wait while no server can be used. Before the first
             publication they wait as long as a request may take.
         retries: how often a request is sent again after a server failed it.
-        routes_folder: where the expert routes that servers return are written. Without it, the
-            routes of long sequences exceed the size allowed for responses.
+        routes: where the expert routes go that servers return (``--enable-return-routed-experts``),
+            such as a ``replay.Store``; it is pickled with the engine. Then each completion has
+            ``routes``, of all tokens from ``params.routes_start`` to the last but one, and a
+            response without them, or with those of another request, is a ``BadCompletion``. Without
+            it, the routes of long sequences exceed the size allowed for responses.
         vocab_size: the number of token ids; by default what the servers report, if they do. A
             completion with an id beyond it is a ``BadCompletion``.
         adapter: the name of a low-rank adapter, under which everything is sampled and scored, once
@@ -81,7 +84,7 @@ class VLLMEngine:
         request_timeout_s: float = 600.0,
         down_timeout_s: float = 60.0,
         retries: int = 3,
-        routes_folder: str | os.PathLike[str] | None = None,
+        routes: RouteStore | None = None,
         vocab_size: int | None = None,
         adapter: str | None = None,
     ) -> None:
@@ -95,11 +98,9 @@ class VLLMEngine:
             request_timeout_s=request_timeout_s,
             down_timeout_s=down_timeout_s,
             retries=retries,
-            routes_folder=None if routes_folder is None else Path(routes_folder).absolute(),
+            routes=routes,
             vocab_size=vocab_size,
         )
-        if self._settings.routes_folder is not None:
-            self._settings.routes_folder.mkdir(parents=True, exist_ok=True)
         self._known_version = version
         self._context_length: int | None = None
         self._connection: Connection | None = None
@@ -132,6 +133,11 @@ class VLLMEngine:
     def adapter(self) -> str | None:
         """The name of the adapter under which it samples; None for the servers' own weights."""
         return self._settings.labels.adapter
+
+    @property
+    def routes(self) -> RouteStore | None:
+        """Where expert routes go, None where they are not recorded."""
+        return self._settings.routes
 
     @property
     def request_timeout_s(self) -> float:
@@ -180,19 +186,25 @@ class VLLMEngine:
         """Sample one completion; cancelling the awaiting task cancels the request on its server.
 
         Only ``params.stop_token_ids`` end a completion early. Logprobs are processed (temperature
-        applied), and each token has the version of the weights that sampled it.
+        applied), and each token has the version of the weights that sampled it. Its expert routes
+        are in the store (``routes``) once this returns, decoded and stored in threads.
 
         Raises:
-            BadCompletion: a server's response breaks the contract of engines. The request is not
-                sent again, so that the fault is seen.
-            ValueError: the prompt is empty, prompt and ``max_tokens`` exceed the context, or vLLM
-                refuses the request.
+            BadCompletion: a server's response breaks the contract of engines, or has no expert
+                routes, or such as the store refuses. The request is not sent again, so that the
+                fault is seen.
+            ValueError: the prompt is empty, prompt and ``max_tokens`` exceed the context,
+                ``routes_start`` exceeds the prompt, or vLLM refuses the request.
             RuntimeError: no server was usable for ``down_timeout_s``, the retries were used up, or
                 the request took longer than ``request_timeout_s``.
         """
-        prompt = [int(token) for token in prompt_ids]
+        prompt = _plain(prompt_ids)
         await self._learn_context()
         self._check(prompt, params.max_tokens)
+        if self.routes is not None and params.routes_start > len(prompt):
+            raise ValueError(
+                f"routes_start is {params.routes_start}, beyond the prompt of {len(prompt)} tokens"
+            )
         if 0 < params.temperature < LEAST_TEMPERATURE:
             raise ValueError(
                 f"temperature={params.temperature}: vLLM raises it to {LEAST_TEMPERATURE}; use 0 "
@@ -207,7 +219,7 @@ class VLLMEngine:
         Returns:
             float32[t], at temperature 1; entry 0 is 0.
         """
-        tokens = [int(token) for token in token_ids]
+        tokens = _plain(token_ids)
         await self._learn_context()
         self._check(tokens, 1)
         return await self._request(self._connected().dispatcher.score(tokens))
@@ -225,7 +237,7 @@ class VLLMEngine:
         """
         if k < 1:
             raise ValueError(f"k is {k}, expected at least 1")
-        tokens = [int(token) for token in token_ids]
+        tokens = _plain(token_ids)
         await self._learn_context()
         self._check(tokens, 1)
         return await self._request(self._connected().dispatcher.score_top_k(tokens, k))
@@ -398,7 +410,7 @@ class VLLMEngine:
             ValueError: a sequence is empty or exceeds the context.
             RuntimeError: a server failed.
         """
-        tokens = [[int(token) for token in sequence] for sequence in sequences]
+        tokens = [_plain(sequence) for sequence in sequences]
         for one in tokens:
             self._check(one, max_new_tokens)
         return self._connected().run(
@@ -488,3 +500,11 @@ class VLLMEngine:
                     self._members, self._settings, version=self._known_version
                 )
             return self._connection
+
+
+def _plain(token_ids: Sequence[int] | np.ndarray) -> list[int]:
+    """Token ids as JSON can hold them; 100,000 of an array take 1 ms, of a list 6."""
+    if isinstance(token_ids, np.ndarray) and np.issubdtype(token_ids.dtype, np.integer):
+        plain: list[int] = token_ids.tolist()
+        return plain
+    return list(map(int, token_ids))

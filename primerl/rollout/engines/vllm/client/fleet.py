@@ -4,13 +4,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from primerl import _vllm_names as names
 from primerl.rollout.engines.replicas import Replica, Replicas
-from primerl.rollout.engines.vllm.client.http import Http, Refused, ServerFailed, Unreachable
+from primerl.rollout.engines.vllm.client.http import (
+    Extraction,
+    Http,
+    Refused,
+    ServerFailed,
+    Unreachable,
+)
 from primerl.rollout.engines.vllm.client.members import Members
 from primerl.rollout.engines.vllm.client.settings import Settings
 from primerl.rollout.engines.vllm.protocol import responses
@@ -168,6 +174,10 @@ class Fleet:
         cards = responses.decode(responses.model_cards, content, replica.url).data
         return [card.id for card in cards]
 
+    def no_routes(self, token_ids: Sequence[int]) -> int | None:
+        """Where a request lets expert routes begin that needs none; None of servers without any."""
+        return None if self.settings.routes is None else len(token_ids)
+
     def adapter_of(self, replica: Replica) -> str | None:
         """What a request to a replica calls the adapter; None for the server's own weights."""
         return None if self.labels.adapter is None else replica.label
@@ -262,13 +272,23 @@ class Fleet:
     # ---- requests ----
 
     async def ask(
-        self, replica: Replica, body: Mapping[str, Any], *, max_bytes: int
+        self,
+        replica: Replica,
+        body: Mapping[str, Any],
+        *,
+        max_bytes: int,
+        extraction: Extraction | None = None,
     ) -> responses.Response:
-        """One replica's response to a completion request."""
+        """One replica's response to a completion request, without what ``extraction`` takes."""
         request_id = uuid4().hex
         body = {"request_id": request_id, **body}
         content = await self.http.post(
-            replica.url, names.GENERATE, body, keep=True, max_bytes=max_bytes
+            replica.url,
+            names.GENERATE,
+            body,
+            keep=True,
+            max_bytes=max_bytes,
+            extraction=extraction,
         )
         return responses.read_response(
             content,

@@ -10,7 +10,7 @@ the trainer and the server may need.
 import asyncio
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import aiohttp
 import msgspec
@@ -45,6 +45,20 @@ class BadResponse(RuntimeError):
     """A response is too large for its request, or compressed."""
 
 
+@runtime_checkable
+class Extraction(Protocol):
+    """Takes a part out of a response as it arrives."""
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that it takes."""
+        ...
+
+    async def take(self, chunk: bytes) -> bytes:
+        """Take its part out of a chunk; returns the rest of it."""
+        ...
+
+
 class Http:
     """A client of servers; created and used on one event loop."""
 
@@ -73,10 +87,13 @@ class Http:
         *,
         keep: bool = False,
         max_bytes: int = SMALL_BYTES,
+        extraction: Extraction | None = None,
     ) -> bytes:
         """The content of a response of up to ``max_bytes`` to a POST of JSON.
 
-        A request that is cancelled closes its connection, which ``keep`` keeps alive for others.
+        What ``extraction`` takes is not of the content. What it raises closes the connection, and
+        is raised. A request that is cancelled closes its connection, which ``keep`` keeps alive for
+        others.
 
         Raises:
             BadResponse: the response is larger, or compressed.
@@ -87,7 +104,7 @@ class Http:
         """
         session = self._kept if keep else self._single
         content = b"" if body is None else msgspec.json.encode(body)
-        return await self._request(session, "POST", url, path, content, max_bytes)
+        return await self._request(session, "POST", url, path, content, max_bytes, extraction)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -102,7 +119,9 @@ class Http:
         path: str,
         body: bytes | None,
         max_bytes: int,
+        extraction: Extraction | None = None,
     ) -> bytes:
+        most_bytes = max_bytes + (0 if extraction is None else extraction.most_bytes)
         where = f"{url}{path.partition('?')[0]}"
         try:
             async with session.request(
@@ -114,8 +133,8 @@ class Http:
                 if encoding.lower() != "identity":
                     raise BadResponse(f"{where} answered with the encoding {encoding[:40]!r}")
                 declared = response.content_length or 0
-                if declared <= max_bytes:
-                    content = await _read(response, max_bytes)
+                if declared <= most_bytes:
+                    content = await _read(response, max_bytes, extraction)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise Unreachable(f"{url} can't be reached ({error})", sent=False) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
@@ -124,16 +143,18 @@ class Http:
         except (aiohttp.ClientError, asyncio.LimitOverrunError) as error:
             # Without its cause, which holds the request's headers, and so the key.
             raise RuntimeError(f"{url} is not an HTTP server: {error}") from None
-        if declared > max_bytes or len(content) > max_bytes:
-            raise BadResponse(f"{where} answered with more than the expected {max_bytes:,} bytes")
+        if declared > most_bytes or len(content) > max_bytes:
+            raise BadResponse(f"{where} answered with more than the expected {most_bytes:,} bytes")
         return content
 
 
-async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+async def _read(
+    response: aiohttp.ClientResponse, max_bytes: int, extraction: Extraction | None = None
+) -> bytes:
     """The content, cut off after a little more than ``max_bytes``, which closes the connection."""
     content = bytearray()
     async for chunk in response.content.iter_any():
-        content += chunk
+        content += chunk if extraction is None else await extraction.take(chunk)
         if len(content) > max_bytes:
             response.close()
             break

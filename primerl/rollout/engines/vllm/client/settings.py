@@ -1,9 +1,8 @@
 """How an engine talks to its servers."""
 
-from pathlib import Path
-
 import attrs
 
+from primerl.rollout.engines.protocol import RouteStore
 from primerl.rollout.engines.vllm.protocol.labels import Labels
 
 ON_UPDATE = {
@@ -23,7 +22,7 @@ class Settings:
     request_timeout_s: float
     down_timeout_s: float
     retries: int
-    routes_folder: Path | None
+    routes: RouteStore | None
     vocab_size: int | None
 
     def __attrs_post_init__(self) -> None:
@@ -32,6 +31,10 @@ class Settings:
         if self.on_update not in ON_UPDATE:
             raise ValueError(
                 f"on_update={self.on_update!r}; expected one of {', '.join(ON_UPDATE)}"
+            )
+        if self.routes is not None and not isinstance(self.routes, RouteStore):
+            raise ValueError(
+                f"routes is a {type(self.routes).__name__}, expected a store with put() and check()"
             )
         if self.retries < 0:
             raise ValueError(f"retries is {self.retries}, expected at least 0")

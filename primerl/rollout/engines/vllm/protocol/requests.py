@@ -15,11 +15,13 @@ def generate_body(
     *,
     salt: str,
     adapter: str | None = None,
+    routes_start: int | None = None,
     priority: int = 0,
 ) -> dict[str, Any]:
     """A request for one completion, ended only by ``max_tokens`` or a stop token.
 
     ``adapter`` is the server's name of the one to sample under, None for its own weights.
+    ``routes_start`` is the first token whose expert routes are wanted, of a server that sends them.
     """
     sampling: dict[str, Any] = {
         "max_tokens": params.max_tokens,
@@ -33,6 +35,8 @@ def generate_body(
     }
     if params.seed is not None:
         sampling["seed"] = params.seed
+    if routes_start is not None:
+        sampling["routed_experts_prompt_start"] = routes_start
     body = {"token_ids": prompt, "sampling_params": sampling, "cache_salt": salt}
     body |= {} if adapter is None else {"model": adapter}
     return body | ({"priority": priority} if priority else {})
@@ -44,6 +48,7 @@ def score_body(
     top_k: int = 0,
     salt: str | None = None,
     adapter: str | None = None,
+    routes_start: int | None = None,
     priority: int = 0,
 ) -> dict[str, Any]:
     """A request for the logprobs of a prompt, which vLLM computes without its prefix cache.
@@ -52,7 +57,9 @@ def score_body(
     requests of the same ``salt``.
     """
     sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k, "detokenize": False}
-    body = {"token_ids": token_ids, "sampling_params": sampling}
+    if routes_start is not None:
+        sampling["routed_experts_prompt_start"] = routes_start
+    body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": sampling}
     body |= {} if salt is None else {"cache_salt": salt}
     body |= {} if adapter is None else {"model": adapter}
     return body | ({"priority": priority} if priority else {})

@@ -4,9 +4,6 @@ Servers are not trusted: the request bounds the size of a response, types bound 
 number in it decides how much memory is allocated.
 """
 
-import base64
-import binascii
-import io
 import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
@@ -20,7 +17,6 @@ from primerl.types import Completion, PolicyVersion
 NO_LOGPROB = -9999.0  # vLLM's replacement for -inf and NaN
 RESPONSE_BYTES = 1 << 16  # without the tokens
 TOKEN_BYTES = 1 << 10  # per token, with logprob and span; vLLM needs about 200
-ROUTE_BYTES = 1 << 13  # per token: 128 layers of 24 experts in base64, 2 bytes each
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 T = TypeVar("T")
@@ -34,7 +30,7 @@ class Span(msgspec.Struct):
     end: Int32
 
 
-class TokenLogprob(msgspec.Struct):
+class TokenLogprob(msgspec.Struct, gc=False):
     """The logprob of a token."""
 
     logprob: float
@@ -114,15 +110,14 @@ def decode(decoder: "msgspec.json.Decoder[T]", content: bytes, where: str) -> T:
         ) from error
 
 
-def most_bytes(completion_tokens: int, *, scored: int = 0, routed: int = 0) -> int:
-    """The maximum size of a response.
+def most_bytes(completion_tokens: int, *, scored: int = 0) -> int:
+    """The maximum size of a response, without expert routes.
 
     Args:
         completion_tokens: ``max_tokens`` of the request.
         scored: prompt tokens whose logprobs were requested.
-        routed: tokens whose expert routes may be included.
     """
-    return RESPONSE_BYTES + TOKEN_BYTES * (completion_tokens + scored) + ROUTE_BYTES * routed
+    return RESPONSE_BYTES + TOKEN_BYTES * (completion_tokens + scored)
 
 
 def read_response(
@@ -260,29 +255,3 @@ def prompt_top_k(
         top_ids[index] = [int(token) for token, _ in best]
         top_logprobs[index] = [entry.logprob for _, entry in best]
     return scores, top_ids, top_logprobs
-
-
-def routed_experts(choice: Choice) -> bytes | None:
-    """The ``.npy`` file of the experts that each token was routed to, if the server sent it.
-
-    Raises:
-        BadCompletion: it is damaged, or its header and its size disagree.
-    """
-    if choice.routed_experts is None:
-        return None
-    try:
-        content = base64.b64decode(choice.routed_experts, validate=True)
-    except binascii.Error as error:
-        raise BadCompletion(f"the routed experts are not base64: {error}") from error
-    file = io.BytesIO(content)
-    npy: Any = np.lib.format
-    try:
-        npy.read_magic(file)
-        shape, _, dtype = npy.read_array_header_1_0(file)
-    except (ValueError, RecursionError, MemoryError) as error:  # a header nested too deeply
-        raise BadCompletion(f"the routed experts are not a .npy file: {error}") from error
-    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(content) - file.tell():
-        raise BadCompletion(
-            f"the routed experts have {len(content)} bytes, and their header says {dtype}{shape}"
-        )
-    return content

@@ -1,0 +1,198 @@
+"""1 GB of expert routes through one engine client: how responsive event loops stay meanwhile.
+
+    pytest bench/test_route_streaming.py -o addopts=--import-mode=importlib --benchmark-only -s
+
+A server in another process answers as vLLM does, in the shape of GLM-5: routes of 78 decoder
+layers, 8 of 256 experts each, in base64 within JSON. The client's process is like a worker's: its
+main event loop awaits completions and is watched, as is the client's own. The store copies the
+rows, as one in shared memory does. *Before* is a client that reads the response as a whole,
+decodes the JSON and then the base64, all on the event loop.
+
+ROUTES_GB, ROUTES_PROMPT, ROUTES_SAMPLED, ROUTES_AT_ONCE: other sizes.
+"""
+
+import asyncio
+import base64
+import io
+import json
+import multiprocessing
+import os
+import time
+
+import aiohttp
+import numpy as np
+import pytest
+from aiohttp import web
+
+from primerl import rollout
+from primerl.types import SamplingParams
+
+GIGABYTES = float(os.environ.get("ROUTES_GB", 1))
+PROMPT = int(os.environ.get("ROUTES_PROMPT", 127_000))
+SAMPLED = int(os.environ.get("ROUTES_SAMPLED", 4_000))
+AT_ONCE = int(os.environ.get("ROUTES_AT_ONCE", 4))
+LAYERS, K = 78, 8
+ROWS = PROMPT + SAMPLED - 1
+REQUESTS = max(AT_ONCE, round(GIGABYTES * 1e9 / (ROWS * LAYERS * K)))
+PERIOD_S = 0.002
+
+
+def answer(label):
+    """The parts of a response: up to the request's id, up to the routes, these, and the end."""
+    rows = np.random.default_rng(0).integers(0, 256, (ROWS, LAYERS, K), np.uint8)
+    file = io.BytesIO()
+    np.save(file, rows)
+    entry = {"token": "token_id:77", "logprob": -1.25, "bytes": None, "top_logprobs": []}
+    choice = {
+        "index": 0,
+        "logprobs": {"content": [entry] * SAMPLED},
+        "finish_reason": "length",
+        "token_ids": [77] * SAMPLED,
+        "weight_versions": [{"version": label, "start": 0, "end": SAMPLED}],
+    }
+    end = json.dumps({"choices": [choice]}, separators=(",", ":"))
+    end = end.removeprefix('{"choices":[{').encode()
+    return b'","choices":[{"routed_experts":"', base64.b64encode(file.getvalue()) + b'",', end
+
+
+def serve(pipe):
+    """A server, in a process of its own, until it is killed."""
+    state = {"label": "default"}
+    parts = []
+
+    async def generate(request):
+        body = await request.json()
+        begin, routes, end = parts
+        begin = f'{{"request_id":"{body["request_id"]}'.encode() + begin
+        size = len(begin) + len(routes) + len(end)
+        response = web.StreamResponse(headers={"Content-Length": str(size)})
+        await response.prepare(request)
+        await response.write(begin)
+        for at in range(0, len(routes), 1 << 20):
+            await response.write(routes[at : at + (1 << 20)])
+        await response.write(end)
+        return response
+
+    async def adopt(request):
+        state["label"] = (await request.json())["new_version"]
+        parts[:] = answer(state["label"])
+        return web.json_response({})
+
+    async def other(request):
+        return web.json_response(
+            {
+                "weight_version": state["label"],
+                "data": [{"id": "glm", "max_model_len": PROMPT + SAMPLED}],
+                "results": [{"vocab_size": 1000}],
+            }
+        )
+
+    async def main():
+        application = web.Application(client_max_size=1 << 30)
+        application.router.add_post("/inference/v1/generate", generate)
+        application.router.add_post("/update_weight_version", adopt)
+        application.router.add_route("*", "/{path:.*}", other)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        pipe.send(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        await asyncio.sleep(3600)
+
+    asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def url():
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=serve, args=(there,), daemon=True)
+    process.start()
+    assert here.poll(60)
+    yield here.recv()
+    process.kill()
+    process.join()
+
+
+class CopyingStore:
+    def put(self, rows, *, start, versions, shared=0):
+        assert rows.shape == (ROWS, LAYERS, K)
+        np.copyto(np.empty_like(rows), rows)
+        return ("fake:0",)
+
+    def check(self, sample):
+        pass
+
+
+async def watch(lags):
+    """Note how late timers fire, until cancelled."""
+    while True:
+        due = time.perf_counter() + PERIOD_S
+        await asyncio.sleep(PERIOD_S)
+        lags.append(time.perf_counter() - due)
+
+
+def report(benchmark, seconds, **lags):
+    benchmark.extra_info["requests"] = REQUESTS
+    benchmark.extra_info["gigabytes"] = round(REQUESTS * ROWS * LAYERS * K / 1e9, 2)
+    benchmark.extra_info["mb_per_s"] = round(REQUESTS * ROWS * LAYERS * K / 1e6 / seconds)
+    for name, values in lags.items():
+        benchmark.extra_info |= {
+            f"{name}_p50_ms": round(1e3 * float(np.quantile(values, 0.5)), 1),
+            f"{name}_p99_ms": round(1e3 * float(np.quantile(values, 0.99)), 1),
+            f"{name}_max_ms": round(1e3 * max(values), 1),
+        }
+    print(f"\n{benchmark.extra_info}")
+
+
+def in_parallel(request):
+    """All requests, AT_ONCE at a time, with the lag of this event loop."""
+
+    async def main():
+        lags, left = [], iter(range(REQUESTS))
+
+        async def client():
+            for _ in left:
+                await request()
+
+        watcher = asyncio.create_task(watch(lags))
+        await asyncio.gather(*(client() for _ in range(AT_ONCE)))
+        watcher.cancel()
+        return lags
+
+    return main()
+
+
+def test_routes_through_the_engine(benchmark, url):
+    engine = rollout.VLLMEngine(url, routes=CopyingStore(), request_timeout_s=3600)
+    prompt = np.ones(PROMPT, np.int32)
+    params = SamplingParams(max_tokens=SAMPLED)
+
+    async def request():
+        completion = await engine.generate(prompt, params)
+        assert completion.routes == ("fake:0",)
+
+    with engine, asyncio.Runner() as runner:
+        engine.adopt(0)
+        client_lags = []
+        watcher = engine._connected().loop.submit(watch(client_lags))
+        runner.run(request())
+        client_lags.clear()
+        lags = benchmark.pedantic(lambda: runner.run(in_parallel(request)), rounds=1)
+        watcher.cancel()
+    report(benchmark, benchmark.stats.stats.mean, lag=lags, client_lag=client_lags)
+
+
+def test_before(benchmark, url):
+    prompt = [1] * PROMPT
+
+    async def request():
+        body = {"request_id": "x", "token_ids": prompt}
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{url}/inference/v1/generate", json=body) as response:
+                choice = json.loads(await response.read())["choices"][0]
+        rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"], validate=True)))
+        CopyingStore().put(rows, start=0, versions=None)
+
+    with asyncio.Runner() as runner:
+        lags = benchmark.pedantic(lambda: runner.run(in_parallel(request)), rounds=1)
+    report(benchmark, benchmark.stats.stats.mean, lag=lags)

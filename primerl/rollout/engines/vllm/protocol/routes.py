@@ -1,0 +1,141 @@
+"""Expert routes as vLLM sends them: base64 of a ``.npy`` file."""
+
+import binascii
+import re
+import time
+from typing import Any
+
+import numpy as np
+
+from primerl.rollout.engines.contract import BadCompletion
+
+ROW_BYTES = 128 * 24 * 2  # the most of one token: 128 layers of 24 experts
+HEADER_BYTES = 1 << 10  # numpy writes 128
+PIECE = 1 << 16  # characters decoded at once: 0.4 ms in which no other thread runs
+PAUSE_S = 1e-5  # with 0, a thread that waits for the interpreter would mostly wake too late
+
+_MAGIC = b"\x93NUMPY\x01\x00"
+# As numpy writes it. Its own reader evaluates what it reads.
+_HEADER = re.compile(
+    rb"\{'descr': '(\|u1|<u2)', 'fortran_order': False, "
+    rb"'shape': \((\d{1,9}), (\d{1,9}), (\d{1,9})\), \} *\n"
+)
+
+
+def most_characters(most_rows: int) -> int:
+    """The most characters of the routes of ``most_rows`` tokens."""
+    return (HEADER_BYTES + ROW_BYTES * most_rows) * 4 // 3 + 4
+
+
+class RoutesDecoder:
+    """Decodes routes in parts, into one array.
+
+    ``feed`` and ``finish`` are called in threads, one at a time. The array has the size that the
+    header says, at most that of ``most_rows`` rows, and takes memory as it is filled.
+
+    Args:
+        most_rows: tokens that the request may have routes of.
+    """
+
+    def __init__(self, *, most_rows: int) -> None:
+        self._most_rows = most_rows
+        self._characters = b""  # less than four, which are three bytes
+        self._padded = False
+        self._start = bytearray()  # the header, until it is complete
+        self._rows: np.ndarray | None = None
+        self._content = memoryview(b"")
+        self._filled = 0
+
+    def feed(self, characters: bytes) -> None:
+        """Decode the next characters.
+
+        Raises:
+            BadCompletion: they are not base64, or not of a file with routes of this request.
+        """
+        characters = self._characters + characters
+        whole = len(characters) - len(characters) % 4
+        for at in range(0, whole, PIECE):
+            self._take(self._decode(characters[at : min(at + PIECE, whole)]))
+            time.sleep(PAUSE_S)  # lets the event loops run
+        self._characters = characters[whole:]
+
+    def finish(self) -> np.ndarray:
+        """The routes, uint8 or uint16[t, layers, k].
+
+        Raises:
+            BadCompletion: there are fewer than the header says.
+        """
+        if self._characters:
+            raise BadCompletion("the routed experts are not base64: the last characters are lost")
+        if self._rows is None:
+            raise BadCompletion(
+                f"the routed experts are not a .npy file: its {len(self._start)} bytes end within "
+                "the header"
+            )
+        if self._filled < len(self._content):
+            row = max(1, self._rows[:1].nbytes)
+            raise BadCompletion(
+                f"the routed experts have {self._filled} bytes, which end within row "
+                f"{self._filled // row}, and their header says {_describe(self._rows)}"
+            )
+        return self._rows
+
+    def _decode(self, characters: bytes) -> bytes:
+        if self._padded:
+            raise BadCompletion("the routed experts are not base64: characters follow the padding")
+        try:
+            content = binascii.a2b_base64(characters, strict_mode=True)
+        except ValueError as error:  # binascii.Error is one
+            raise BadCompletion(f"the routed experts are not base64: {error}") from error
+        self._padded = characters.endswith(b"=")
+        return content
+
+    def _take(self, content: bytes) -> None:
+        if self._rows is None:
+            self._start += content
+            content = self._read_header()
+        if self._rows is None or not content:
+            return
+        end = self._filled + len(content)
+        if end > len(self._content):
+            raise BadCompletion(
+                f"the routed experts have more bytes than {_describe(self._rows)}, which their "
+                "header says"
+            )
+        self._content[self._filled : end] = content
+        self._filled = end
+
+    def _read_header(self) -> bytes:
+        """Make the array, once the header is complete; returns the content after it."""
+        start = bytes(self._start)
+        size = 10 + int.from_bytes(start[8:10], "little")
+        if start[:8] != _MAGIC[: len(start)] or size > HEADER_BYTES:
+            raise BadCompletion(
+                "the routed experts are not a .npy file of version 1.0: they begin with "
+                f"{start[:10]!r}"
+            )
+        if len(start) < max(size, 10):
+            return b""
+        header = _HEADER.fullmatch(start[10:size])
+        if header is None:
+            raise BadCompletion(
+                f"the routed experts have the header {start[10:size].strip()!r:.200}; expected "
+                "uint8 or uint16[tokens, layers, experts of a token]"
+            )
+        shape = [int(number) for number in header.groups()[1:]]
+        self._rows = self._allocate(np.dtype(header[1].decode()), *shape)
+        self._content = self._rows.reshape(-1).view(np.uint8).data
+        self._start.clear()
+        return start[size:]
+
+    def _allocate(self, dtype: np.dtype[Any], count: int, layers: int, k: int) -> np.ndarray:
+        what = f"the routed experts are {dtype}[{count}, {layers}, {k}]"
+        if count > self._most_rows:
+            raise BadCompletion(f"{what}; the request allows routes of {self._most_rows} tokens")
+        if not 1 <= layers * k * dtype.itemsize <= ROW_BYTES:
+            raise BadCompletion(f"{what}; expected 1 to {ROW_BYTES} bytes of a token")
+        return np.empty((count, layers, k), dtype)
+
+
+def _describe(rows: np.ndarray) -> str:
+    return f"{rows.dtype}{list(rows.shape)}"

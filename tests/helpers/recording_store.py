@@ -1,0 +1,28 @@
+"""A store of expert routes that records what it is given."""
+
+import attrs
+import numpy as np
+
+
+@attrs.define
+class RecordingStore:
+    """References are ``fake:0``, ``fake:1``, ...; ``check`` refuses samples without any."""
+
+    puts: list = attrs.Factory(list)
+    """The rows, and the other arguments, of each call."""
+    checked: list = attrs.Factory(list)
+    fault: str = ""
+    """What ``put`` refuses everything with."""
+
+    def put(self, rows, *, start, versions, shared=0):
+        if self.fault:
+            raise ValueError(self.fault)
+        assert rows.shape[0] == len(versions) > 0
+        assert versions.dtype == np.int32
+        self.puts.append((rows, {"start": start, "versions": versions.tolist(), "shared": shared}))
+        return (f"fake:{len(self.puts) - 1}",)
+
+    def check(self, sample):
+        self.checked.append(sample)
+        if not sample.routes:
+            raise ValueError("the sample has no routes at token 1, layer 0")

@@ -6,36 +6,13 @@ import random
 
 import pytest
 import torch
+from served_models import generate_all, perturbed, prompts, require_pause, wide_model
 
 from primerl import loss, rollout, testing, weights
 from primerl.rollout.engines.transformers.batcher import Batcher
 from primerl.types import SamplingParams
 
 TOLERANCE = 1e-5
-
-
-def perturbed(model, seed):
-    """Other weights of the same model, far enough away to tell them apart."""
-    other = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return other
-
-
-def wide_model(family="qwen3_moe"):
-    """Logits that differ enough for wrong weights to show."""
-    return perturbed(testing.tiny_model(family), seed=99)
-
-
-def prompts(count, seed=0):
-    rng = random.Random(seed)
-    return [[rng.randrange(2, 64) for _ in range(rng.randint(1, 12))] for _ in range(count)]
-
-
-async def generate_all(engine, requests):
-    return await asyncio.gather(*(engine.generate(p, params) for p, params in requests))
 
 
 def forward_logprobs(model, prompt, completion, temperature):
@@ -82,11 +59,6 @@ def test_logprobs_equal_the_packed_forward_of_the_trainer(family, temperature):
         assert len(completion.token_ids) == 10
         assert completion.finish_reason == "length"
         torch.testing.assert_close(ours, torch.tensor(completion.logprobs), atol=TOLERANCE, rtol=0)
-
-
-def require_pause(engine):
-    if not engine._batcher.can_pause:
-        pytest.skip("this transformers cannot pause; updates wait until requests have ended")
 
 
 def run_with_updates(engine, models, *, requests=12, tokens=60):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from primerl.rollout.engines.protocol import RouteStore
-from primerl.rollout.engines.transformers.routing import RouteRecorder, completion_span
+from primerl.rollout.engines.transformers.routing import RouteRecorder
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
 # So low that any two different float32 logits decide the sample: greedy, per request.
@@ -122,7 +122,10 @@ class Batcher:
         if self._recorder is None or self._routes is None:
             return completion
         prompt_length = len(request.prompt_ids)
-        start, end = completion_span(completion, prompt_length, request.params.routes_start)
+        start = request.params.routes_start
+        end = prompt_length + len(completion.token_ids) - 1  # the last token was not processed
+        if start == end:
+            return completion
         rows, versions = self._recorder.rows(request.id, start=start, end=end)
         shared = max(0, prompt_length - 1 - start)
         references = await asyncio.to_thread(

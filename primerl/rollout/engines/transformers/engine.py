@@ -225,6 +225,10 @@ class TransformersEngine:
                 f"a prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} exceed the "
                 f"context of {self.context_length} tokens"
             )
+        if self.routes is not None and params.routes_start > len(prompt):
+            raise ValueError(
+                f"routes_start is {params.routes_start}, beyond the prompt of {len(prompt)} tokens"
+            )
         if params.top_p < 1 or params.top_k != -1:
             raise ValueError(
                 f"top_p={params.top_p}, top_k={params.top_k}: this engine samples from the full "

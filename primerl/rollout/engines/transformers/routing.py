@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 from torch import nn
 
-from primerl.types import Completion, PolicyVersion
+from primerl.types import PolicyVersion
 
 
 class CapturedRows(Protocol):
@@ -106,14 +106,3 @@ class RouteRecorder:
                 start = scheduled.state.position_offset - count  # it was advanced when scheduled
                 spans.append(_Span(start, rows[row : row + count].copy(), version))
             row += count
-
-
-def completion_span(
-    completion: Completion, prompt_length: int, routes_start: int
-) -> tuple[int, int]:
-    """The tokens whose routes belong to a completion: all but the last, which was never processed.
-
-    Returns the first and the one after the last; none, where what is known reaches further.
-    """
-    end = prompt_length + len(completion.token_ids) - 1
-    return min(routes_start, end), end

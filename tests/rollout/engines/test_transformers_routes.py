@@ -1,0 +1,152 @@
+"""Routes that the engine in this process records, against a plain forward pass of each version."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+import torch
+from recording_store import RecordingStore
+from served_models import generate_all, perturbed, prompts, require_pause, wide_model
+
+from primerl import replay, rollout, weights
+from primerl.types import SamplingParams
+
+
+def engine_with_routes(model, store, **settings):
+    return rollout.TransformersEngine(
+        model, routes=store, capture=replay.capture, seed=0, **settings
+    )
+
+
+def plain_rows(model, token_ids):
+    with torch.no_grad(), replay.capture(model) as routes:
+        model(torch.tensor([token_ids]))
+    return np.sort(routes.rows.numpy(), axis=-1)
+
+
+def check_rows(models, prompt, completion, put):
+    """Each row is what a forward pass of the version that it claims chooses, as a set."""
+    rows, given = put
+    token_ids = prompt + completion.token_ids.tolist()
+    assert given["start"] + len(rows) == len(token_ids) - 1
+    versions = np.array(given["versions"])
+    for version in set(given["versions"]):
+        plain = plain_rows(models[version], token_ids)[given["start"] : -1]
+        ours = np.sort(rows, axis=-1)
+        assert (ours == plain)[versions == version].all()
+
+
+def test_routes_of_requests_that_are_batched_together():
+    model, store = wide_model(), RecordingStore()
+    asked = prompts(12)
+    params = [SamplingParams(max_tokens=3 + n % 5) for n in range(12)]
+    with engine_with_routes(model, store) as engine:
+        completions = asyncio.run(generate_all(engine, list(zip(asked, params, strict=True))))
+        assert engine._recorder._spans == {}
+
+    for prompt, completion in zip(asked, completions, strict=True):
+        (reference,) = completion.routes
+        put = store.puts[int(reference.removeprefix("fake:"))]
+        assert put[0].shape[1:] == (2, 2)
+        assert put[1]["shared"] == len(prompt) - 1
+        assert set(put[1]["versions"]) == {0}
+        check_rows([model], prompt, completion, put)
+
+
+@pytest.mark.parametrize("known", [4, 5])
+def test_routes_that_are_known_are_left_out(known):
+    model, store = wide_model(), RecordingStore()
+    prompt = [5, 9, 2, 30, 7]
+    params = SamplingParams(max_tokens=3, routes_start=known)
+    with engine_with_routes(model, store) as engine:
+        (completion,) = asyncio.run(generate_all(engine, [(prompt, params)]))
+
+    ((rows, given),) = store.puts
+    assert given["start"] == known
+    assert len(rows) == 5 + 3 - 1 - known
+    assert given["shared"] == 0
+    check_rows([model], prompt, completion, (rows, given))
+
+
+def test_a_single_token_after_known_ones_has_no_routes():
+    store = RecordingStore()
+    params = SamplingParams(max_tokens=1, routes_start=2)
+    with engine_with_routes(wide_model(), store) as engine:
+        (completion,) = asyncio.run(generate_all(engine, [([5, 9], params)]))
+        with pytest.raises(ValueError, match="routes_start is 2, beyond the prompt of 1 tokens"):
+            asyncio.run(generate_all(engine, [([5], params)]))
+    assert completion.routes == ()
+    assert store.puts == []
+
+
+def test_what_was_recorded_first_wins_when_weights_change_in_mid_completion():
+    """The cache is recomputed with the new weights, which routes earlier tokens again."""
+    models = [wide_model()]
+    models += [perturbed(models[0], seed) for seed in (1, 2)]
+    store = RecordingStore()
+
+    async def main(engine):
+        asked = prompts(6, seed=1)
+        tasks = [
+            asyncio.create_task(engine.generate(prompt, SamplingParams(max_tokens=40)))
+            for prompt in asked
+        ]
+        await asyncio.sleep(0.01)  # let them be submitted
+        for version, model in enumerate(models[1:], start=1):
+            while max(len(r.token_ids) for r in engine._batcher.requests.values()) < 10 * version:
+                await asyncio.sleep(0.001)
+            transport = weights.SharedMemory(model, engine)
+            await asyncio.to_thread(transport.publish, version)
+        return list(zip(asked, await asyncio.gather(*tasks), strict=True))
+
+    with engine_with_routes(models[0], store) as engine:
+        require_pause(engine)
+        answers = asyncio.run(main(engine))
+
+    seen = set()
+    for prompt, completion in answers:
+        put = store.puts[int(completion.routes[0].removeprefix("fake:"))]
+        assert put[1]["versions"][len(prompt) - 1 :] == completion.versions.tolist()
+        assert put[1]["versions"][: len(prompt) - 1] == [completion.versions[0]] * (len(prompt) - 1)
+        check_rows(models, prompt, completion, put)
+        seen.update(put[1]["versions"])
+    assert seen == {0, 1, 2}
+
+
+def test_a_request_that_is_cancelled_leaves_no_routes():
+    store = RecordingStore()
+
+    async def main(engine):
+        task = asyncio.create_task(engine.generate([3, 4], SamplingParams(max_tokens=200)))
+        while not engine._recorder._spans:
+            assert not task.done()
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return await asyncio.wait_for(engine.generate([3], SamplingParams(max_tokens=2)), 60)
+
+    with engine_with_routes(wide_model(), store) as engine:
+        completion = asyncio.run(main(engine))
+        deadline = time.monotonic() + 30
+        while engine._recorder._spans:  # of the cancelled request, forgotten on the engine's loop
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert completion.routes == ("fake:0",)
+    assert len(store.puts) == 1
+
+
+def test_what_the_store_refuses_fails_the_request():
+    store = RecordingStore(fault="layer 1 has 8 experts, not 64")
+    with (
+        engine_with_routes(wide_model(), store) as engine,
+        pytest.raises(ValueError, match="layer 1 has 8 experts"),
+    ):
+        asyncio.run(generate_all(engine, [([3], SamplingParams(max_tokens=2))]))
+
+
+def test_a_store_alone_or_a_dense_model_is_refused():
+    with pytest.raises(ValueError, match="capture=replay.capture"):
+        rollout.TransformersEngine(wide_model(), routes=RecordingStore())
+    with pytest.raises(ValueError, match="no layers with routed experts"):
+        engine_with_routes(wide_model("qwen3"), RecordingStore()).start()

@@ -94,13 +94,27 @@ class _Passes:
             self.to_recompute |= bool(getattr(model, "is_gradient_checkpointing", False))
 
 
+class _LayerRoutes:
+    """The experts of one layer that were recorded, ``[t, k]``."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows.long()
+        self.recorded = self.rows[:, 0] >= 0
+        self._ordered = self.rows.sort(-1).values
+
+    def differ(self, chosen: Tensor) -> Tensor:
+        """For which tokens other experts were recorded than those ``chosen``, in any order."""
+        same = (chosen.sort(-1).values == self._ordered).all(-1)
+        return self.recorded & ~same
+
+
 class _ForcedRouter:
     """Forces the experts of one layer."""
 
     def __init__(self, layer: ExpertLayer, rows: Tensor, counts: RouteCounts | None) -> None:
         self.layer = layer
         self.recomputed = False
-        self._rows = rows.long()
+        self._routes = _LayerRoutes(rows.to(next(layer.experts.parameters()).device))
         self._counts = counts
         self._passes = 0
         self._entered = ExitStack()
@@ -137,8 +151,7 @@ class _ForcedRouter:
                 )
 
     def _begin(self, _block: nn.Module, _args: Any) -> None:
-        self._rows = self._rows.to(next(self.layer.experts.parameters()).device)
-        self._top_k = _ForcedTopK(self.layer, self._rows)
+        self._top_k = _ForcedTopK(self.layer, self._routes)
         self._entered.enter_context(self._top_k)
 
     def _end(self, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -152,17 +165,18 @@ class _ForcedRouter:
         self._passes += 1
         reached = chosen_experts(args, kwargs).detach()
         reached = reached.reshape(-1, reached.shape[-1])
-        if reached.shape != self._rows.shape:
+        rows = self._routes.rows
+        if reached.shape != rows.shape:
             raise ValueError(
                 f"{self.layer.name} sends {reached.shape[0]} tokens to {reached.shape[1]} experts "
-                f"each, but the routes have {self._rows.shape[0]} rows of {self._rows.shape[1]}"
+                f"each, but the routes have {rows.shape[0]} rows of {rows.shape[1]}"
             )
-        recorded = self._rows[:, 0] >= 0
-        other = ~_same(reached, self._rows) & recorded
-        self._wrong.append((other.any(), top_k.own is not None))
+        wrong = self._routes.differ(reached)
+        seen = top_k.forced is not None
+        self._wrong.append((wrong.any(), seen))
         if self._counts is not None:
-            own = reached if top_k.own is None else top_k.own
-            self._counts.add(recorded, recorded & ~_same(own, self._rows))
+            forced = wrong if top_k.forced is None else top_k.forced
+            self._counts.add(self._routes.recorded, forced)
 
     def _leave(self, _block: nn.Module, _args: Any, _output: Any) -> None:
         """After the block, also where it raised."""
@@ -172,12 +186,12 @@ class _ForcedRouter:
 class _ForcedTopK(TorchFunctionMode):
     """Replaces the result of ``topk`` over a layer's experts."""
 
-    def __init__(self, layer: ExpertLayer, rows: Tensor) -> None:
+    def __init__(self, layer: ExpertLayer, routes: _LayerRoutes) -> None:
         super().__init__()
-        self.own: Tensor | None = None
-        """What the last such call chose by itself, ``[t, k]``."""
+        self.forced: Tensor | None = None
+        """For which tokens its last result was replaced; None before there was one."""
         self._layer = layer
-        self._rows = rows
+        self._routes = routes
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -187,24 +201,20 @@ class _ForcedTopK(TorchFunctionMode):
         if func not in _TOP_K:
             return result
         scores = args[0] if args else kwargs["input"]
-        own: Tensor = result[1]
-        k = self._rows.shape[1]
-        if scores.shape[-1] != self._layer.count or own.shape[-1] != k:
+        chosen: Tensor = result[1]
+        rows = self._routes.rows
+        k = rows.shape[1]
+        if scores.shape[-1] != self._layer.count or chosen.shape[-1] != k:
             return result  # of groups of experts, or of keys
-        if own.numel() != self._rows.numel():
+        if chosen.numel() != rows.numel():
             raise ValueError(
-                f"{self._layer.name} routes {own.numel() // k} tokens, but the routes have "
-                f"{len(self._rows)} rows"
+                f"{self._layer.name} routes {chosen.numel() // k} tokens, but the routes have "
+                f"{len(rows)} rows"
             )
-        self.own = own.detach().reshape(-1, k)
-        forced = (self._rows[:, 0] >= 0) & ~_same(self.own, self._rows)
-        indices = torch.where(forced[:, None], self._rows, self.own).view(own.shape)
-        return torch.return_types.topk((scores.gather(-1, indices), indices.to(own.dtype)))
-
-
-def _same(a: Tensor, b: Tensor) -> Tensor:
-    """Where two rows ``[t, k]`` hold the same experts."""
-    return (a.sort(-1).values == b.sort(-1).values).all(-1)
+        own = chosen.detach().reshape(-1, k)
+        self.forced = self._routes.differ(own)
+        indices = torch.where(self.forced[:, None], rows, own).view(chosen.shape)
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
 
 
 def _refuse_compiled(model: nn.Module) -> None:

@@ -118,7 +118,7 @@ def test_a_request_that_is_cancelled_leaves_no_routes():
     store = RecordingStore()
 
     async def main(engine):
-        task = asyncio.create_task(engine.generate([3, 4], SamplingParams(max_tokens=200)))
+        task = asyncio.create_task(engine.generate([3, 4], SamplingParams(max_tokens=100)))
         while not engine._recorder._spans:
             assert not task.done()
             await asyncio.sleep(0.001)

@@ -210,6 +210,9 @@ def read_head(data: bytes | memoryview, *, total: int) -> Head:
     ends = length + np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     if ends[-1] != total:
         raise ValueError(f"routes are cut off or damaged: {total} bytes, expected {ends[-1]}")
+    held = np.minimum(chunk_tokens, tokens - chunk_tokens * np.arange(chunks))
+    if (held * column_bytes(1, layers, k, experts) > MAX_EXPANSION * lengths).any():
+        raise ValueError("routes are damaged: a chunk claims more tokens than its bytes can hold")
     return Head(
         tokens=tokens,
         layers=layers,

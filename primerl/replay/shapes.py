@@ -1,8 +1,14 @@
 """What a model's expert routes look like: its layers with experts, and how many they choose."""
 
+from collections.abc import Iterable
+
 import attrs
 
 Indices = tuple[int, ...]
+
+
+def _indices(values: Iterable[int]) -> Indices:
+    return tuple(values)
 
 
 @attrs.frozen(kw_only=True)
@@ -16,7 +22,7 @@ class RouteShape:
         ValueError: there are no layers or experts, or their numbers contradict each other.
     """
 
-    layers: Indices = attrs.field(converter=tuple)
+    layers: Indices = attrs.field(converter=_indices)
     """Which decoder layers have experts, such as 3 to 77; layers that predict several tokens (MTP)
     are not among them."""
     decoder_layers: int

@@ -28,6 +28,7 @@ __all__ = [
     "packing",
     "parallel",
     "parity",
+    "replay",
     "rollout",
     "testing",
     "track",

@@ -1,9 +1,10 @@
-"""Folders in a host's shared memory, removed by their last user."""
+"""Folders in a host's shared memory, or a place of its own, removed by their last user."""
 
 import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -26,15 +27,20 @@ class SharedFolder:
 
     Args:
         name: of the folder; the same name is the same folder.
+        within: another place than the shared memory, such as a filesystem that hosts share. The
+            host's name is then part of the folder's: locks may not be seen by other hosts, so each
+            removes only what its own processes have left.
 
     Raises:
         RuntimeError: the folder belongs to somebody else.
     """
 
-    def __init__(self, name: str) -> None:
-        prefix = f"primerl-{os.getuid()}-"
-        self.path = shared_memory() / f"{prefix}{name}"
-        for other in shared_memory().glob(f"{prefix}*"):
+    def __init__(self, name: str, *, within: Path | None = None) -> None:
+        place = shared_memory() if within is None else within
+        host = "" if within is None else f"{socket.gethostname()}-"
+        prefix = f"primerl-{os.getuid()}-{host}"
+        self.path = place / f"{prefix}{name}"
+        for other in place.glob(f"{prefix}*"):
             if other != self.path:
                 _remove_if_unused(other)
         while True:

@@ -1,12 +1,53 @@
 """Router replay (R3): the trainer computes each token with the experts that the sampler chose.
 
-It is not a replay buffer. See ``docs/router_replay.md``.
+It is not a replay buffer. See ``docs/router_replay.md``. What needs torch loads on first use: the
+rollout worker's process has a ``Store``, and no torch.
 """
 
-from primerl.replay.counts import RouteCounts
-from primerl.replay.forcing import forced
-from primerl.replay.layers import shape
-from primerl.replay.recorder import CapturedRoutes, capture
-from primerl.replay.shapes import RouteShape
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["CapturedRoutes", "RouteCounts", "RouteShape", "capture", "forced", "shape"]
+from primerl.replay.codec import decode, encode
+from primerl.replay.reading import discard, read
+from primerl.replay.recordings import RecordedRoutes
+from primerl.replay.shapes import RouteShape
+from primerl.replay.store import BadRoutes, Store
+
+if TYPE_CHECKING:
+    from primerl.replay.counts import RouteCounts
+    from primerl.replay.fetching import fetch
+    from primerl.replay.forcing import forced
+    from primerl.replay.layers import shape
+    from primerl.replay.recorder import CapturedRoutes, capture
+
+__all__ = [
+    "BadRoutes",
+    "CapturedRoutes",
+    "RecordedRoutes",
+    "RouteCounts",
+    "RouteShape",
+    "Store",
+    "capture",
+    "decode",
+    "discard",
+    "encode",
+    "fetch",
+    "forced",
+    "read",
+    "shape",
+]
+
+_LAZY = {
+    "CapturedRoutes": "recorder",
+    "RouteCounts": "counts",
+    "capture": "recorder",
+    "fetch": "fetching",
+    "forced": "forcing",
+    "shape": "layers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'primerl.replay' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"primerl.replay.{_LAZY[name]}"), name)

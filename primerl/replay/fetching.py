@@ -12,7 +12,7 @@ from jaxtyping import Int16, Int64
 from torch import Tensor
 
 from primerl.replay.counts import RouteCounts
-from primerl.replay.references import read
+from primerl.replay.reading import read
 
 log = logging.getLogger(__name__)
 

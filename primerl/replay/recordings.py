@@ -1,0 +1,197 @@
+"""A file of recorded routes: where they begin, of which model, by which policy versions.
+
+    magic[8]  metadata_length u32  checksum u64  metadata  encoded routes (see ``codec``)
+
+The metadata are JSON; the checksum is xxh3_64 of them. Readers get the file's length and a function
+that reads a range of its bytes, from a file or a server, and ask for no more than they need.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+
+import attrs
+import msgspec
+import numpy as np
+import xxhash
+
+from primerl.replay import codec
+from primerl.replay.codec import Span
+from primerl.replay.shapes import RouteShape
+
+Reader = Callable[[int, int], bytes]
+"""Reads the bytes of a file from a first to before a last."""
+
+_MAGIC = b"record\0\1"
+_PREFIX = struct.Struct("<8sIQ")
+READ_AT_ONCE = 1 << 16
+"""Bytes read first: the head of most files is within them."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class RecordedRoutes:
+    """Routes of successive tokens.
+
+    ``rows``: int16 ``[t, layers, k]``, each set in increasing order, -1 where not recorded.
+    ``versions``: int32 ``[t]``, of the policy that made each row.
+    """
+
+    start: int
+    """The token of row 0."""
+    rows: np.ndarray
+    versions: np.ndarray
+
+
+class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
+    start: int
+    layers: tuple[int, ...]
+    decoder_layers: int
+    experts: int
+    k: int
+    versions: list[tuple[int, int]]
+    """Runs of rows: how many, and their version."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class RecordingHead:
+    """What a file says of its routes before them."""
+
+    start: int
+    shape: RouteShape
+    runs: np.ndarray
+    """int64 ``[runs, 2]``: how many rows, and their version."""
+    routes: codec.Head
+    offset: int
+    """Where the encoded routes begin."""
+
+    @property
+    def end(self) -> int:
+        """The token after the last one."""
+        return self.start + self.routes.tokens
+
+
+def recording_parts(
+    rows: np.ndarray, *, start: int, versions: np.ndarray, shape: RouteShape
+) -> list[bytes]:
+    """The bytes of a file of ``rows[t, layers, k]`` and ``versions[t]``, in parts.
+
+    Raises:
+        ValueError: rows are at fault; it names layer and token.
+    """
+    metadata = _encoded_metadata(start, versions, shape)
+    prefix = _PREFIX.pack(_MAGIC, len(metadata), xxhash.xxh3_64_intdigest(metadata))
+    routes = codec.encoded_parts(rows, experts=shape.experts, start=start, layers=shape.layers)
+    return [prefix, metadata, *routes]
+
+
+def content_digest(rows: np.ndarray, *, start: int, versions: np.ndarray, shape: RouteShape) -> str:
+    """xxh3_128 of what ``recording_parts`` would write, by its content."""
+    digest = xxhash.xxh3_128(_encoded_metadata(start, versions, shape))
+    digest.update(str(rows.dtype).encode())
+    tokens = max(1, READ_AT_ONCE // max(1, rows[:1].nbytes))
+    for first in range(0, len(rows), tokens):
+        digest.update(np.ascontiguousarray(rows[first : first + tokens]).data)
+    return digest.hexdigest()
+
+
+def read_recording_head(read: Reader, *, total: int, known: bytes = b"") -> RecordingHead:
+    """Read the head of a file.
+
+    Args:
+        read: reads a range of its bytes.
+        total: its length.
+        known: its first bytes, as far as they have been read.
+
+    Raises:
+        ValueError: it is cut off, damaged or something else.
+    """
+
+    def upto(end: int) -> bytes:
+        nonlocal known
+        if end > total:
+            raise ValueError(f"routes are cut off: {total} bytes, expected at least {end}")
+        if end > len(known):
+            known += read(len(known), end)
+        return known
+
+    magic, length, checksum = _PREFIX.unpack_from(upto(_PREFIX.size))
+    if magic != _MAGIC:
+        raise ValueError("this is no file of recorded routes")
+    offset = _PREFIX.size + length
+    metadata = upto(offset)[_PREFIX.size : offset]
+    if xxhash.xxh3_64_intdigest(metadata) != checksum:
+        raise ValueError("routes are damaged: the checksum of their metadata is wrong")
+    prologue = upto(offset + codec.PROLOGUE_BYTES)[offset : offset + codec.PROLOGUE_BYTES]
+    head_bytes = codec.head_bytes(prologue, total=total - offset)
+    routes = codec.read_head(upto(offset + head_bytes)[offset:], total=total - offset)
+    return _checked_head(metadata, routes, offset)
+
+
+def read_recording(
+    read: Reader, *, total: int, span: Span | None = None, known: bytes = b""
+) -> RecordedRoutes:
+    """Read the routes of a span of tokens, clipped to those that the file has.
+
+    Raises:
+        ValueError: it is cut off, damaged or something else.
+    """
+    head = read_recording_head(read, total=total, known=known)
+    first, last = (head.start, head.end) if span is None else span
+    first = min(max(first, head.start), head.end)
+    last = min(max(last, first), head.end)
+    rows_span = (first - head.start, last - head.start)
+    begin, end = (head.offset + place for place in head.routes.extent(rows_span))
+    part = known[begin:end] if end <= len(known) else read(begin, end)
+    ends = np.cumsum(head.runs[:, 0])
+    runs = np.searchsorted(ends, np.arange(*rows_span), side="right")
+    return RecordedRoutes(
+        start=first,
+        rows=codec.decode_part(head.routes, part, span=rows_span),
+        versions=head.runs[runs, 1].astype(np.int32),
+    )
+
+
+def runs_of(values: np.ndarray) -> Sequence[tuple[int, int]]:
+    """Successive equal values as (how many, value)."""
+    if not len(values):
+        return []
+    firsts = np.concatenate([[0], 1 + np.flatnonzero(np.diff(values))])
+    counts = np.diff(firsts, append=len(values))
+    return list(zip(counts.tolist(), values[firsts].tolist(), strict=True))
+
+
+def _encoded_metadata(start: int, versions: np.ndarray, shape: RouteShape) -> bytes:
+    return msgspec.json.encode(
+        _Metadata(
+            start=start,
+            layers=shape.layers,
+            decoder_layers=shape.decoder_layers,
+            experts=shape.experts,
+            k=shape.k,
+            versions=list(runs_of(versions)),
+        )
+    )
+
+
+def _checked_head(metadata: bytes, routes: codec.Head, offset: int) -> RecordingHead:
+    try:
+        found = msgspec.json.decode(metadata, type=_Metadata)
+        shape = RouteShape(
+            layers=found.layers,
+            decoder_layers=found.decoder_layers,
+            experts=found.experts,
+            k=found.k,
+        )
+        runs = np.array(found.versions, np.int64).reshape(-1, 2)
+    except (msgspec.DecodeError, ValueError, OverflowError) as error:
+        raise ValueError(f"routes are damaged: {error}") from None
+    fits = (routes.layers, routes.k, routes.experts) == (len(shape.layers), shape.k, shape.experts)
+    counts, versions = runs[:, 0], runs[:, 1]
+    plausible = (
+        found.start >= 0
+        and bool((counts >= 1).all() and (counts <= routes.tokens).all())
+        and bool((versions >= 0).all() and (versions < 2**31).all())
+        and int(counts.sum()) == routes.tokens
+    )
+    if not fits or not plausible:
+        raise ValueError("routes are damaged: their metadata do not fit to them")
+    return RecordingHead(start=found.start, shape=shape, runs=runs, routes=routes, offset=offset)

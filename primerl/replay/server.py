@@ -1,0 +1,184 @@
+"""Serves spans of a folder's files over HTTP, for trainers on other hosts.
+
+    python -I -S server.py FOLDER HOST PORT OWNER
+
+A program of its own, of the standard library alone, so that no bytes pass through the owner's heap.
+The first line of standard input is the key; the first line of its output is the port. It ends when
+standard input does, or when its parent is no longer OWNER, in whatever way that ended.
+
+``GET /name`` with ``Range: bytes=first-last`` answers 206 with these bytes and their place among
+all, ``DELETE /name`` removes a file. Both need ``Authorization: Bearer <key>``.
+"""
+
+import contextlib
+import hmac
+import os
+import re
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+NAME = re.compile(r"(?:([0-9a-f]{32})-)?[0-9a-f]{32}")
+"""Names of references; one with two parts shares the content that the first part is a digest of."""
+
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
+_IDLE_S = 60.0  # after which a connection is closed
+_POLL_S = 0.5
+
+
+def open_member(folder: Path, name: str) -> int:
+    """A descriptor of the file ``name`` in ``folder``, to read.
+
+    Raises:
+        FileNotFoundError: there is no regular file of that name, or it is the name of no reference.
+    """
+    if not NAME.fullmatch(name):
+        raise FileNotFoundError(name)
+    try:
+        # O_NONBLOCK: to open a pipe that nobody writes to would wait.
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        raise FileNotFoundError(name) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(name)
+    return descriptor
+
+
+def content_path(folder: Path, digest: str) -> Path:
+    """Where content that several references share has a name of its own."""
+    return folder / f"{digest}.shared"
+
+
+def remove(folder: Path, name: str) -> bool:
+    """Remove a reference, and what it shares if it was the last; returns whether it was there.
+
+    Raises:
+        FileNotFoundError: it is the name of no reference.
+    """
+    found = NAME.fullmatch(name)
+    if found is None:
+        raise FileNotFoundError(name)
+    try:
+        (folder / name).unlink()
+    except FileNotFoundError:
+        return False
+    if found[1] is not None:
+        content = content_path(folder, found[1])
+        # One that is linked to in between keeps the data; only its next use stores them again.
+        with contextlib.suppress(FileNotFoundError):
+            if content.lstat().st_nlink == 1:
+                content.unlink()
+    return True
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], folder: Path, key: bytes) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self.folder = folder
+        self.authorization = b"Bearer " + key
+        super().__init__(address, _Handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that went away is no reason to print a traceback."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "primerl", ""
+    timeout = _IDLE_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        """Send a range of bytes of a file."""
+        if not self._knows_key():
+            return
+        try:
+            descriptor = open_member(self.server.folder, self.path.removeprefix("/"))
+        except FileNotFoundError:
+            self._answer(HTTPStatus.NOT_FOUND)
+            return
+        with open(descriptor, "rb", buffering=0) as file:
+            total = os.fstat(descriptor).st_size
+            wanted = _RANGE.fullmatch(self.headers.get("Range", ""))
+            if wanted is None or not int(wanted[1]) <= int(wanted[2]) or int(wanted[1]) >= total:
+                self._answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+                return
+            first, last = int(wanted[1]), min(int(wanted[2]), total - 1)
+            self.send_response(HTTPStatus.PARTIAL_CONTENT)
+            self.send_header("Content-Type", "application/octet-stream")
+            self.send_header("Content-Range", f"bytes {first}-{last}/{total}")
+            self.send_header("Content-Length", str(last - first + 1))
+            self.end_headers()
+            self.connection.sendfile(file, first, last - first + 1)
+
+    def do_DELETE(self) -> None:
+        """Remove a file."""
+        if not self._knows_key():
+            return
+        try:
+            found = remove(self.server.folder, self.path.removeprefix("/"))
+        except OSError:
+            found = False
+        self._answer(HTTPStatus.NO_CONTENT if found else HTTPStatus.NOT_FOUND)
+
+    def _knows_key(self) -> bool:
+        sent = self.headers.get_all("Authorization", [])
+        if len(sent) == 1 and hmac.compare_digest(
+            sent[0].encode("latin-1", "replace"), self.server.authorization
+        ):
+            return True
+        self._answer(HTTPStatus.UNAUTHORIZED)
+        return False
+
+    def _answer(self, status: HTTPStatus) -> None:
+        self.send_response(status)
+        if status is HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
+        if status is not HTTPStatus.NO_CONTENT:
+            self.send_header("Content-Length", "0")
+        if status >= HTTPStatus.BAD_REQUEST:
+            self.send_header("Connection", "close")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        """Write no log: nobody reads it."""
+
+
+def _end_with(owner: int) -> None:
+    while os.getppid() == owner:
+        time.sleep(_POLL_S)
+    os._exit(0)
+
+
+def _end_with_input() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(0)
+
+
+def main(folder: str, host: str, port: str, owner: str) -> None:
+    """Serve until the owner ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which ends it
+    key = bytearray()
+    while byte := os.read(0, 1).strip(b"\n"):
+        key += byte
+    if not key:
+        sys.exit("no key: the server would be open to everyone")
+    threading.Thread(target=_end_with, args=(int(owner),), daemon=True).start()
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    server = _Server((host, int(port)), Path(folder), bytes(key))
+    os.write(1, f"{server.server_address[1]}\n".encode())
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,487 @@
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import attrs
+import cloudpickle
+import numpy as np
+import pytest
+from conftest import make_sample
+
+from primerl._shared_folder import SharedFolder, shared_memory
+from primerl.replay import RouteShape
+from primerl.replay import store as stores
+from primerl.replay.reading import discard, read
+from primerl.replay.recordings import runs_of
+from primerl.replay.server import NAME
+from primerl.replay.store import BadRoutes, Store
+
+SHAPE = RouteShape(layers=(1, 3), decoder_layers=4, experts=8, k=2)
+
+
+def rows_of(tokens, *, seed=0, layers=2):
+    rng = np.random.default_rng(seed)
+    return np.argsort(rng.random((tokens, layers, 8)), axis=-1)[..., :2].astype(np.uint8)
+
+
+def versions_of(tokens, version=3):
+    return np.full(tokens, version, np.int32)
+
+
+def put(store, tokens=6, *, start=0, seed=0, shared=0, version=3):
+    rows = rows_of(tokens, seed=seed)
+    return store.put(rows, start=start, versions=versions_of(tokens, version), shared=shared)
+
+
+def files_of(store):
+    return sorted(path for path in store._path.iterdir() if NAME.fullmatch(path.name))
+
+
+def file_of(store, reference):
+    return store._path / reference.rpartition("/")[2].partition(".")[0]
+
+
+def sizes_of(store):
+    """The size of each file that isn't another's name."""
+    return {p.stat().st_ino: p.stat().st_size for p in store._path.iterdir() if p.name[0] != "."}
+
+
+@pytest.fixture
+def store():
+    with Store(SHAPE, max_bytes=1 << 20) as store:
+        yield store
+
+
+def test_what_is_put_is_read(store):
+    rows = rows_of(6)
+    versions = np.array([2, 2, 3, 3, 3, 5], np.int32)
+    (reference,) = store.put(rows, start=10, versions=versions)
+    assert reference.startswith("shm:")
+    found = read(reference)
+    assert found.start == 10
+    assert found.rows.tolist() == np.sort(rows, axis=-1).tolist()
+    assert found.rows.dtype == np.int16
+    assert found.versions.tolist() == [2, 2, 3, 3, 3, 5]
+    assert found.versions.dtype == np.int32
+
+
+@pytest.mark.parametrize("first", range(8, 18, 3))
+@pytest.mark.parametrize("last", range(8, 19, 2))
+def test_spans_are_clipped(store, first, last):
+    rows = np.sort(rows_of(6), axis=-1)
+    versions = np.arange(6)
+    (reference,) = store.put(rows, start=10, versions=versions)
+    found = read(reference, span=(first, last))
+    inside = [token for token in range(first, last) if 10 <= token < 16]
+    assert found.rows.tolist() == rows[[token - 10 for token in inside]].tolist()
+    assert found.versions.tolist() == [token - 10 for token in inside]
+    if inside:
+        assert found.start == inside[0]
+
+
+def test_layers_with_experts_are_picked():
+    with Store(SHAPE, max_bytes=1 << 20) as store:
+        rows = rows_of(5, layers=4)
+        (reference,) = store.put(rows.astype(np.uint16), start=0, versions=versions_of(5))
+        assert read(reference).rows.tolist() == np.sort(rows[:, [1, 3]], axis=-1).tolist()
+
+
+def test_no_rows_have_no_references(store):
+    assert put(store, 0) == ()
+    assert files_of(store) == []
+
+
+def test_shared_rows_are_stored_once(store):
+    rows = rows_of(50, seed=1)
+    references = [
+        store.put(
+            np.concatenate([rows, rows_of(4, seed=10 + i)]),
+            start=0,
+            versions=versions_of(54),
+            shared=50,
+        )
+        for i in range(5)
+    ]
+    assert len({reference for pair in references for reference in pair}) == 10
+    assert len(sizes_of(store)) == 6
+    for i, (prompt, reply) in enumerate(references):
+        assert read(prompt).rows.tolist() == np.sort(rows, axis=-1).tolist()
+        assert read(reply).start == 50
+        assert read(reply).rows.tolist() == np.sort(rows_of(4, seed=10 + i), axis=-1).tolist()
+    for i, pair in enumerate(references):
+        sample = make_sample(prompt=50, completion=5, routes=pair)
+        store.check(sample)
+        assert discard([sample]) == 2
+        assert discard([sample]) == 0
+        assert len(sizes_of(store)) == (5 - i if i < 4 else 0)
+        with pytest.raises(FileNotFoundError):
+            read(pair[0])
+
+
+@pytest.mark.parametrize("change", ["version", "start", "seed", "dtype"])
+def test_other_content_is_not_shared(store, change):
+    put(store, shared=6)
+    if change == "dtype":  # an id of 64 bits could be that of another expert in fewer
+        store.put(rows_of(6).astype(np.int64), start=0, versions=versions_of(6), shared=6)
+    else:
+        put(store, shared=6, **{change: 7})
+    assert len(sizes_of(store)) == 2
+
+
+def test_concurrent_puts_of_shared_rows(store):
+    ready = threading.Barrier(8)
+    found = []
+
+    def put_one(seed):
+        ready.wait(10)
+        for _ in range(5):
+            found.append(put(store, shared=6))
+            found.append(put(store, seed=seed))
+
+    threads = [threading.Thread(target=put_one, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len({reference for (reference,) in found}) == 80
+    assert len(sizes_of(store)) == 1 + 40
+    for (reference,) in found:
+        assert len(read(reference).rows) == 6
+
+
+def test_links_may_be_impossible(store, monkeypatch):
+    def refused(*paths):
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(stores.os, "link", refused)
+    first, second = put(store, shared=6)[0], put(store, shared=6)[0]
+    assert read(first).rows.tolist() == read(second).rows.tolist()
+    assert len(sizes_of(store)) == 2
+
+
+def test_the_oldest_make_room(store):
+    size = file_of(store, put(store)[0]).stat().st_size
+    discard([make_sample(routes=[store._reference(store._path, p.name) for p in files_of(store)])])
+    with Store(SHAPE, max_bytes=5 * size) as small:
+        references = []
+        for i in range(5):
+            references += put(small, seed=1, shared=6) if i == 1 else put(small, seed=i)
+            os.utime(file_of(small, references[-1]), (1000 + i, 1000 + i))
+        assert small.evicted == 0
+        references += put(small, seed=1, shared=6)  # which makes the shared one new again
+        references += put(small, seed=9)
+        assert small.evicted == 1
+        references += put(small, seed=10)
+        assert small.evicted == 2
+        gone = [i for i, r in enumerate(references) if not file_of(small, r).exists()]
+        assert gone == [0, 2]
+        with pytest.raises(BadRoutes, match="discarded, or removed to make room"):
+            small.check(make_sample(routes=[references[0]]))
+
+
+def test_all_names_of_an_evicted_file_go_with_it():
+    with Store(SHAPE, max_bytes=1 << 20) as store:
+        size = file_of(store, put(store)[0]).stat().st_size
+    with Store(SHAPE, max_bytes=size) as store:
+        put(store, shared=6)
+        put(store, shared=6)
+        os.utime(files_of(store)[0], (1000, 1000))
+        put(store, seed=1)
+        assert store.evicted == 2
+        assert len(sizes_of(store)) == 1
+
+
+def test_what_a_killed_process_was_writing_is_evicted_too():
+    with Store(SHAPE, max_bytes=1000) as store:
+        left = store._path / f".{'a' * 32}.partial"
+        left.write_bytes(bytes(990))
+        os.utime(left, (1000, 1000))
+        put(store)
+        assert not left.exists()
+        assert store.evicted == 0
+
+
+def test_routes_larger_than_the_store():
+    with Store(SHAPE, max_bytes=100) as store:
+        with pytest.raises(RuntimeError, match="max_bytes is 100"):
+            put(store, 100)
+        assert files_of(store) == []
+
+
+@pytest.mark.parametrize("kind", [pickle, cloudpickle])
+def test_a_copy_puts_and_checks_but_owns_nothing(store, kind):
+    with pickle.loads(kind.dumps(store)) as copy:
+        (reference,) = put(copy)
+        sample = make_sample(prompt=3, completion=4, routes=[reference])
+        copy.check(sample)
+        store.check(sample)
+        assert copy.evicted == 0
+    copy.close()
+    assert len(read(reference).rows) == 6
+    store.close()
+    with pytest.raises(RuntimeError, match="has ended"):
+        put(copy)
+    with pytest.raises(BadRoutes, match="discarded"):
+        copy.check(sample)
+    assert not copy._path.exists()
+
+
+def test_a_closed_store_cannot_be_used(store):
+    folder = store._path
+    put(store)
+    store.close()
+    assert not folder.exists()
+    for use in (lambda: put(store), lambda: pickle.dumps(store), lambda: store.evicted):
+        with pytest.raises(RuntimeError, match="not open"):
+            use()
+    with pytest.raises(RuntimeError, match="not open"):
+        put(Store(SHAPE))
+
+
+def test_a_folder_that_hosts_share(tmp_path):
+    with Store(SHAPE, folder=tmp_path, max_bytes=1 << 20) as store:
+        (reference,) = put(store)
+        assert reference.startswith(f"file:{tmp_path}/primerl-")
+        assert len(read(reference).rows) == 6
+        store.check(make_sample(routes=[reference]))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="not a folder"):
+        Store(SHAPE, folder=tmp_path / "none")
+
+
+def test_the_default_bound_is_half_of_the_free_space(tmp_path):
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    with Store(SHAPE, folder=tmp_path) as store:
+        assert 0.25 * free < store._max_bytes < 0.75 * free
+
+
+CHILD = """
+import pathlib, sys, time
+import cloudpickle
+import numpy as np
+from primerl.replay import RouteShape
+from primerl.replay.store import Store
+
+def put(store):
+    return store.put(np.array([[[0, 1], [2, 3]]]), start=0, versions=np.zeros(1, int))
+
+if len(sys.argv) > 2:
+    store = cloudpickle.loads(pathlib.Path(sys.argv[2]).read_bytes())
+else:
+    shape = RouteShape(layers=(1, 3), decoder_layers=4, experts=8, k=2)
+    store = Store(shape, folder=sys.argv[1] or None).__enter__()
+print(put(store)[0], flush=True)
+time.sleep(600)
+"""
+
+
+def killed_after_putting(*arguments):
+    """Starts a process that puts; returns what it put, and kills it."""
+    command = [sys.executable, "-c", CHILD, *(str(argument) for argument in arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        reference = child.stdout.readline().strip()
+        child.send_signal(signal.SIGKILL)
+    return reference
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_a_killed_owner_leaves_is_removed_by_the_next_store(tmp_path, shared):
+    folder = tmp_path if shared else None
+    reference = killed_after_putting(folder or "")
+    left = Path(reference.removeprefix("file:")).parent
+    if not shared:
+        left = shared_memory() / reference.removeprefix("shm:").partition("/")[0]
+        with Store(SHAPE, folder=tmp_path, max_bytes=1000):
+            pass  # one elsewhere leaves it
+    assert left.exists()
+    with Store(SHAPE, folder=folder, max_bytes=1000):
+        assert not left.exists()
+
+
+def test_a_killed_copy_leaves_what_it_put_to_the_owner(tmp_path):
+    with Store(SHAPE, max_bytes=1 << 20) as store:
+        (tmp_path / "store").write_bytes(cloudpickle.dumps(store))
+        reference = killed_after_putting("", tmp_path / "store")
+        SharedFolder("another").close()
+        assert read(reference).rows.tolist() == [[[0, 1], [2, 3]]]
+        folder = store._path
+    assert not folder.exists()
+
+
+def test_runs():
+    assert runs_of(np.array([4, 4, 2, 4])) == [(2, 4), (1, 2), (1, 4)]
+    assert runs_of(np.zeros(0, int)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": np.zeros((6, 2), int)}, r"expected integers \[t, 2 or 4, 2\]"),
+        ({"rows": np.zeros((6, 3, 2), int)}, r"expected integers \[t, 2 or 4, 2\]"),
+        ({"rows": np.zeros((6, 2, 2))}, r"expected integers \[t, 2 or 4, 2\]"),
+        ({"rows": np.zeros((6, 2, 3), int)}, "3 experts a token, expected 2"),
+        ({"rows": np.full((6, 2, 2), 8)}, "layer 1 of token 20 has expert 8"),
+        ({"rows": np.zeros((6, 2, 2), int)}, "layer 1 of token 20 has an expert twice"),
+        ({"versions": np.zeros(5, int)}, r"expected integers \(6,\)"),
+        ({"versions": np.zeros(6)}, r"expected integers \(6,\)"),
+        ({"versions": np.full(6, -1)}, "version is negative"),
+        ({"versions": np.full(6, 2**31)}, "beyond 32 bits"),
+        ({"start": -1}, "start=-1"),
+        ({"shared": 7}, "shared=7"),
+        ({"shared": -1}, "shared=-1"),
+    ],
+)
+@pytest.mark.parametrize("shared", [0, 6])
+def test_faults_of_what_is_put(store, change, message, shared):
+    good = {"rows": rows_of(6), "start": 20, "versions": versions_of(6), "shared": shared}
+    with pytest.raises(ValueError, match=message):
+        store.put(**good | change)
+    assert sizes_of(store) == {}
+
+
+def test_a_fault_in_a_layer_behind_others(store):
+    rows = rows_of(6, layers=4).astype(int)
+    rows[4, 3] = -1, 2
+    with pytest.raises(ValueError, match="layer 3 of token 14 has -1 in only some places"):
+        store.put(rows, start=10, versions=versions_of(6))
+    rows[4, 3], rows[4, 2] = [1, 2], [99, 99]  # layer 2 has no experts
+    store.put(rows, start=10, versions=versions_of(6))
+
+
+class TestCheck:
+    def sample(self, routes, **changes):
+        return make_sample(prompt=4, completion=4, routes=routes, **changes)
+
+    def test_rows_before_trained_tokens_suffice(self, store):
+        # Tokens 4 to 7 are trained: rows 3 to 6 led to them.
+        store.check(self.sample(put(store, 4, start=3)))
+        store.check(self.sample([*put(store, 3, start=3), *put(store, 2, start=6)]))
+        store.check(self.sample(put(store, 8)))
+
+    def test_missing_rows(self, store):
+        for tokens, start, missing in ((3, 4, 3), (3, 3, 6), (2, 1, 3)):
+            with pytest.raises(BadRoutes, match=f"has token {missing}, which led to it"):
+                store.check(self.sample(put(store, tokens, start=start)))
+        with pytest.raises(BadRoutes, match="has token 5, which"):
+            store.check(self.sample([*put(store, 5), *put(store, 2, start=6)]))
+
+    def test_rows_beyond_the_sample(self, store):
+        for tokens, start in ((9, 0), (1, 8), (3, 7)):
+            with pytest.raises(BadRoutes, match="the sample has 8 tokens"):
+                store.check(self.sample(put(store, tokens, start=start)))
+
+    def test_no_references(self, store):
+        with pytest.raises(BadRoutes, match="no routes"):
+            store.check(self.sample([]))
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [("layers", (0, 3)), ("decoder_layers", 5), ("experts", 9), ("k", 1)],
+    )
+    def test_routes_of_another_model(self, store, field, value):
+        other = pickle.loads(pickle.dumps(store))
+        other.shape = attrs.evolve(SHAPE, **{field: value})
+        with pytest.raises(BadRoutes, match=f"{field} is"):
+            other.check(self.sample(put(store, 8)))
+
+    def test_damage(self, store):
+        (reference,) = put(store, 8)
+        path = file_of(store, reference)
+        good = path.read_bytes()
+        head = len(good) - 8 * 2 * 2 // 8  # at least so many bytes are chunks
+        for length in (0, 5, 30, head // 2, len(good) - 1):
+            path.write_bytes(good[:length])
+            with pytest.raises(BadRoutes, match="cut off"):
+                store.check(self.sample([reference]))
+            with pytest.raises(ValueError, match="cut off"):
+                read(reference)
+        for place in (0, 10, 15, 25, 60, head // 2):
+            path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+            with pytest.raises(BadRoutes, match="damaged|cut off|no file of recorded"):
+                store.check(self.sample([reference]))
+        path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        store.check(self.sample([reference]))  # only the head is read
+        with pytest.raises(ValueError, match="checksum of chunk 0"):
+            read(reference)
+
+    def test_references_that_are_not_the_stores(self, store):
+        (reference,) = put(store, 8)
+        with Store(SHAPE, max_bytes=1 << 20) as other:
+            with pytest.raises(BadRoutes, match="none of this store's"):
+                store.check(self.sample(put(other, 8)))
+        name = reference.rpartition("/")[2]
+        for wrong in (
+            f"file:{store._path}/{name}",
+            f"shm:../{name}",
+            name,
+            "",
+            f"{reference}/../x",
+        ):
+            with pytest.raises(BadRoutes, match="none of this store's"):
+                store.check(self.sample([wrong]))
+
+
+class TestHostileReferences:
+    def test_names_that_lead_elsewhere(self, store, tmp_path):
+        (reference,) = put(store)
+        folder, _, name = reference.removeprefix("shm:").partition("/")
+        secret = tmp_path / name
+        secret.write_bytes(b"secret")
+        for wrong in (
+            f"shm:{folder}/../{folder}/{name}",
+            f"shm:../{tmp_path.name}/{name}",
+            f"shm:{folder}/.users",
+            f"shm:{name}",
+            f"shm:/{name}",
+            f"file:{tmp_path}/{name}",
+            f"file:relative/{folder}/{name}",
+            "file:/etc/passwd",
+            "file:/etc/passwd\0",
+            f"ftp:{folder}/{name}",
+            f"http://localhost:1/{name}",
+            "",
+        ):
+            with pytest.raises(ValueError, match="no reference|no file of a store|no address"):
+                read(wrong)
+            with pytest.raises(ValueError, match="no reference|no file of a store|no address"):
+                discard([make_sample(routes=[wrong])])
+        assert secret.exists()
+
+    def test_links_and_other_files(self, store, tmp_path):
+        (reference,) = put(store)
+        path = file_of(store, reference)
+        elsewhere = tmp_path / path.name
+        elsewhere.write_bytes(path.read_bytes())
+        path.unlink()
+        path.symlink_to(elsewhere)
+        with pytest.raises(FileNotFoundError):
+            read(reference)
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(FileNotFoundError):
+            read(reference)
+        path.unlink()
+        path.mkdir()
+        with pytest.raises(FileNotFoundError):
+            read(reference)
+        path.rmdir()
+
+    def test_folders_of_others(self, tmp_path):
+        with Store(SHAPE, folder=tmp_path, max_bytes=1 << 20) as store:
+            (reference,) = put(store)
+            store._path.chmod(0o755)
+            with pytest.raises(ValueError, match="no private folder"):
+                read(reference)
+            store._path.chmod(0o700)
+            moved = store._path.with_name("moved")
+            store._path.rename(moved)
+            store._path.symlink_to(moved)
+            with pytest.raises(ValueError, match="symbolic link"):
+                read(reference)
+            store._path.unlink()
+            moved.rename(store._path)
+            assert len(read(reference).rows) == 6

@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 import pytest
+from character_codes import CharacterCodes
 from recording_store import RecordingStore
 from scripted_vllm import ScriptedVLLM, encode_routes, numbered_routes
 
@@ -473,3 +474,24 @@ def test_the_engine_and_its_store_can_be_pickled(make):
         ValueError, match=r"routes is a str, expected a store with put\(\) and check"
     ):
         rollout.VLLMEngine("http://127.0.0.1:1", routes="folder")
+
+
+def test_three_turns_of_a_conversation_record_each_token_once(server, make):
+    server.vocabulary = 128
+    store = RecordingStore()
+    chat = rollout.Conversation(make(store), CharacterCodes(), P(max_tokens=5))
+
+    async def converse():
+        for turn in ("two?", "more?", "last?"):
+            await chat.turn(turn)
+
+    run(converse())
+
+    sample = chat.sample()
+    assert sample.routes == ("fake:0", "fake:1", "fake:2")
+    starts = [how["start"] for _, how in store.puts]
+    assert starts == [0, 4 + 5 - 1, 9 + 5 + 5 - 1]
+    # After the first, the prompt's own rows begin with that of the last token sampled before.
+    assert [how["shared"] for _, how in store.puts] == [3, 5, 5]
+    recorded = np.concatenate([rows for rows, _ in store.puts])
+    assert recorded[:, 0, 0].tolist() == [2 * i for i in range(len(sample.token_ids) - 1)]

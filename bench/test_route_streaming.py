@@ -159,12 +159,13 @@ def in_parallel(request):
     async def main():
         lags, left = [], iter(range(REQUESTS))
 
-        async def client():
+        async def client(number):
+            await asyncio.sleep(0.1 * number)
             for _ in left:
                 await request()
 
         watcher = asyncio.create_task(watch(lags))
-        await asyncio.gather(*(client() for _ in range(AT_ONCE)))
+        await asyncio.gather(*(client(number) for number in range(AT_ONCE)))
         watcher.cancel()
         return lags
 
@@ -173,7 +174,7 @@ def in_parallel(request):
 
 def test_routes_through_the_engine(benchmark, url):
     engine = rollout.VLLMEngine(url, routes=CopyingStore(), request_timeout_s=3600)
-    prompt = np.ones(PROMPT, np.int32)
+    prompt = [1] * PROMPT
     params = SamplingParams(max_tokens=SAMPLED)
 
     async def request():

@@ -5,7 +5,9 @@
 A server in another process answers as vLLM does, in the shape of GLM-5: routes of 78 decoder
 layers, 8 of 256 experts each, in base64 within JSON. The client's process is like a worker's: its
 main event loop awaits completions and is watched, as is the client's own. The store copies the
-rows, as one in shared memory does. *Before* is a client that reads the response as a whole,
+rows, as one in shared memory does. As in a worker, the garbage collector does not look at what was
+there before. The peak of memory is in units of one response's routes, of which ROUTES_AT_ONCE are
+in flight, and copied one or two at a time. *Before* is a client that reads the response as a whole,
 decodes the JSON and then the base64, all on the event loop.
 
 ROUTES_GB, ROUTES_PROMPT, ROUTES_SAMPLED, ROUTES_AT_ONCE: other sizes.
@@ -13,10 +15,12 @@ ROUTES_GB, ROUTES_PROMPT, ROUTES_SAMPLED, ROUTES_AT_ONCE: other sizes.
 
 import asyncio
 import base64
+import gc
 import io
 import json
 import multiprocessing
 import os
+import resource
 import time
 
 import aiohttp
@@ -78,7 +82,7 @@ def serve(pipe):
         parts[:] = answer(state["label"])
         return web.json_response({})
 
-    async def other(request):
+    async def other(_):
         return web.json_response(
             {
                 "weight_version": state["label"],
@@ -114,7 +118,7 @@ def url():
 
 
 class CopyingStore:
-    def put(self, rows, *, start, versions, shared=0):
+    def put(self, rows, **_):
         assert rows.shape == (ROWS, LAYERS, K)
         np.copyto(np.empty_like(rows), rows)
         return ("fake:0",)
@@ -131,7 +135,12 @@ async def watch(lags):
         lags.append(time.perf_counter() - due)
 
 
-def report(benchmark, seconds, **lags):
+def resident():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def report(benchmark, seconds, before, **lags):
+    benchmark.extra_info["peak_copies"] = round((resident() - before) / (ROWS * LAYERS * K), 1)
     benchmark.extra_info["requests"] = REQUESTS
     benchmark.extra_info["gigabytes"] = round(REQUESTS * ROWS * LAYERS * K / 1e9, 2)
     benchmark.extra_info["mb_per_s"] = round(REQUESTS * ROWS * LAYERS * K / 1e6 / seconds)
@@ -150,12 +159,13 @@ def in_parallel(request):
     async def main():
         lags, left = [], iter(range(REQUESTS))
 
-        async def client():
+        async def client(number):
+            await asyncio.sleep(0.1 * number)
             for _ in left:
                 await request()
 
         watcher = asyncio.create_task(watch(lags))
-        await asyncio.gather(*(client() for _ in range(AT_ONCE)))
+        await asyncio.gather(*(client(number) for number in range(AT_ONCE)))
         watcher.cancel()
         return lags
 
@@ -164,7 +174,7 @@ def in_parallel(request):
 
 def test_routes_through_the_engine(benchmark, url):
     engine = rollout.VLLMEngine(url, routes=CopyingStore(), request_timeout_s=3600)
-    prompt = np.ones(PROMPT, np.int32)
+    prompt = [1] * PROMPT
     params = SamplingParams(max_tokens=SAMPLED)
 
     async def request():
@@ -175,11 +185,13 @@ def test_routes_through_the_engine(benchmark, url):
         engine.adopt(0)
         client_lags = []
         watcher = engine._connected().loop.submit(watch(client_lags))
-        runner.run(request())
-        client_lags.clear()
+        gc.collect()
+        gc.freeze()
+        before = resident()
         lags = benchmark.pedantic(lambda: runner.run(in_parallel(request)), rounds=1)
         watcher.cancel()
-    report(benchmark, benchmark.stats.stats.mean, lag=lags, client_lag=client_lags)
+    gc.unfreeze()
+    report(benchmark, benchmark.stats.stats.mean, before, lag=lags, client_lag=client_lags)
 
 
 def test_before(benchmark, url):
@@ -187,12 +199,15 @@ def test_before(benchmark, url):
 
     async def request():
         body = {"request_id": "x", "token_ids": prompt}
-        async with aiohttp.ClientSession() as session:
-            async with session.post(f"{url}/inference/v1/generate", json=body) as response:
-                choice = json.loads(await response.read())["choices"][0]
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/inference/v1/generate", json=body) as response,
+        ):
+            choice = json.loads(await response.read())["choices"][0]
         rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"], validate=True)))
         CopyingStore().put(rows, start=0, versions=None)
 
+    before = resident()
     with asyncio.Runner() as runner:
         lags = benchmark.pedantic(lambda: runner.run(in_parallel(request)), rounds=1)
-    report(benchmark, benchmark.stats.stats.mean, lag=lags)
+    report(benchmark, benchmark.stats.stats.mean, before, lag=lags)

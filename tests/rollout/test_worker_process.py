@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import random
@@ -18,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import CharacterCodes, FakeEngine
+from recording_store import RecordingStore
 
 from primerl import evaluation as evaluation_package
 from primerl import filters, rollout, testing
@@ -495,6 +497,68 @@ def test_a_portable_engine_is_copied():
         rollouts.take(version=1)
 
     assert engine._random.getstate() == random_state  # it was not called here
+
+
+class RecordsRoutes(FakeEngine):
+    """Its completions have routes, but for every third."""
+
+    def __init__(self, **options):
+        super().__init__(delay_s=0, **options)
+        self.routes = RecordingStore()
+        self.portable = False
+        self._count = itertools.count(1)
+
+    async def generate(self, prompt_ids, params, *, session=None):
+        completion = await super().generate(prompt_ids, params)
+        count = next(self._count)
+        return attrs.evolve(completion, routes=(f"fake:{count}",) if count % 3 else ())
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("isolated", [False, True])
+def test_samples_without_the_routes_that_the_engine_records_are_bad(portable, isolated):
+    engine = RecordsRoutes()
+    engine.portable = portable
+    environment = rollout.single_turn(CharacterCodes(), reward=lambda task, reply: 1.0)
+    if isolated:
+        environment = rollout.isolated(environment, processes=1)
+
+    with make_worker(engine, environment, retries=3) as rollouts:
+        groups = rollouts.take(version=0)
+        stats = rollouts.stats()
+
+    assert all(sample.routes for group in groups for sample in group.samples)
+    assert set(stats["errors"]) == {"BadSample"}
+    assert stats["errors"]["BadSample"] >= 2  # of at least 8 completions
+    assert engine.routes.checked == []  # the copy in the worker's process was asked
+
+
+def test_routes_are_checked_in_threads_and_only_of_what_is_trained():
+    engine = RecordsRoutes()
+    threads = []
+
+    class Watches(RecordingStore):
+        def check(self, sample):
+            threads.append(threading.current_thread())
+            super().check(sample)
+
+    engine.routes = Watches()
+
+    async def untrained(task, engine, params):
+        played = await rollout.single_turn(CharacterCodes(), reward=lambda *_: 1.0)(
+            task, engine, params
+        )
+        (sample,) = played.samples
+        silent = np.zeros_like(sample.loss_mask)
+        return attrs.evolve(played, samples=[sample, attrs.evolve(sample, loss_mask=silent)])
+
+    with make_worker(engine, untrained, retries=3, isolation="thread") as rollouts:
+        rollouts.take(version=0)
+
+    assert all(sample.loss_mask.any() for sample in engine.routes.checked)
+    assert engine.routes.checked
+    assert threading.main_thread() not in threads
+    assert not any("primerl" in thread.name for thread in threads), "not on an event loop"
 
 
 SCRIPT = """

@@ -7,7 +7,7 @@ from collections import Counter
 import attrs
 
 from primerl.rollout.collection.staleness import oldest_version
-from primerl.rollout.engines.contract import Limits, check_rollout
+from primerl.rollout.engines.contract import Limits, check_rollout, check_routes
 from primerl.rollout.engines.health import EngineHealth, Retry
 from primerl.rollout.engines.observed import ObservedEngine
 from primerl.rollout.engines.protocol import Engine
@@ -92,6 +92,7 @@ async def play(
                 if observed.bad is not None:
                     raise observed.bad  # the environment caught it: its rollout is not trusted
                 check_rollout(rollout, params, Limits.of(engine))
+                await check_routes(rollout, engine)
             except Exception as error:  # whatever an environment raises is data
                 mistake = isinstance(error, RewardError)
                 if not mistake and observed.given_up is not None:

@@ -5,6 +5,7 @@ fails its own rollout and is counted as ``BadCompletion`` or ``BadSample`` in th
 ``errors``. The rules for engines are in ``docs/engines.md``.
 """
 
+import asyncio
 import math
 from typing import Any
 
@@ -95,6 +96,24 @@ def check_rollout(rollout: Rollout, params: SamplingParams, limits: Limits) -> N
     for sample in rollout.samples:
         if fault := _sample_fault(sample, params, limits):
             raise BadSample(f"the environment returned {fault}")
+
+
+async def check_routes(rollout: Rollout, engine: Engine) -> None:
+    """Check the expert routes of samples to be trained, in a thread, if the engine records any.
+
+    Raises:
+        BadSample: the store of the engine's routes refuses them.
+    """
+    store = getattr(engine, "routes", None)
+    if store is None:
+        return
+    for sample in rollout.samples:
+        if not sample.loss_mask.any():
+            continue
+        try:
+            await asyncio.to_thread(store.check, sample)
+        except ValueError as error:
+            raise BadSample(f"the expert routes of a sample are not usable: {error}") from error
 
 
 def _length_fault(

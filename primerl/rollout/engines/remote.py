@@ -21,7 +21,7 @@ import attrs
 import numpy as np
 
 from primerl.rollout.engines.contract import newest_version
-from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.engines.protocol import Engine, RouteStore
 from primerl.rollout.errors import summary
 from primerl.rollout.processes.channel import Channel
 from primerl.types import Completion, PolicyVersion, SamplingParams
@@ -35,6 +35,7 @@ class RemoteEngine:
     """An ``Engine`` whose weights and requests are in the parent process.
 
     ``version`` is the latest that the parent has reported; a completion is checked against it.
+    ``routes`` is a copy of the engine's store of expert routes.
     """
 
     def __init__(self, index: int, engine: Engine) -> None:
@@ -42,6 +43,7 @@ class RemoteEngine:
         self.newest_version: PolicyVersion = newest_version(engine)
         self.context_length = engine.context_length
         self.vocab_size: int | None = getattr(engine, "vocab_size", None)
+        self.routes: RouteStore | None = getattr(engine, "routes", None)
         self.channel: Channel | None = None
         self._index = index
 

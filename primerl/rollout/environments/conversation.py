@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 
 from primerl.rollout.engines.protocol import Engine
-from primerl.types import NOT_SAMPLED, Rollout, Sample, SamplingParams
+from primerl.types import NOT_SAMPLED, Completion, Rollout, Sample, SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
 _PLACEHOLDER = "reply-7c1e9b04d2"
@@ -23,7 +23,8 @@ class Conversation:
 
     A turn appends only new tokens: the chat template's text between the last reply and the next,
     then the sampled tokens of the reply. Tokenizing a decoded reply again would train on tokens
-    that the policy never sampled.
+    that the policy never sampled. Of an engine that records expert routes, each turn asks for those
+    that the turns before it have not recorded, and the sample refers to those of all turns.
 
     Args:
         engine: samples the replies.
@@ -53,6 +54,8 @@ class Conversation:
         self._loss_mask: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._routes: list[str] = []
+        self._routes_end = 0  # tokens before it have routes
         self._opening: list[Mapping[str, Any]] = []
 
     async def turn(self, messages: Messages | str) -> str:
@@ -72,13 +75,19 @@ class Conversation:
                 f"the conversation has {len(self.token_ids)} tokens, which fills the engine's "
                 f"context of {self._engine.context_length}; end it earlier or shorten the prompt"
             )
-        params = attrs.evolve(self.params, max_tokens=min(self.params.max_tokens, room))
+        params = attrs.evolve(
+            self.params,
+            max_tokens=min(self.params.max_tokens, room),
+            routes_start=self._routes_end,
+        )
         completion = await self._engine.generate(self.token_ids, params, session=self._session)
         self._append(
             completion.token_ids.tolist(),
             completion.logprobs.tolist(),
             completion.versions.tolist(),
         )
+        self._routes += completion.routes
+        self._routes_end = known_routes(completion, len(self.token_ids))
         cut_short = completion.finish_reason == "length" and room < self.params.max_tokens
         self.stop = "context" if cut_short else completion.finish_reason
         return str(self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True))
@@ -91,6 +100,7 @@ class Conversation:
             behavior_logprobs=self._logprobs,
             versions=self._versions,
             temperature=self.params.temperature,
+            routes=self._routes,
         )
 
     def rollout(self, *, reward: float, metrics: Mapping[str, float] | None = None) -> Rollout:
@@ -136,6 +146,15 @@ class Conversation:
 
     def _encode(self, text: str, *, special: bool = False) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+
+def known_routes(completion: Completion | None, length: int) -> int:
+    """Up to which token the routes are known of ``length`` tokens that end with a completion.
+
+    The last token was sampled, and has gone through no forward pass. The completion was asked for
+    the routes that were not known before, so all are.
+    """
+    return length - 1 if completion is not None and completion.routes else 0
 
 
 def text_after_reply(

@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 import pytest
+from character_codes import CharacterCodes
 from recording_store import RecordingStore
 from scripted_vllm import ScriptedVLLM, encode_routes, numbered_routes
 
@@ -145,8 +146,8 @@ def test_a_value_without_an_end_leaves_what_is_no_json():
 def test_spaces_are_read_once():
     splitter = RoutesSplitter()
     splitter.feed(b'{"routed_experts"')
-    for _ in range(20_000):  # each is looked at once: all of them again would take minutes
-        splitter.feed(b" " * 1000)
+    for _ in range(20_000):  # to look at all of them again each time would take minutes
+        assert splitter.feed(b" " * 1000) == (b" " * 1000, b"")
     assert splitter.feed(b':"QQ"}') == (b':""}', b"QQ")
 
 
@@ -196,9 +197,10 @@ WHOLE = base64.b64decode(encoded(ROWS))
         (b"\\/" + encoded(ROWS), "not base64"),
         (encoded(ROWS)[:-1], "not base64"),
         (encoded(ROWS) + b"QUJD", "not base64|more bytes"),
+        (base64.b64encode(WHOLE[:-1]) + base64.b64encode(WHOLE[-1:]), "not base64"),
         (
             base64.b64encode(WHOLE[:-3]),
-            r"140 - 3|have 9 bytes, which end within row 2.*\[3, 2, 2\]",
+            r"have 9 bytes, which end within row 2.*\[3, 2, 2\]",
         ),
         (base64.b64encode(WHOLE + b"xxx"), r"more bytes than uint8\[3, 2, 2\]"),
         (base64.b64encode(WHOLE[:50]), "50 bytes end within the header"),
@@ -473,3 +475,24 @@ def test_the_engine_and_its_store_can_be_pickled(make):
         ValueError, match=r"routes is a str, expected a store with put\(\) and check"
     ):
         rollout.VLLMEngine("http://127.0.0.1:1", routes="folder")
+
+
+def test_three_turns_of_a_conversation_record_each_token_once(server, make):
+    server.vocabulary = 128
+    store = RecordingStore()
+    chat = rollout.Conversation(make(store), CharacterCodes(), P(max_tokens=5))
+
+    async def converse():
+        for turn in ("two?", "more?", "last?"):
+            await chat.turn(turn)
+
+    run(converse())
+
+    sample = chat.sample()
+    assert sample.routes == ("fake:0", "fake:1", "fake:2")
+    starts = [how["start"] for _, how in store.puts]
+    assert starts == [0, 4 + 5 - 1, 9 + 5 + 5 - 1]
+    # After the first, the prompt's own rows begin with that of the last token sampled before.
+    assert [how["shared"] for _, how in store.puts] == [3, 5, 5]
+    recorded = np.concatenate([rows for rows, _ in store.puts])
+    assert recorded[:, 0, 0].tolist() == [2 * i for i in range(len(sample.token_ids) - 1)]

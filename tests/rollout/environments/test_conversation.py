@@ -2,6 +2,7 @@
 
 import asyncio
 
+import attrs
 import numpy as np
 import pytest
 from conftest import CharacterCodes
@@ -104,6 +105,46 @@ def test_sampled_tokens_are_kept_with_their_logprobs_and_versions():
     assert sample.versions[mask].tolist() == [1, 1, 1, 2, 2]
     assert (sample.versions[~mask] == NOT_SAMPLED).all()
     assert sample.temperature == 1.0
+
+
+class Recording(Scripted):
+    """Its completions have routes, but for that of one turn."""
+
+    silent = None
+
+    async def generate(self, prompt_ids, params, *, session=None):
+        completion = await super().generate(prompt_ids, params)
+        turn = len(self.prompts) - 1
+        return completion if turn == self.silent else attrs.evolve(completion, routes=f"r:{turn}")
+
+
+def test_each_turn_asks_for_the_routes_that_are_not_known():
+    engine = Recording("four|", "yes|", "ok|")
+
+    chat, _ = play(engine, user("2+2?"), user("sure?"), user("really?"))
+
+    first, second = "<user>2+2?|<assistant>four", "|<user>sure?|<assistant>yes"
+    known = [0, len(first), len(first + second)]  # of the last tokens sampled, none are recorded
+    assert [params.routes_start for params in engine.params] == known
+    assert chat.sample().routes == ("r:0", "r:1", "r:2")
+
+
+def test_after_a_turn_without_routes_all_are_asked_for():
+    engine = Recording("four|", "yes|", "ok|")
+    engine.silent = 1
+
+    params = attrs.evolve(PARAMS, routes_start=3)  # of another conversation
+    chat, _ = play(engine, user("2+2?"), user("sure?"), user("really?"), params=params)
+
+    start = len("<user>2+2?|<assistant>four")
+    assert [params.routes_start for params in engine.params] == [0, start, 0]
+    assert chat.sample().routes == ("r:0", "r:2")
+
+
+def test_a_single_turn_has_the_routes_of_its_completion():
+    environment = rollout.single_turn(Codes(), reward=lambda task, reply: 1.0)
+    played = asyncio.run(environment({"prompt": "x"}, Recording("abc"), PARAMS))
+    assert played.samples[0].routes == ("r:0",)
 
 
 def test_several_messages_may_come_between_two_replies():

@@ -104,7 +104,7 @@ def play(environment, engine, task=None, params=PARAMS):
 # ---- what is trained
 
 
-def node(parent, tokens, reply=None, version=0):
+def node(parent, tokens, reply=None, version=0, routes=()):
     logprobs = []
     if reply is not None:
         logprobs = SampledLogprobs(
@@ -113,6 +113,7 @@ def node(parent, tokens, reply=None, version=0):
                 logprobs=[-float(token) for token in reply],
                 versions=[version] * len(reply),
                 finish_reason="stop",
+                routes=routes,
             )
         )
     tokens = [*tokens, *(reply or [])]
@@ -139,6 +140,20 @@ def test_a_reply_that_branches_share_is_trained_once():
     assert two.loss_mask.tolist() == [False] * 6 + [True]
     assert two.versions.tolist() == [-1] * 6 + [9]
     assert one.temperature == two.temperature == 0.5
+
+
+def test_a_branch_has_the_routes_of_all_replies_on_its_path():
+    nodes = [
+        node(None, [1, 2]),
+        node(0, [3], [4, 5], routes=["a", "b"]),
+        node(1, [6], [7], routes=["c"]),
+        node(1, [8], [9], routes=["d"]),
+        node(0, [3], [5], routes=["e"]),
+    ]
+
+    samples = trace_samples(SimpleNamespace(nodes=nodes), temperature=0.5)
+
+    assert [one.routes for one in samples] == [("a", "b", "c"), ("a", "b", "d"), ("e",)]
 
 
 def test_a_branch_with_nothing_new_to_train_gives_no_sample():
@@ -221,6 +236,60 @@ def test_every_way_to_the_engine_gives_the_same_rollout(tokenizer, way):
             assert a.loss_mask.tolist() == b.loss_mask.tolist()
             assert a.versions.tolist() == b.versions.tolist()
             assert a.behavior_logprobs.tolist() == b.behavior_logprobs.tolist()
+
+
+class RecordsRoutes(RandomEngine):
+    """Its completions have routes; it records from where on they are asked for."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.starts = []
+
+    async def generate(self, prompt_ids, params, *, session=None):
+        completion = await super().generate(prompt_ids, params, session=session)
+        self.starts.append(params.routes_start)
+        return attrs.evolve(completion, routes=f"r:{len(self.calls) - 1}")
+
+
+@pytest.mark.parametrize("way", ["plain", "hooks", "HTTP"])
+def test_each_turn_asks_for_the_routes_that_are_not_known(tokenizer, way):
+    name = "hooked-dungeon" if way == "hooks" else "dungeon"
+    player = {"player": {"harness": {"id": "http-chat"}}} if way == "HTTP" else {}
+    environment = rollout.verifiers(
+        name, tokenizer=tokenizer, max_turns=3, config={"turns": 6, **player}
+    )
+    engine = RecordsRoutes(tokenizer)
+
+    (sample,) = play(environment, engine).samples
+
+    spoken = [len(prompt) + len(reply) for prompt, reply, _, _ in engine.calls]
+    assert engine.starts == [0, spoken[0] - 1, spoken[1] - 1]
+    assert sample.routes == ("r:0", "r:1", "r:2")
+
+
+def test_a_conversation_that_is_rendered_anew_asks_for_all_routes(tokenizer):
+    from renderers import DefaultRendererConfig
+
+    environment = rollout.verifiers(
+        "dungeon", tokenizer=tokenizer, renderer=DefaultRendererConfig()
+    )
+    engine = RecordsRoutes(tokenizer, length=30)
+
+    samples = play(environment, engine).samples
+
+    assert engine.starts == [0, 0, 0]
+    assert [sample.routes for sample in samples] == [("r:0",), ("r:1",), ("r:2",)]
+
+
+def test_after_a_reply_that_a_hook_changed_all_routes_are_asked_for(tokenizer):
+    environment = rollout.verifiers("censored-dungeon", tokenizer=tokenizer, config={"turns": 9})
+    engine = RecordsRoutes(tokenizer, length=20)
+
+    samples = play(environment, engine).samples
+
+    spoken = [len(prompt) + len(reply) for prompt, reply, _, _ in engine.calls]
+    assert engine.starts == [0, spoken[0] - 1, 0, spoken[2] - 1]  # the second was censored
+    assert [sample.routes for sample in samples] == [("r:0",), ("r:2", "r:3")]
 
 
 def test_hooks_that_change_messages_mean_the_same_over_http(tokenizer):

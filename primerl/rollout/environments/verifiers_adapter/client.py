@@ -10,8 +10,12 @@ import numpy as np
 from primerl._optional import require
 from primerl.rollout.engines.chat_endpoint import PromptTooLong
 from primerl.rollout.engines.protocol import Engine
-from primerl.rollout.environments.verifiers_adapter.trace_samples import SampledLogprobs
-from primerl.types import SamplingParams
+from primerl.rollout.environments.conversation import known_routes
+from primerl.rollout.environments.verifiers_adapter.trace_samples import (
+    SampledLogprobs,
+    reply_completion,
+)
+from primerl.types import Completion, SamplingParams
 
 vf: Any = require("verifiers.v1", extra="verifiers")
 
@@ -58,13 +62,14 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         *,
         tail: Sequence[Any],
         previous: tuple[list[int], list[int]] | None,
+        completion: Completion | None,
         tools: Sequence[Any],
         session: str | None,
     ) -> Reply:
         """The engine's reply to ``messages``, the whole conversation.
 
         ``tail`` is new since ``previous``, the tokens of the last prompt and of the reply to it;
-        with None, all is rendered.
+        with None, all is rendered. ``completion`` is that reply, as the engine returned it.
 
         Raises:
             ContextFull: the prompt leaves no room for a reply.
@@ -79,9 +84,11 @@ class EngineClient(vf.Client):  # type: ignore[misc]
                 f"the prompt's {len(prompt_ids)} tokens fill the engine's context of "
                 f"{self._engine.context_length}"
             )
-        params = self.params
-        if room < params.max_tokens:
-            params = attrs.evolve(params, max_tokens=room)
+        params = attrs.evolve(
+            self.params,
+            max_tokens=min(self.params.max_tokens, room),
+            routes_start=_routes_start(prompt_ids, previous, completion),
+        )
         try:
             completion = await self._engine.generate(prompt_ids, params, session=session)
         except Exception as error:
@@ -91,10 +98,11 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         parsed = self._renderer.parse_response(token_ids, tools=wire_tools, prompt_ids=prompt_ids)
         calls = _tool_calls(parsed.tool_calls) if tools else None
         cut = completion.finish_reason == "length"
+        filled = cut and room < self.params.max_tokens
         return Reply(
             prompt_ids=prompt_ids,
             token_ids=token_ids,
-            logprobs=SampledLogprobs(completion, filled_context=cut and params is not self.params),
+            logprobs=SampledLogprobs(completion, filled_context=filled),
             usage=vf.Usage(prompt_tokens=len(prompt_ids), completion_tokens=len(token_ids)),
             message=vf.AssistantMessage(
                 content=parsed.content or None,
@@ -143,6 +151,7 @@ class EngineClient(vf.Client):  # type: ignore[misc]
             turn.prompt,
             tail=turn.tail,
             previous=turn.previous_renderer_token_ids(),
+            completion=_last_completion(turn),
             tools=turn.tools,
             session=session,
         )
@@ -204,6 +213,27 @@ def _shared(token_ids: np.ndarray) -> list[int]:
     if above > len(_TOKENS):
         _TOKENS.extend(range(len(_TOKENS), above))
     return [_TOKENS[token] for token in token_ids.tolist()]
+
+
+def _last_completion(turn: Any) -> Completion | None:
+    """The reply that a turn continues."""
+    if not turn.prefix_node_ids:
+        return None
+    return reply_completion(turn.trace.nodes[turn.prefix_node_ids[-1]])
+
+
+def _routes_start(
+    prompt_ids: list[int],
+    previous: tuple[list[int], list[int]] | None,
+    completion: Completion | None,
+) -> int:
+    """Where the expert routes of a prompt that goes on token-exactly begin to be unknown, or 0."""
+    if previous is None:
+        return 0
+    spoken = [*previous[0], *previous[1]]
+    if prompt_ids[: len(spoken)] != spoken:
+        return 0
+    return known_routes(completion, len(spoken))
 
 
 def _turn_tokens(reply: Reply) -> Any:

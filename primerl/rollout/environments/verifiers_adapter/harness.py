@@ -9,6 +9,7 @@ from typing import Any
 
 from primerl._optional import require
 from primerl.rollout.environments.verifiers_adapter.client import ContextFull, EngineClient, Reply
+from primerl.rollout.environments.verifiers_adapter.trace_samples import reply_completion
 
 vf: Any = require("verifiers.v1", extra="verifiers")
 _graph: Any = require("verifiers.v1.graph", extra="verifiers")
@@ -167,6 +168,7 @@ class PlainTurns:
             messages,
             tail=messages[self._committed :],
             previous=self._previous,
+            completion=None if self._leaf is None else reply_completion(trace.nodes[self._leaf]),
             tools=tools,
             session=trace.id,
         )

@@ -28,7 +28,8 @@ class SampledLogprobs(list[float]):
 def trace_samples(trace: Any, *, temperature: float) -> list[Sample]:
     """One sample for each branch of ``trace`` that has something to train.
 
-    A reply that several branches share is trained only in the first of them.
+    A reply that several branches share is trained only in the first of them; its expert routes are
+    those of its tokens in all of them.
 
     Raises:
         ValueError: a reply's tokens are not those that the engine sampled.
@@ -41,7 +42,7 @@ def trace_samples(trace: Any, *, temperature: float) -> list[Sample]:
         if leaf in parents:
             continue
         path = branch(nodes, leaf)
-        new = {index for index in path if _completion(nodes[index]) is not None} - trained
+        new = {index for index in path if reply_completion(nodes[index]) is not None} - trained
         if new:
             trained |= new
             samples.append(_sample(nodes, path, new, temperature))
@@ -51,7 +52,7 @@ def trace_samples(trace: Any, *, temperature: float) -> list[Sample]:
 def last_reply(trace: Any) -> SampledLogprobs | None:
     """The most recent reply that an engine sampled."""
     for node in reversed(trace.nodes):
-        if _completion(node) is not None:
+        if reply_completion(node) is not None:
             reply: SampledLogprobs = node.logprobs
             return reply
     return None
@@ -65,7 +66,8 @@ def branch(nodes: Sequence[Any], leaf: int) -> list[int]:
     return path[::-1]
 
 
-def _completion(node: Any) -> Completion | None:
+def reply_completion(node: Any) -> Completion | None:
+    """The completion of a reply that an engine sampled; None for any other message."""
     sampled = node.sampled and isinstance(node.logprobs, SampledLogprobs)
     return node.logprobs.completion if sampled and len(node.logprobs) else None
 
@@ -75,10 +77,13 @@ def _sample(nodes: Sequence[Any], path: list[int], new: set[int], temperature: f
     mask = np.zeros(len(token_ids), np.bool_)
     logprobs = np.zeros(len(token_ids), np.float32)
     versions = np.full(len(token_ids), NOT_SAMPLED, np.int32)
+    routes: list[str] = []
     end = 0
     for index in path:
         end += len(nodes[index].token_ids)
-        completion = _completion(nodes[index])
+        completion = reply_completion(nodes[index])
+        if completion is not None:
+            routes += completion.routes
         if index not in new or completion is None:
             continue
         reply = slice(end - len(completion.token_ids), end)  # after the prompt's last tokens
@@ -96,4 +101,5 @@ def _sample(nodes: Sequence[Any], path: list[int], new: set[int], temperature: f
         behavior_logprobs=logprobs,
         versions=versions,
         temperature=temperature,
+        routes=routes,
     )

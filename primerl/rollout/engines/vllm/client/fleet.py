@@ -175,7 +175,7 @@ class Fleet:
         return [card.id for card in cards]
 
     def no_routes(self, token_ids: Sequence[int]) -> int | None:
-        """Where a request lets expert routes begin that needs none; None of servers without any."""
+        """The ``routes_start`` of a request for which expert routes are not needed."""
         return None if self.settings.routes is None else len(token_ids)
 
     def adapter_of(self, replica: Replica) -> str | None:

@@ -16,7 +16,7 @@ from primerl.rollout.engines.vllm.protocol.splitter import RoutesSplitter
 from primerl.types import Completion, SamplingParams
 
 THREADS = 2  # decoding takes turns; storing may wait for a disk
-BATCH_BYTES = 1 << 20  # characters given to a thread at once
+BATCH_BYTES = 1 << 21  # characters given to a thread at once
 
 T = TypeVar("T")
 

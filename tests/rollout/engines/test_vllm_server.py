@@ -654,6 +654,12 @@ sys.exit(vllm_server.main(["M", "--max-model-len", "12", "--enforce-eager"]))
         ("OSError: [Errno 98] Address already in use", "another process listens"),
         ("RuntimeError: operator torchvision::nms does not exist", "pip uninstall -y torchvision"),
         ("(1 GiB) larger than the available KV cache memory", "KV cache is too small"),
+        (
+            "pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
+            "  Value error, AuxOutput Connector only supports MoE models. [type=value_error, inp",
+            "vLLM refuses its arguments: AuxOutput Connector only supports MoE models.",
+        ),
+        ("  Value error, Model Runner V2 requires Triton. [type=value_error", "on a GPU"),
         ("`OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n", None),
         ("all is well", None),
     ],

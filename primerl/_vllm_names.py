@@ -24,6 +24,7 @@ PREPARE_WEIGHTS = "prepare_weights"
 READ_ADAPTER = "read_adapter"
 READ_WEIGHTS = "read_weights"
 SERVED_DTYPE = "served_dtype"
+SERVED_ROUTES = "served_routes"
 SERVED_VOCAB_SIZE = "served_vocab_size"
 WEIGHT_RECEIPT = "weight_receipt"
 

@@ -11,6 +11,7 @@ What issue 5 wants to be shown on real vLLM, and where it is:
 - 10, the contract of engines: test_engine.py
 """
 
+import functools
 import os
 import re
 import string
@@ -20,6 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import interpreted_triton
 import pytest
 import torch
 
@@ -48,24 +50,29 @@ SERVER_ARGS = {
     "enable_prefix_caching": True,
     "block_size": 32,  # a prefix is cached in blocks: short conversations fill some
 }
+CLOSED_EARLY = ("server", "routes_server", "loading_server")
 
 
 def pytest_collection_modifyitems(items):
     ours = [item for item in items if item.path.is_relative_to(HERE)]
     for item in ours:
         item.add_marker(pytest.mark.vllm)
-    # Those of one server together, and last the file that leaves servers dead.
-    ours.sort(
-        key=lambda item: (item.path.name == "test_deaths.py", "server" not in item.fixturenames)
-    )
+
+    def place(item):
+        """Those of one server together, and last the file that leaves servers dead."""
+        uses = [name in item.fixturenames for name in CLOSED_EARLY]
+        return item.path.name == "test_deaths.py", [not used for used in uses]
+
+    ours.sort(key=place)
     items[:] = [item for item in items if not item.path.is_relative_to(HERE)] + ours
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """End the shared server when no test needs it any more: it holds 2.5 GB."""
-    if "server" in item.fixturenames and "server" not in getattr(nextitem, "fixturenames", ()):
-        item.funcargs["server"].close()
+    """End a shared server when no test needs it any more: it holds up to 2.5 GB."""
+    for name in CLOSED_EARLY:
+        if name in item.fixturenames and name not in getattr(nextitem, "fixturenames", ()):
+            item.funcargs[name].close()
 
 
 @pytest.fixture(scope="session")
@@ -112,6 +119,58 @@ def dense(tmp_path_factory):
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def routed_model():
+    """By its seed, a tiny model with a dense layer among those with experts."""
+    return functools.partial(
+        testing.tiny_model,
+        "qwen3_moe",
+        vocab_size=512,  # with more, interpreted kernels take most of the time
+        hidden_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        mlp_only_layers=[1],
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        initializer_range=0.2,
+        max_position_embeddings=1024,
+    )
+
+
+@pytest.fixture(scope="session")
+def routed(tmp_path_factory, routed_model):
+    """The folder of ``routed_model`` of seed 0."""
+    folder = tmp_path_factory.mktemp("models") / "routed"
+    routed_model(seed=0).save_pretrained(folder)
+    tokenizer = testing.character_tokenizer(string.printable)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def serve_routes(tmp_path_factory, routed):
+    """A function that makes a server of ``routed`` that returns routes, with further arguments.
+
+    vLLM needs Triton for that, whose kernels Python interprets here: 20 tokens a second.
+    """
+    entry_point = tmp_path_factory.mktemp("triton")
+    interpreted_triton.write_entry_point(entry_point)
+    return functools.partial(
+        rollout.serve_vllm,
+        routed,
+        enable_return_routed_experts=True,
+        enable_prompt_tokens_details=True,
+        env={
+            **SERVER_ENV,
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": os.pathsep.join([str(entry_point), str(HERE.parent / "helpers")]),
+        },
+        **SERVER_ARGS,
+    )
 
 
 class ServerByHand:
@@ -182,6 +241,17 @@ def servers(request, tmp_path_factory):
             env=FAULTY_ENV,
             **SERVER_ARGS,
         )
+    if "routes_server" in needed:
+        made["routes"] = request.getfixturevalue("serve_routes")()
+    if "loading_server" in needed:
+        stored = tmp_path_factory.mktemp("keys_and_values")
+        made["loading"] = request.getfixturevalue("serve_routes")(
+            kv_transfer_config={
+                "kv_connector": "ExampleConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"shared_storage_path": str(stored)},
+            }
+        )
     try:
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda one: one.start(), made.values()))
@@ -210,6 +280,18 @@ def pair(servers):
 def lora_server(servers):
     """``dense``, with room for adapters of rank 8."""
     return servers["lora"]
+
+
+@pytest.fixture(scope="session")
+def routes_server(servers):
+    """``routed``, with whatever weights a test left; it returns expert routes."""
+    return servers["routes"]
+
+
+@pytest.fixture(scope="session")
+def loading_server(servers):
+    """``routed``, with routes; it stores keys and values of prompts, and loads those it finds."""
+    return servers["loading"]
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,7 @@ from primerl.weights.transports.folder_reader import FolderReader
 from primerl.weights.verification.served_tensors import as_builtins
 from primerl.weights.vllm.held_adapters import HeldAdapters
 from primerl.weights.vllm.preparation import GRACE_S, Preparation
+from primerl.weights.vllm.reload_refusals import refuse_reload
 from primerl.weights.vllm.tensors_in_use import ServedTensors, served_names, tied_parameters
 from primerl.weights.vllm.tracked_tensors import TrackedTensors
 
@@ -303,6 +304,8 @@ class WeightReceiver:
 
     device: torch.device
     model_runner: Any
+    parallel_config: Any
+    vllm_config: Any
     weight_transfer_engine: Any
     _weight_update_active: bool
 
@@ -317,13 +320,12 @@ class WeightReceiver:
         Raises:
             ValueError: the publication is missing, damaged or does not follow from its parent.
             RuntimeError: it was not prepared within a ``timeout_s`` above the default, or vLLM
-                can't reload the weights of a server that takes adapters.
+                can't reload the weights of a server that takes adapters or moves experts.
         """
-        if HeldAdapters(self.model_runner).most_rank:
-            raise RuntimeError(
-                "a server that was started with enable_lora can't reload its base model (vLLM "
-                "0.32): publish adapters to it, or start it without enable_lora"
-            )
+        refuse_reload(
+            parallel_config=self.parallel_config,
+            most_rank=HeldAdapters(self.model_runner).most_rank,
+        )
         transfer = self.weight_transfer_engine
         if self._weight_update_active:  # its trainer was lost between start and finish
             transfer.receipt = {"version": None, "seconds": {}}
@@ -342,6 +344,18 @@ class WeightReceiver:
     def served_vocab_size(self) -> dict[str, int]:
         """The model's number of token ids, in a mapping: vLLM sends a bare number as text."""
         return {"vocab_size": int(self.model_runner.model_config.get_vocab_size())}
+
+    def served_routes(self) -> dict[str, bool]:
+        """Whether the server returns expert routes, and whether a connector loads keys and values.
+
+        What is ``loaded`` was computed elsewhere, so the routes of those tokens are not known here:
+        a request that asks for them ends vLLM 0.32. Those of the last token of a prompt always are.
+        """
+        connector = self.vllm_config.kv_transfer_config
+        return {
+            "returned": bool(self.vllm_config.aux_output_config.enabled),
+            "loaded": connector is not None and connector.kv_connector is not None,
+        }
 
     def read_weights(self, names: list[str], turn: int = 0) -> list[dict[str, Any]]:
         """Digests of what this worker computes with, for the published tensors ``names``."""

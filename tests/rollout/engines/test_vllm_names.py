@@ -19,6 +19,7 @@ def test_worker_extension_has_every_method_that_clients_call():
         names.READ_ADAPTER,
         names.READ_WEIGHTS,
         names.SERVED_DTYPE,
+        names.SERVED_ROUTES,
         names.SERVED_VOCAB_SIZE,
         names.WEIGHT_RECEIPT,
     }

@@ -225,6 +225,74 @@ def test_arguments_that_only_change_rounding_pass(engine_args):
     assert command(**engine_args)
 
 
+@pytest.mark.parametrize(
+    ("engine_args", "flags"),
+    [
+        ({"enable_eplb": True}, ()),
+        ({"enable-eplb": True, "eplb_config": {"num_redundant_experts": 2}}, ()),
+        ({}, ("--enable-eplb",)),
+        ({}, ("--enable_eplb", "--eplb-config", '{"num_redundant_experts": 2}')),
+        ({}, ("--enable-epl",)),
+    ],
+    ids=str,
+)
+def test_experts_that_move_are_refused_with_weight_updates(engine_args, flags):
+    """A known fault of vLLM's loads experts into the places of others."""
+    for transfer in ("primerl", "nccl"):
+        with pytest.raises(ValueError, match="refuses enable_eplb=.*weight_transfer=None"):
+            command(weight_transfer=transfer, flags=flags, **engine_args)
+    own = {"weight_transfer_config": {"backend": "nccl"}}
+    with pytest.raises(ValueError, match="refuses enable_eplb"):
+        command(weight_transfer=None, flags=flags, **engine_args, **own)
+    assert command(weight_transfer=None, flags=flags, **engine_args)
+
+
+def test_experts_that_stay_are_served():
+    assert "--no-enable-eplb" in command(enable_eplb=False)
+    assert command(flags=("--no-enable-eplb",))
+    assert command(flags=("--no-enable-eplb", "--enable-expert-parallel"))
+    assert command(enable_ep_weight_filter=True, enable_expert_parallel=True)
+
+
+ASKS_FOR_ROUTES = [
+    ({"enable_return_routed_experts": True}, ()),
+    ({"aux_output_config": {"enable_return_routed_experts": True}}, ()),
+    ({}, ("--enable-return-routed-experts",)),
+    ({}, ("--aux-output-config.enable_return_routed_experts=true",)),
+    ({}, ("--aux-output-config", '{"enable_return_routed_experts": true}')),
+]
+NO_ROUTES = [
+    ({}, ()),
+    ({"enable_return_routed_experts": False}, ()),
+    ({"aux_output_config": {"max_bytes": 10**9}}, ()),
+    ({}, ("--no-enable-return-routed-experts",)),
+]
+
+
+@pytest.mark.parametrize(("engine_args", "flags"), ASKS_FOR_ROUTES, ids=str)
+def test_what_routes_need_is_set(monkeypatch, installed, engine_args, flags):
+    installed(vllm="0.32.0")
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    server = vllm_child.VLLMServer("M", engine_args, flags=flags)
+    assert server._environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+    assert "--enable-prefix-caching" in command(flags=flags, **engine_args)
+    for words in (
+        command(flags=(*flags, "--no-enable-prefix-caching"), **engine_args),
+        command(flags=flags, enable_prefix_caching=False, **engine_args),
+    ):
+        assert "--enable-prefix-caching" not in words
+
+
+@pytest.mark.parametrize(("engine_args", "flags"), NO_ROUTES, ids=str)
+def test_servers_without_routes_run_as_they_would(monkeypatch, installed, engine_args, flags):
+    installed(vllm="0.32.0")
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    server = vllm_child.VLLMServer("M", engine_args, flags=flags)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in server._environment
+    assert "--enable-prefix-caching" not in command(flags=flags, **engine_args)
+
+
 def test_arguments_that_change_the_address_are_refused():
     with pytest.raises(ValueError, match="does not support uds"):
         command(uds="/tmp/socket")
@@ -586,6 +654,12 @@ sys.exit(vllm_server.main(["M", "--max-model-len", "12", "--enforce-eager"]))
         ("OSError: [Errno 98] Address already in use", "another process listens"),
         ("RuntimeError: operator torchvision::nms does not exist", "pip uninstall -y torchvision"),
         ("(1 GiB) larger than the available KV cache memory", "KV cache is too small"),
+        (
+            "pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
+            "  Value error, AuxOutput Connector only supports MoE models. [type=value_error, inp",
+            "vLLM refuses its arguments: AuxOutput Connector only supports MoE models.",
+        ),
+        ("  Value error, Model Runner V2 requires Triton. [type=value_error", "on a GPU"),
         ("`OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n", None),
         ("all is well", None),
     ],

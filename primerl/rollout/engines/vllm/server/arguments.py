@@ -31,6 +31,7 @@ _SECRETS = {
     "api_key": "use the argument api_key of serve_vllm, or PRIMERL_API_KEY",
     "hf_token": 'set HF_TOKEN in the environment, or env={"HF_TOKEN": ...}',
 }
+RETURN_ROUTES = "enable_return_routed_experts"
 _COMPILATION = {"enforce_eager", "compilation_config", "optimization_level", "O", "cc"}
 _UNSUPPORTED = {"uds", "headless", "grpc", "grpc_port", "ssl_keyfile", "ssl_certfile", "root_path"}
 
@@ -78,8 +79,9 @@ def server_command(
         ValueError: an argument would expose a secret, is not supported, changes what is sampled or
             its logprobs, or can't be written as a flag.
     """
-    refuse_arguments(engine_args, flags_as_given)
     given = argument_names(engine_args, flags_as_given)
+    updates = weight_transfer is not None or "weight_transfer_config" in given
+    refuse_arguments(engine_args, flags_as_given, updates=updates)
     for name in given:
         if name in _SECRETS:
             raise ValueError(f"{name} would be visible on vLLM's command line; {_SECRETS[name]}")
@@ -101,6 +103,8 @@ def server_command(
     if enables_adapters(engine_args, flags_as_given) and "max_loras" not in given:
         # A new version of an adapter is sampled beside the old one; of several, each has two.
         arguments |= {"max_loras": 4, "max_cpu_loras": 8}
+    if returns_routes(engine_args, flags_as_given) and "enable_prefix_caching" not in given:
+        arguments["enable_prefix_caching"] = True  # needed; off by default for some models
     arguments |= engine_args
     middleware = arguments.pop("middleware", ())
     wrapped = [middleware] if isinstance(middleware, str) else [*middleware]
@@ -117,6 +121,17 @@ def server_command(
 def enables_adapters(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> bool:
     """Whether the server takes adapters."""
     return bool(engine_args.get("enable_lora")) or "--enable-lora" in flags_as_given
+
+
+def returns_routes(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> bool:
+    """Whether the server returns the experts that it chose."""
+    config = engine_args.get("aux_output_config") or {}
+    words = [word.replace("-", "_") for word in flags_as_given]
+    return (
+        bool(engine_args.get(RETURN_ROUTES))
+        or (isinstance(config, Mapping) and bool(config.get(RETURN_ROUTES)))
+        or any(RETURN_ROUTES in word and not word.startswith("__no_") for word in words)
+    )
 
 
 def argument_names(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> set[str]:
@@ -169,17 +184,21 @@ def server_environment(
     on_cpu: bool,
     argument_names: Set[str] = frozenset(),
     adapters: bool = False,
+    routes: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The environment of the server: this process's without torchrun's variables, and ``env``.
 
     The key is not in it, because subprocesses inherit it and other processes can read it. On a CPU,
     variables that neither sets get defaults for a server that shares the machine with a trainer.
-    ``argument_names`` are the arguments that the user set, ``adapters`` whether it takes adapters.
+    ``argument_names`` are the arguments that the user set, ``adapters`` whether it takes adapters,
+    ``routes`` whether it returns the experts that it chose.
     """
     ours = {"TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
     if adapters:
         ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # its routes; they need the key, as all do
+    if routes:
+        ours["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other one can't return them
     user = inherited(dict(os.environ) | dict(env or {}))
     if Path(model).is_dir():
         ours |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

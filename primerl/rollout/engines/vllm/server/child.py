@@ -18,6 +18,7 @@ from primerl.rollout.engines.vllm.server.arguments import (
     argument_names,
     check_vllm_version,
     enables_adapters,
+    returns_routes,
     server_command,
     server_environment,
 )
@@ -146,6 +147,7 @@ class VLLMServer:
             on_cpu=on_cpu,
             argument_names=argument_names(engine_args, flags),
             adapters=enables_adapters(engine_args, flags),
+            routes=returns_routes(engine_args, flags),
             env=env,
         )
         self._own_temporary = "TMPDIR" not in (env or {})

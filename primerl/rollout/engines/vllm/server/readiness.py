@@ -25,10 +25,15 @@ _CAUSES = {
     r"Free memory on device .* is less than desired|CUDA out of memory|OutOfMemoryError": (
         "the device is out of memory: lower gpu_memory_utilization, or free memory"
     ),
+    r"Model Runner V2 requires Triton": (
+        "expert routes need vLLM's Model Runner V2, and that needs Triton, which vLLM's build for "
+        "CPUs lacks: leave out enable_return_routed_experts, or serve on a GPU"
+    ),
 }
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([0-9]{3})[ \r\n]")
 _ANY_STATUS = range(100, 600)
 _REFUSED = re.compile(r"error: (?:argument|unrecognized|the following|ambiguous|invalid).*")
+_INVALID = re.compile(r"^.*\bValue error, (.+?)(?: \[type=.*)?$", re.MULTILINE)
 _RAISED = re.compile(r"\b(\w+(?:\.\w+)*(?:Error|Exception)): (\S.*)")
 _ADDRESS_IN_USE = "Address already in use"
 # What is raised because of something else, and what vLLM only warns of.
@@ -152,6 +157,8 @@ def cause_of(log: str) -> str | None:
             return cause
     if refused := _REFUSED.search(log):
         return f"vLLM refuses an argument: {refused[0][len('error: ') :]}"
+    if invalid := _INVALID.search(log):
+        return f"vLLM refuses its arguments: {invalid[1]}"
     raised = [f"{kind}: {text}" for kind, text in _RAISED.findall(log)]
     roots = [one for one in raised if not any(word in one for word in _NOT_CAUSES)]
     return roots[-1] if roots else None

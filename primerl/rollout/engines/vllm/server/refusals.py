@@ -44,10 +44,20 @@ _REFUSED = {
     "model": _Refusal("the model is the first argument"),
     "config": _Refusal("arguments in a file are not checked: pass them by name"),
 }
+_REFUSED_WITH_UPDATES = {
+    "enable_eplb": _Refusal(
+        "it moves experts between devices, and a weight update could load some of them into the "
+        "places of others (vLLM 0.32); a server whose weights never change may have it, with "
+        "weight_transfer=None",
+        ("False",),
+    ),
+}
 
 
-def refuse_arguments(engine_args: Mapping[str, Any], flags_as_given: Sequence[str]) -> None:
-    """Refuse arguments that change what is sampled or its logprobs.
+def refuse_arguments(
+    engine_args: Mapping[str, Any], flags_as_given: Sequence[str], *, updates: bool = True
+) -> None:
+    """Refuse arguments that change what is sampled or its logprobs, or that break ``updates``.
 
     vLLM accepts ``--a-b`` and ``--a_b``, ``--no-a``, ``--a value`` and ``--a=value``,
     ``--a.key=value`` for a key of JSON, and any unique prefix of a name.
@@ -55,22 +65,23 @@ def refuse_arguments(engine_args: Mapping[str, Any], flags_as_given: Sequence[st
     Raises:
         ValueError: an argument is refused; the message says why.
     """
+    refusals = _REFUSED | (_REFUSED_WITH_UPDATES if updates else {})
     given = [(name, "" if value is None else str(value)) for name, value in engine_args.items()]
     for name, value in [*given, *_flags(flags_as_given)]:
         plain = name.partition(".")[0].replace("-", "_").removeprefix("no_")
         # With "synthetic" acceptance, draft tokens are accepted regardless of the distribution.
         if plain.startswith("spec") and "synthetic" in f"{name} {value}".lower():
             raise ValueError(f"serve_vllm refuses {name}: draft tokens would be of no policy")
-        for refused in _named(plain):
-            refusal = _REFUSED[refused]
+        for refused in _named(plain, refusals):
+            refusal = refusals[refused]
             if value not in refusal.allowed and value not in ("", "None"):
                 raise ValueError(f"serve_vllm refuses {refused}={value}: {refusal.why}")
 
 
-def _named(name: str) -> list[str]:
+def _named(name: str, refusals: Mapping[str, _Refusal]) -> list[str]:
     """The refused arguments that a name may mean."""
     name = "quantization" if name == "q" else name
-    return [name] if name in _REFUSED else [one for one in _REFUSED if one.startswith(name)]
+    return [name] if name in refusals else [one for one in refusals if one.startswith(name)]
 
 
 def _flags(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -82,5 +93,7 @@ def _flags(words: Sequence[str]) -> list[tuple[str, str]]:
             continue
         following = words[index + 1 : index + 2]
         value = match[2] if match[2] is not None else " ".join(following)
+        if match[1].startswith(("no-", "no_")):
+            value = "False"
         found.append((match[1], value or "true"))
     return found

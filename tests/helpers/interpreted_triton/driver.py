@@ -1,0 +1,23 @@
+"""What Triton asks of a backend's driver."""
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+
+class CPUDriver(DriverBase):
+    @classmethod
+    def is_active(cls):
+        return True
+
+    def map_python_to_cpp_type(self, ty):
+        return ty
+
+    def get_current_target(self):
+        return GPUTarget("cpu", "cpu", 1)
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def get_benchmarker(self):
+        raise RuntimeError("interpreted kernels are not tuned")

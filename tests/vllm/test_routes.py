@@ -1,0 +1,223 @@
+"""Expert routes that real vLLM returns: whose weights' they are, and which it can't know.
+
+They are compared with those of a plain forward pass of the weights that each row claims. vLLM's
+Model Runner V2 runs on the CPU here with interpreted kernels, which is no supported configuration.
+"""
+
+import base64
+import io
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import attrs
+import httpx
+import numpy as np
+import torch
+
+from primerl import rollout, weights
+from primerl._vllm_names import COLLECTIVE_RPC, GENERATE, METRICS, PAUSE, SERVED_ROUTES
+from primerl.parity.reference import recorded
+
+LAYERS, K, BLOCK = 4, 2, 32
+NEAR_TIE = 1e-5  # of router logits, far above their rounding
+CHATS, TOKENS = 3, 24
+
+
+@attrs.frozen
+class Reply:
+    token_ids: list
+    """Of the prompt and the completion."""
+    prompt: int
+    start: int
+    """The token of the first row of ``routes``."""
+    routes: np.ndarray
+    spans: list
+    cached: int
+
+
+class Client:
+    """Plain HTTP, so that nothing here depends on how primerl reads responses."""
+
+    def __init__(self, server):
+        headers = {"Authorization": f"Bearer {server.api_key}"}
+        self._http = httpx.Client(
+            base_url=server.url, headers=headers, timeout=120, trust_env=False
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._http.close()
+
+    def generate(self, prompt, *, start, tokens=TOKENS):
+        sampling = {"max_tokens": tokens, "ignore_eos": True, "routed_experts_prompt_start": start}
+        body = {"token_ids": prompt, "sampling_params": sampling}
+        answer = self._http.post(GENERATE, json=body).raise_for_status().json()
+        [choice] = answer["choices"]
+        return Reply(
+            token_ids=prompt + choice["token_ids"],
+            prompt=len(prompt),
+            start=start,
+            routes=np.load(io.BytesIO(base64.b64decode(choice["routed_experts"]))),
+            spans=choice["weight_versions"],
+            cached=answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+        )
+
+    def post(self, path, **body):
+        return self._http.post(path, json=body).raise_for_status().json()
+
+    def served_routes(self):
+        [found] = self.post(COLLECTIVE_RPC, method=SERVED_ROUTES)["results"]
+        return found
+
+    def counter(self, name):
+        lines = self._http.get(METRICS).text.splitlines()
+        return sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith(f"{name}{{"))
+
+
+def random_tokens(count, *, seed):
+    return np.random.default_rng(seed).integers(2, 512, count).tolist()
+
+
+def expected(model, token_ids):
+    """Each token's experts in order, whether they are near a tie, and the layers that have some."""
+    gaps = []
+
+    def note(gate, args):
+        logits = torch.nn.functional.linear(args[0].flatten(0, -2), gate.weight)
+        best = logits.topk(K + 1).values
+        gaps.append(best[:, K - 1] - best[:, K])
+
+    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
+    hooks = [gate.register_forward_pre_hook(note) for gate in gates]
+    with recorded(model) as choices, torch.no_grad():
+        model(torch.tensor([token_ids]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    layers = [int(name.split(".")[2]) for name in choices]
+    experts = torch.stack([chosen for [chosen] in choices.values()], dim=1).sort(-1).values
+    return experts.numpy(), (torch.stack(gaps, dim=1) < NEAR_TIE).numpy(), layers
+
+
+def claimed_versions(reply):
+    """Of each token but the last, the version whose forward pass its row claims to record.
+
+    That is the pass which sampled the next token. Earlier tokens of the prompt were computed by the
+    weights that sampled the first one.
+    """
+    versions = np.empty(len(reply.token_ids) - 1, int)
+    for span in reply.spans:
+        version = int(span["version"].rpartition("-")[2])
+        first = reply.prompt - 1 + span["start"]
+        versions[first : reply.prompt - 1 + span["end"]] = version
+        if span["start"] == 0:
+            versions[:first] = version
+    return versions[reply.start :]
+
+
+def misaligned(reply, model, states):
+    """How many rows there are, and which of them are not of the version that they claim."""
+    claimed = claimed_versions(reply)
+    assert reply.routes.shape == (len(claimed), LAYERS, K)
+    assert reply.routes.dtype == np.uint8
+    wrong = np.zeros(len(claimed), bool)
+    for version in np.unique(claimed):
+        model.load_state_dict(states[version])
+        experts, near_tie, layers = expected(model, reply.token_ids)
+        differs = (experts[reply.start : -1] != np.sort(reply.routes[:, layers])).any(-1)
+        differs &= ~near_tie[reply.start : -1]
+        wrong |= differs.any(-1) & (claimed == version)
+    return len(claimed), np.flatnonzero(wrong).tolist()
+
+
+def pause_in_flight(client, before):
+    """Pause once each of the requests is likely to have sampled tokens: none may be lost."""
+    deadline = time.monotonic() + 60
+    while client.counter("vllm:generation_tokens_total") < before + 2 * CHATS:
+        assert time.monotonic() < deadline, "nothing was sampled"
+        time.sleep(0.01)
+    client.post(f"{PAUSE}?mode=keep&clear_cache=false")
+
+
+def play(server, model, states):
+    """The replies of each turn of a few chats: updates come in mid-completion and between turns."""
+    chats = [random_tokens(40 + 13 * n, seed=n) for n in range(CHATS)]
+    known = [0] * CHATS
+    turns = []
+
+    def publish(version):
+        model.load_state_dict(states[version])
+        transport.publish(version)
+
+    with (
+        Client(server) as client,
+        ThreadPoolExecutor(CHATS) as threads,
+        rollout.VLLMEngine(server) as engine,
+    ):
+        assert client.served_routes() == {"returned": True, "loaded": False}
+        transport = weights.SharedMemory(model, engine)
+        publish(0)
+        for turn, in_flight, between in [(0, 1, None), (1, None, None), (2, None, 2), (3, 3, None)]:
+            # From the beginning, from somewhere in between, and from what is not known yet.
+            starts = [0, known[1] // 2, known[2]]
+            before = client.counter("vllm:generation_tokens_total")
+            asked = [
+                threads.submit(client.generate, chat, start=start)
+                for chat, start in zip(chats, starts, strict=True)
+            ]
+            if in_flight is not None:
+                pause_in_flight(client, before)
+                publish(in_flight)
+            turns.append([one.result() for one in asked])
+            if between is not None:
+                publish(between)
+            known = [len(reply.token_ids) - 1 for reply in turns[-1]]
+            chats = [
+                reply.token_ids + random_tokens(9, seed=[turn, n])
+                for n, reply in enumerate(turns[-1])
+            ]
+    return turns
+
+
+def test_each_row_is_of_the_version_that_it_claims(routes_server, routed_model):
+    states = [routed_model(seed=seed).state_dict() for seed in range(4)]
+    model = routed_model(seed=0)
+    turns = play(routes_server, model, states)
+
+    for replies, versions in zip(turns, [{0, 1}, {1}, {1}, {2, 3}], strict=True):
+        assert {v for reply in replies for v in claimed_versions(reply)} == versions
+    for replies, hit in zip(turns, [False, True, True, False], strict=True):
+        assert [reply.cached > 0 for reply in replies] == [hit] * CHATS
+    found = [misaligned(reply, model, states) for replies in turns for reply in replies]
+    print(f"{sum(rows for rows, _ in found)} rows")
+    assert [wrong for _, wrong in found] == [[]] * len(found)
+    # Other weights choose other experts, so a row of the wrong version would be noticed.
+    swapped = [states[1], states[0], states[3], states[2]]
+    rows, wrong = misaligned(turns[0][0], model, swapped)
+    assert len(wrong) > 0.9 * rows
+
+
+def test_rows_of_what_was_loaded_are_not_asked_for(loading_server, routed_model):
+    """From the last token of a prompt on, rows are known however the prompt came to be cached.
+
+    A request for a row that was computed elsewhere ends vLLM 0.32.
+    """
+    model, states = routed_model(seed=0), [routed_model(seed=0).state_dict()]
+    prompt = random_tokens(3 * BLOCK + 14, seed=0)
+    hits = "vllm:external_prefix_cache_hits_total"
+    with Client(loading_server) as client:
+        assert client.served_routes() == {"returned": True, "loaded": True}
+        prefilled = client.generate(prompt, start=0, tokens=1)
+        client.post("/reset_prefix_cache")  # now as a server whose prompts others prefill
+        assert client.counter(hits) == 0
+        decoded = client.generate(prompt, start=len(prompt) - 1, tokens=5)
+        assert client.counter(hits) == decoded.cached == 3 * BLOCK
+        again = client.generate(prompt, start=len(prompt) - 1, tokens=5)
+        assert client.counter(hits) == again.cached == 3 * BLOCK, "these were its own by now"
+
+    assert [len(reply.routes) for reply in (prefilled, decoded, again)] == [len(prompt), 5, 5]
+    for reply in (prefilled, decoded, again):
+        [span] = reply.spans
+        checkpoint = attrs.evolve(reply, spans=[{**span, "version": "0"}])
+        assert misaligned(checkpoint, model, states)[1] == []

@@ -1,0 +1,26 @@
+"""Servers that are not sent weights; the receiver itself runs in tests/vllm, with vLLM."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from primerl.weights.vllm.reload_refusals import refuse_reload
+
+
+def parallel(*, enable_eplb):
+    """What matters of vLLM's ParallelConfig, which refuses enable_eplb on a CPU."""
+    return SimpleNamespace(enable_eplb=enable_eplb)
+
+
+def test_experts_that_move_are_not_reloaded():
+    with pytest.raises(RuntimeError, match="start it without enable_eplb"):
+        refuse_reload(parallel_config=parallel(enable_eplb=True), most_rank=0)
+
+
+def test_a_base_model_under_adapters_is_not_reloaded():
+    with pytest.raises(RuntimeError, match="start it without enable_lora"):
+        refuse_reload(parallel_config=parallel(enable_eplb=False), most_rank=8)
+
+
+def test_other_servers_are_reloaded():
+    refuse_reload(parallel_config=parallel(enable_eplb=False), most_rank=0)

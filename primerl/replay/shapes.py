@@ -9,10 +9,6 @@ def _indices(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _indices(values: Iterable[int]) -> Indices:
-    return tuple(values)
-
-
 @attrs.frozen(kw_only=True)
 class RouteShape:
     """The shape of a model's expert routes.
@@ -24,11 +20,7 @@ class RouteShape:
         ValueError: there are no layers or experts, or their numbers contradict each other.
     """
 
-<<<<<<< HEAD
     layers: tuple[int, ...] = attrs.field(converter=_indices)
-=======
-    layers: Indices = attrs.field(converter=_indices)
->>>>>>> codec
     """Which decoder layers have experts, such as 3 to 77; layers that predict several tokens (MTP)
     are not among them."""
     decoder_layers: int

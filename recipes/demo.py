@@ -13,7 +13,8 @@ the groups trained on; ``--groups`` trains on them again, with the same losses, 
 
 import contextlib
 import random
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 print("importing torch", flush=True)  # which takes seconds
 
@@ -29,6 +30,7 @@ from primerl import (
     models,
     packing,
     parallel,
+    replay,
     rollout,
     testing,
     track,
@@ -57,6 +59,10 @@ class Args:
     # the bound, in policy steps
     max_staleness: int = attrs.field(default=2, validator=number(at_least=0))
     permute_rewards: bool = False  # the control: rewards carry no information
+    # what the sampler computes in; bfloat16 differs from the trainer, as on GPUs
+    engine_dtype: Literal["float32", "bfloat16"] = "float32"
+    # send each token to the experts that the sampler chose, and compare with the trainer's own
+    replay: bool = False
     # a file for the groups that are trained on
     record: str | None = attrs.field(default=None, validator=track.new_file)
     groups: str | None = None  # such a file to train on, at most --steps, with no new rollouts
@@ -89,18 +95,40 @@ def reward(task: Any, reply: str) -> float:
     return 0.5 * right / max(len(answer), len(reply)) + 0.5 * (reply == answer)
 
 
+@contextlib.contextmanager
+def open_engine(args: Args, model: Any) -> Iterator[Any]:
+    """What samples: a copy of the policy, which records its experts' choices to replay them."""
+    dtype = getattr(torch, args.engine_dtype)
+    if not args.replay:
+        with rollout.TransformersEngine(model, dtype=dtype, seed=args.seed) as engine:
+            yield engine
+        return
+    with (
+        replay.Store(replay.shape(model)) as routes,
+        rollout.TransformersEngine(
+            model, dtype=dtype, seed=args.seed, routes=routes, capture=replay.capture
+        ) as engine,
+    ):
+        yield engine
+
+
 def backward(
-    model: Any, batches: list[packing.PackedBatch], *, statistics: loss.Statistics
+    model: Any,
+    batches: list[packing.PackedBatch],
+    *,
+    statistics: loss.Statistics,
+    counts: replay.RouteCounts,
 ) -> None:
     """The algorithm, DPPO (arXiv:2602.04879): add up the gradients of a step."""
     trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
-    for batch in batches:
-        logprobs = loss.model_logprobs(
-            model, batch.token_ids, batch.position_ids, batch.labels, rows=batch.loss_mask
-        )
-        per_token, aux = loss.dppo(logprobs, batch.behavior_logprobs, batch.advantages)
-        objective = loss.token_mean(per_token, batch.loss_mask, denom=trained)
-        objective.backward()
+    for batch, routes in replay.fetch(batches, counts=counts):
+        with replay.forced(model, routes, counts=counts):  # None, without --replay
+            logprobs = loss.model_logprobs(
+                model, batch.token_ids, batch.position_ids, batch.labels, rows=batch.loss_mask
+            )
+            per_token, aux = loss.dppo(logprobs, batch.behavior_logprobs, batch.advantages)
+            objective = loss.token_mean(per_token, batch.loss_mask, denom=trained)
+            objective.backward()
         statistics.add(
             logprobs,
             batch.behavior_logprobs,
@@ -111,8 +139,25 @@ def backward(
         )
 
 
+def mismatch_of_own_routes(
+    model: Any, batches: list[packing.PackedBatch], *, version: int
+) -> dict[str, float]:
+    """What the mismatch would be, were the trainer's own routes used."""
+    statistics = loss.Statistics(version=version)
+    for batch in batches:
+        with torch.no_grad():
+            logprobs = loss.model_logprobs(
+                model, batch.token_ids, batch.position_ids, batch.labels, rows=batch.loss_mask
+            )
+        statistics.add(logprobs, batch.behavior_logprobs, batch.loss_mask, batch.versions)
+    found = statistics.summary(parallel.all_sum)
+    return {name: found[name] for name in ("mismatch_kl", "mismatch_tokens") if name in found}
+
+
 @track.interruptible()
 def main(args: Args) -> None:
+    if args.replay and (args.record or args.groups):
+        raise ValueError("recorded groups have no expert routes; leave --replay out")
     torch.set_num_threads(1)  # for the trainer, and as many for the engine
     world = parallel.process_group()
     recorded = rollout.load_groups(args.groups)[: args.steps] if args.groups else []
@@ -130,8 +175,9 @@ def main(args: Args) -> None:
     estimator = advantage.of_rewards(lambda rewards: advantage.centered(permute(rewards)))
     opened_engine = contextlib.nullcontext()  # without an engine, the worker does nothing
     if world.is_first and not args.groups:
-        opened_engine = rollout.TransformersEngine(model, seed=args.seed)
+        opened_engine = open_engine(args, model)
     trained_groups = []
+    own_mismatch = Mean()
 
     with (
         opened_engine as engine,
@@ -168,8 +214,12 @@ def main(args: Args) -> None:
             packed = packing.pack(samples, max_tokens=8192, ranks=world.world_size)
             batches = parallel.scatter(packed, packing.PackedBatch)
 
-            statistics = loss.Statistics(version=step)
-            backward(model, batches, statistics=statistics)
+            statistics, counts = loss.Statistics(version=step), replay.RouteCounts()
+            backward(model, batches, statistics=statistics, counts=counts)
+            if args.replay:
+                own = mismatch_of_own_routes(model, batches, version=step)
+                own_mismatch.add(own.get("mismatch_kl", 0.0), own.get("mismatch_tokens", 0))
+                replay.discard(samples)
             parallel.clip_gradients(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -177,6 +227,7 @@ def main(args: Args) -> None:
                 transport.publish(step + 1)  # into the engine, while rollouts are in flight
 
             metrics = statistics.summary(parallel.all_sum)
+            metrics |= counts.summary(parallel.all_sum)
             run.log(step, groups, samples, metrics=metrics, totals=rollouts.stats())
         models.save_pretrained(model, run.final_folder, tokenizer=tokenizer)
         run.finish(eval_before=before, eval_after=exact_match())

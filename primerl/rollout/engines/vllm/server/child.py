@@ -72,13 +72,15 @@ def serve_vllm(
         engine_args: vLLM's arguments by their own names: ``max_model_len=4096``,
             ``enable_prefix_caching=True`` (``False`` becomes ``--no-...``),
             ``tensor_parallel_size``, ``kv_transfer_config={...}`` (JSON),
-            ``lora_modules=[...]`` (several values).
+            ``lora_modules=[...]`` (several values). ``enable_return_routed_experts=True`` also
+            turns on what vLLM needs for it: prefix caching and Model Runner V2.
 
     Raises:
         ImportError: vLLM is not installed.
         RuntimeError: vLLM's version is not supported. ``start()``: the server exited or was not
             ready in time; the message has the end of its log.
-        ValueError: an argument is refused or malformed.
+        ValueError: an argument is malformed, or refused: it changes what is sampled, or moves
+            experts between devices, which weight updates don't allow for (``enable_eplb``).
     """
     return VLLMServer(
         os.fspath(model),

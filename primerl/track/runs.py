@@ -29,6 +29,8 @@ from primerl.track.run_folder import (
 from primerl.track.sinks import Sink
 from primerl.types import Group, Rollout, TrainingSample
 
+# Averaged over a run's tokens: with router replay, if it is used, and without.
+MISMATCHES = ("mismatch_kl", "mismatch_kl_own_routes")
 OUTCOME = ("eval_before", "eval_after", "steps", "wall_s", "staleness_max", "mismatch_kl_mean")
 # Totals that become a rate per second, and those that become the step's own share.
 RATES = ("rollout_tokens",)
@@ -118,7 +120,7 @@ class Run:
         self._earlier_s: float = known.get("wall_s", 0.0)
         self._began = self._step_began = time.perf_counter()
         self._totals: dict[str, float] = dict(known.get("totals", {}))
-        self._mismatch: list[float] = list(known.get("mismatch", (0.0, 0)))
+        self._mismatch: dict[str, list[float]] = dict(known.get("mismatch", {}))
         self._gate = MismatchGate(**known["gate"]) if "gate" in known else gate or MismatchGate()
         self._evaluation: float | None = None
         self._supervised = False
@@ -182,7 +184,7 @@ class Run:
             "steps": self._steps,
             "summary": dict(self.summary),
             "staleness": [[stale, count] for stale, count in sorted(self.staleness.items())],
-            "mismatch": list(self._mismatch),
+            "mismatch": {name: list(sums) for name, sums in self._mismatch.items()},
             "gate": self._gate.state(),
             "totals": dict(self._totals),
             "wall_s": self._wall_s,
@@ -205,7 +207,8 @@ class Run:
             groups: that were trained; None in supervised training, which has none.
             samples: what ``advantage.assign`` made of them.
             metrics: further numbers, under their own names. ``mismatch_kl`` is watched for an
-                alarm, and averaged over the run by ``mismatch_tokens`` (``loss.Statistics``).
+                alarm, and averaged over the run by ``mismatch_tokens`` (``loss.Statistics``), as is
+                ``mismatch_kl_own_routes``, what it would be without router replay.
                 Without groups, ``tokens`` is the number that throughput is computed from.
             totals: running totals, as ``Worker.stats`` gives them; their growth since the last
                 step is recorded, that of groups dropped as ``dropped/REASON``.
@@ -291,8 +294,12 @@ class Run:
                 rows.append((f"staleness {stale}", f"{count / tokens:7.2%} of {tokens:,} tokens"))
             mismatch = self.summary["mismatch_kl_mean"]
             rows.append(("mismatch_kl", "-" if mismatch is None else f"{mismatch:.1e}"))
+            if "mismatch_kl_own_routes_mean" in self.summary:
+                own = self.summary["mismatch_kl_own_routes_mean"]
+                rows.append(("without replay", f"{own:.1e}"))
         rows.append(("run folder", str(self.folder)))
-        return "\n".join(f"{name:<12}  {value}" for name, value in rows)
+        width = max(12, *(len(name) for name, _ in rows))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
     def _growth(self, totals: Mapping[str, Any]) -> dict[str, float]:
         counted = {name: totals[name] for name in (*RATES, *SHARES) if name in totals}
@@ -303,13 +310,15 @@ class Run:
         return grown
 
     def _watch_mismatch(self, metrics: Mapping[str, Any]) -> str | None:
-        """Add to the run's mean; returns the alarm, while there is one."""
-        mismatch_kl, tokens = metrics.get("mismatch_kl"), metrics.get("mismatch_tokens", 0)
-        self._gate = self._gate.after(mismatch_kl)
-        if mismatch_kl is not None and math.isfinite(mismatch_kl) and tokens:
-            self._mismatch[0] += mismatch_kl * tokens
-            self._mismatch[1] += tokens
-            self.summary["mismatch_kl_mean"] = self._mismatch[0] / self._mismatch[1]
+        """Add to the run's means; returns the alarm, while there is one."""
+        self._gate = self._gate.after(metrics.get("mismatch_kl"))
+        tokens = metrics.get("mismatch_tokens", 0)
+        for name in MISMATCHES:
+            mismatch_kl = metrics.get(name)
+            if mismatch_kl is not None and math.isfinite(mismatch_kl) and tokens:
+                total, count = self._mismatch.get(name, (0.0, 0))
+                self._mismatch[name] = [total + mismatch_kl * tokens, count + tokens]
+                self.summary[f"{name}_mean"] = self._mismatch[name][0] / self._mismatch[name][1]
         return self._gate.alarm
 
 

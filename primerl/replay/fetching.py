@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from primerl.replay.reading import read
 log = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class RoutedBatch(Protocol):
     """The fields of ``packing.PackedBatch`` that say which rows it needs."""
 

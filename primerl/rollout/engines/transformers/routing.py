@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import numpy as np
@@ -11,6 +11,7 @@ from torch import nn
 from primerl.types import PolicyVersion
 
 
+@runtime_checkable
 class CapturedRows(Protocol):
     """What ``replay.capture`` yields."""
 

@@ -83,11 +83,17 @@ def test_spans_are_clipped(store, first, last):
         assert found.start == inside[0]
 
 
-def test_layers_with_experts_are_picked():
-    with Store(SHAPE, max_bytes=1 << 20) as store:
+@pytest.mark.parametrize("layers", [(2,), (1, 2), (1, 3), (0, 1, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize("shared", [0, 2])
+def test_layers_with_experts_are_picked(layers, shared):
+    shape = attrs.evolve(SHAPE, layers=layers)
+    with Store(shape, max_bytes=1 << 20) as store:
         rows = rows_of(5, layers=4)
-        (reference,) = store.put(rows.astype(np.uint16), start=0, versions=versions_of(5))
-        assert read(reference).rows.tolist() == np.sort(rows[:, [1, 3]], axis=-1).tolist()
+        references = store.put(
+            rows.astype(np.uint16), start=0, versions=versions_of(5), shared=shared
+        )
+        found = np.concatenate([read(reference).rows for reference in references])
+        assert found.tolist() == np.sort(rows[:, list(layers)], axis=-1).tolist()
 
 
 def test_no_rows_have_no_references(store):

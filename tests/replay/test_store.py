@@ -1,3 +1,4 @@
+import errno
 import os
 import pickle
 import signal
@@ -209,6 +210,17 @@ def test_what_a_killed_process_was_writing_is_evicted_too():
         put(store)
         assert not left.exists()
         assert store.evicted == 0
+
+
+def test_a_full_filesystem(store, monkeypatch):
+    def full(descriptor, data):
+        os.write(descriptor, data[:3])
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(stores, "_write_all", full)
+    with pytest.raises(RuntimeError, match="no space for .* lower max_bytes"):
+        put(store, shared=6)
+    assert [path.name for path in store._path.iterdir()] == [".users"]
 
 
 def test_routes_larger_than_the_store():

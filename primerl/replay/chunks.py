@@ -60,17 +60,18 @@ def encode_chunk(
     """
     tokens, layer_count, k = ids.shape
     missing = _not_recorded(ids, experts, first_token, layers)
-    columns = np.empty((layer_count, k, tokens), id_dtype(experts))
-    np.copyto(columns.reshape(-1, tokens), ids.reshape(tokens, -1).T, casting="unsafe")
-    if missing is not None:  # any set will do
-        np.copyto(columns, np.arange(k, dtype=columns.dtype)[:, None], where=missing[:, None])
+    columns = np.empty((k, layer_count, tokens), id_dtype(experts))
+    for place in range(k):
+        np.copyto(columns[place], ids[:, :, place].T, casting="unsafe")
+        if missing is not None:
+            columns[place][missing] = place  # any set will do
     if labels is not None:
         _rename(columns, labels)
-    _sort(columns)
-    gaps = np.empty((k, layer_count, tokens), columns.dtype)
-    gaps[0] = columns[:, 0]
+    places = _sorted(columns)
+    gaps = np.empty_like(columns)
+    gaps[0] = places[0]
     for place in range(1, k):
-        np.subtract(columns[:, place], columns[:, place - 1], out=gaps[place])
+        np.subtract(places[place], places[place - 1], out=gaps[place])
     if not gaps[1:].all():
         layer, token = np.argwhere((gaps[1:] == 0).any(0))[0]
         raise ValueError(
@@ -114,21 +115,23 @@ def decode_chunk(
     content = _decompress(data, sizes=(size, size + bit_bytes))
     gaps = _from_planes(content[len(content) - size :].reshape(k, -1), dtype)
     gaps = gaps.reshape(k, layers, tokens)
-    columns = np.empty((layers, k, tokens), dtype)
-    columns[:, 0] = gaps[0]
+    columns = np.empty_like(gaps)
+    columns[0] = gaps[0]
     in_order = True
     for place in range(1, k):
-        np.add(columns[:, place - 1], gaps[place], out=columns[:, place])
-        columns[:, place] += 1
+        np.add(columns[place - 1], gaps[place], out=columns[place])
+        columns[place] += 1
         # A sum that doesn't fit into the type wraps around to a smaller one.
-        in_order &= bool((columns[:, place] > columns[:, place - 1]).all())
-    if not in_order or columns[:, -1].max() >= experts:
+        in_order &= bool((columns[place] > columns[place - 1]).all())
+    if not in_order or columns[-1].max() >= experts:
         raise ValueError(f"routes are damaged: a set is not one of {k} in {experts} experts")
+    places = list(columns)
     if order is not None:
         _rename(columns, order)
-        _sort(columns)
+        places = _sorted(columns)
     rows = np.empty((tokens, layers, k), np.int16)
-    rows.reshape(tokens, -1)[...] = columns.reshape(-1, tokens).T
+    for place, column in enumerate(places):
+        rows[:, :, place] = column.T
     if len(content) > size:
         bits = np.unpackbits(content[:bit_bytes], count=tokens * layers)
         rows[bits.reshape(layers, tokens).T.astype(bool)] = -1
@@ -160,18 +163,23 @@ def _not_recorded(
 
 
 def _rename(columns: np.ndarray, names: np.ndarray) -> None:
-    for layer, layer_names in zip(columns, names, strict=True):
-        layer[...] = layer_names.take(layer, mode="clip")  # twice as fast as "raise"
+    for layer, layer_names in enumerate(names):
+        ids = columns[:, layer]
+        ids[...] = layer_names.take(ids, mode="clip")  # twice as fast as "raise"
 
 
-def _sort(columns: np.ndarray) -> None:
-    """Sort ``[layers, k, t]`` along k: whole columns are compared, which is fast."""
-    lower = np.empty_like(columns[:, 0])
-    for one, other in _comparators(columns.shape[1]):
-        low, high = columns[:, one], columns[:, other]
-        np.minimum(low, high, out=lower)
-        np.maximum(low, high, out=high)
-        low[...] = lower
+def _sorted(columns: np.ndarray) -> list[np.ndarray]:
+    """Sort ``[k, layers, t]`` along k, in place but for the order of the columns.
+
+    Whole columns are compared, ten times as fast as ``numpy.sort``, set by set.
+    """
+    places = list(columns)
+    spare = np.empty_like(columns[0])
+    for low, high in _comparators(len(places)):
+        np.minimum(places[low], places[high], out=spare)
+        np.maximum(places[low], places[high], out=places[high])
+        places[low], spare = spare, places[low]
+    return places
 
 
 @functools.cache

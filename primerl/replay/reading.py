@@ -69,7 +69,12 @@ def opened(place: FilePlace) -> Iterator[tuple[Reader, int]]:
     Raises:
         FileNotFoundError: there is no such file.
     """
-    descriptor = open_member(place.folder, place.name)
+    try:
+        descriptor = open_member(place.folder, place.name)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{place.folder / place.name}: these routes were discarded, or their store has ended"
+        ) from None
     try:
         yield lambda begin, end: _read_file(descriptor, begin, end), os.fstat(descriptor).st_size
     finally:

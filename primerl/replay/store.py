@@ -29,7 +29,7 @@ from primerl.replay.references import (
 )
 from primerl.replay.server import NAME, content_path
 from primerl.replay.serving import SpanServer
-from primerl.replay.shapes import RouteShape
+from primerl.replay.shapes import Indices, RouteShape
 from primerl.types import Sample
 
 
@@ -261,7 +261,7 @@ class Store:
         if start < 0 or not 0 <= shared <= tokens:
             raise ValueError(f"start={start} and shared={shared} of {tokens} rows; expected >= 0")
         if rows.shape[1] != len(shape.layers):
-            rows = rows.take(shape.layers, axis=1)
+            rows = _picked(rows, shape.layers)
         return rows, versions.astype(np.int64)
 
     def _write(self, path: Path, parts: list[bytes]) -> None:
@@ -286,6 +286,15 @@ class Store:
         finally:
             partial.unlink(missing_ok=True)
         self._eviction.make_room(path.parent, written=size, max_bytes=self._max_bytes)
+
+
+def _picked(rows: np.ndarray, layers: Indices) -> np.ndarray:
+    """The rows of some layers; not copied if they are evenly spaced, as in most models."""
+    spacing = layers[1] - layers[0] if len(layers) > 1 else 1
+    even = range(layers[0], layers[-1] + 1, spacing)
+    if layers == tuple(even):
+        return rows[:, even.start : even.stop : even.step]
+    return rows.take(layers, axis=1)
 
 
 def _link(content: Path, path: Path) -> bool:

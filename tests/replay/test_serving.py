@@ -16,6 +16,7 @@ from conftest import make_sample
 from primerl.replay import RouteShape, reading, references
 from primerl.replay.reading import discard, read
 from primerl.replay.server import content_path, open_member, remove
+from primerl.replay.serving import SpanServer
 from primerl.replay.store import BadRoutes, Store
 
 SHAPE = RouteShape(layers=(0, 1), decoder_layers=2, experts=256, k=4)
@@ -35,12 +36,10 @@ def put(store, tokens=6, *, start=0, seed=0, shared=0):
 
 @pytest.fixture(scope="module")
 def served():
-    os.environ["PRIMERL_API_KEY"] = KEY
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PRIMERL_API_KEY", KEY)
         with Store(SHAPE, max_bytes=1 << 24, host="127.0.0.1") as store:
             yield store
-    finally:
-        del os.environ["PRIMERL_API_KEY"]
 
 
 @pytest.fixture(autouse=True)
@@ -317,6 +316,7 @@ def served_pid(parent=None):
 OWNER = """
 import time
 from primerl.replay import RouteShape
+from primerl.replay.serving import SpanServer
 from primerl.replay.store import Store
 shape = RouteShape(layers=(0, 1), decoder_layers=2, experts=256, k=4)
 with Store(shape, max_bytes=1000, host="127.0.0.1") as store:
@@ -337,11 +337,21 @@ def test_the_server_ends_with_its_owner(how):
     wait_until(lambda: not is_running(server))
 
 
-def test_the_server_ends_when_it_is_closed(monkeypatch):
-    with Store(SHAPE, max_bytes=1000, host="127.0.0.1") as store:
-        process = store._own._exit_callbacks[-1][1].__self__._process
-        assert process.poll() is None
-    assert process.poll() == 0
+def test_the_server_ends_when_it_is_closed(tmp_path):
+    with SpanServer(tmp_path, host="127.0.0.1", port=0, key=KEY) as server:
+        port = int(server.address.rpartition(":")[2])
+        socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def test_addresses_by_which_other_hosts_find_it(tmp_path):
+    for host, expected in (("0.0.0.0", socket.gethostname()), ("::1", r"[::1]")):
+        server = SpanServer(tmp_path, host=host, port=1234, key=KEY)
+        assert server.address == f"http://{expected}:1234"
+        reference = references.served_reference(server.address, "a" * 32, KEY)
+        place = references.parse_reference(reference)
+        assert (place.host, place.port) == (expected.strip("[]"), 1234)
 
 
 def test_a_server_without_a_key_does_not_start(tmp_path):

@@ -1,3 +1,4 @@
+import errno
 import os
 import pickle
 import signal
@@ -83,11 +84,17 @@ def test_spans_are_clipped(store, first, last):
         assert found.start == inside[0]
 
 
-def test_layers_with_experts_are_picked():
-    with Store(SHAPE, max_bytes=1 << 20) as store:
+@pytest.mark.parametrize("layers", [(2,), (1, 2), (1, 3), (0, 1, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize("shared", [0, 2])
+def test_layers_with_experts_are_picked(layers, shared):
+    shape = attrs.evolve(SHAPE, layers=layers)
+    with Store(shape, max_bytes=1 << 20) as store:
         rows = rows_of(5, layers=4)
-        (reference,) = store.put(rows.astype(np.uint16), start=0, versions=versions_of(5))
-        assert read(reference).rows.tolist() == np.sort(rows[:, [1, 3]], axis=-1).tolist()
+        references = store.put(
+            rows.astype(np.uint16), start=0, versions=versions_of(5), shared=shared
+        )
+        found = np.concatenate([read(reference).rows for reference in references])
+        assert found.tolist() == np.sort(rows[:, list(layers)], axis=-1).tolist()
 
 
 def test_no_rows_have_no_references(store):
@@ -166,7 +173,7 @@ def test_links_may_be_impossible(store, monkeypatch):
 def test_the_oldest_make_room(store):
     size = file_of(store, put(store)[0]).stat().st_size
     discard([make_sample(routes=[store._reference(store._path, p.name) for p in files_of(store)])])
-    with Store(SHAPE, max_bytes=5 * size) as small:
+    with Store(SHAPE, max_bytes=5 * size + size // 2) as small:
         references = []
         for i in range(5):
             references += put(small, seed=1, shared=6) if i == 1 else put(small, seed=i)
@@ -186,7 +193,7 @@ def test_the_oldest_make_room(store):
 def test_all_names_of_an_evicted_file_go_with_it():
     with Store(SHAPE, max_bytes=1 << 20) as store:
         size = file_of(store, put(store)[0]).stat().st_size
-    with Store(SHAPE, max_bytes=size) as store:
+    with Store(SHAPE, max_bytes=size + size // 2) as store:
         put(store, shared=6)
         put(store, shared=6)
         os.utime(files_of(store)[0], (1000, 1000))
@@ -203,6 +210,17 @@ def test_what_a_killed_process_was_writing_is_evicted_too():
         put(store)
         assert not left.exists()
         assert store.evicted == 0
+
+
+def test_a_full_filesystem(store, monkeypatch):
+    def full(descriptor, data):
+        os.write(descriptor, data[:3])
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(stores, "_write_all", full)
+    with pytest.raises(RuntimeError, match="no space for .* lower max_bytes"):
+        put(store, shared=6)
+    assert [path.name for path in store._path.iterdir()] == [".users"]
 
 
 def test_routes_larger_than_the_store():
@@ -293,11 +311,12 @@ def test_what_a_killed_owner_leaves_is_removed_by_the_next_store(tmp_path, share
     folder = tmp_path if shared else None
     reference = killed_after_putting(folder or "")
     left = Path(reference.removeprefix("file:")).parent
-    if not shared:
-        left = shared_memory() / reference.removeprefix("shm:").partition("/")[0]
-        with Store(SHAPE, folder=tmp_path, max_bytes=1000):
+    if shared:
+        with Store(SHAPE, max_bytes=1000):
             pass  # one elsewhere leaves it
-    assert left.exists()
+        assert left.exists()
+    else:  # which other processes of this user may have removed already
+        left = shared_memory() / reference.removeprefix("shm:").partition("/")[0]
     with Store(SHAPE, folder=folder, max_bytes=1000):
         assert not left.exists()
 

@@ -1,0 +1,154 @@
+"""Expert routes: bytes per token in parts of the raw ones, and the speed of coding them.
+
+    python -m pytest bench/test_replay.py -m "" --benchmark-only -s \
+        --benchmark-timer=time.process_time --benchmark-columns=median,iqr
+
+On a machine of one's own, leave out the timer. Raw is one byte for each expert: 384 of a token for
+Qwen3-30B-A3B (48 layers, 8 of 128), 600 for GLM-5 (75 layers, 8 of 256). 4096 tokens, or 16 replies
+of 1024 tokens to a prompt of 2048. Routes are the 8 largest of ``log w_e + Gumbel noise`` for each
+token and layer, sets drawn without replacement:
+
+- uniform: all weights are 1. No code can take less than ``log2 C(n, 8)`` bits on average.
+- skewed: the n-th most popular expert has the weight ``n ** -s``, in an order of each layer's own.
+- repeated: skewed with s = 1/2, and normal noise (of the same variance) that is correlated by 0.6
+  from token to token, so that successive tokens share about 3 of 8 experts.
+
+``bound`` is the entropy of sets with these popularities (conditional Poisson), if tokens are
+independent. The baselines are ``plain``, zstd at level 3 of the raw bytes as they come, and
+``sorted``, the same of sorted sets in columns (layer, place, token).
+"""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import zstandard
+
+from primerl.replay import RouteShape, codec
+from primerl.replay.reading import discard, read
+from primerl.replay.store import Store
+from primerl.types import Sample
+
+TOKENS = 4096
+PROMPT, REPLY, ROLLOUTS = 2048, 1024, 16
+MODELS = {
+    "Qwen3-30B-A3B": RouteShape(layers=range(48), decoder_layers=48, experts=128, k=8),
+    "GLM-5": RouteShape(layers=range(3, 78), decoder_layers=78, experts=256, k=8),
+}
+KINDS = {
+    "uniform": SimpleNamespace(skew=0.0, correlation=0.0),
+    "skewed, s = 1/2": SimpleNamespace(skew=0.5, correlation=0.0),
+    "skewed, s = 1": SimpleNamespace(skew=1.0, correlation=0.0),
+    "repeated": SimpleNamespace(skew=0.5, correlation=0.6),
+}
+
+
+def routes(shape, tokens, *, skew, correlation=0.0, seed=0):
+    """uint8 ``[tokens, layers, k]``; the popular experts do not depend on the seed."""
+    ranks = np.arange(1, shape.experts + 1)
+    order = np.random.default_rng(0)
+    weights = [order.permutation(-skew * np.log(ranks)) for _ in shape.layers]
+    weights = np.array(weights, np.float32)
+    rng = np.random.default_rng([1, seed])
+    rows = np.empty((tokens, len(shape.layers), shape.k), np.uint8)
+    normal = rng.standard_normal(weights.shape, np.float32)
+    for token in range(tokens):
+        if correlation:
+            fresh = rng.standard_normal(weights.shape, np.float32)
+            normal = correlation * normal + math.sqrt(1 - correlation**2) * fresh
+            noise = math.pi / math.sqrt(6) * normal
+        else:
+            noise = -np.log(rng.standard_exponential(weights.shape, np.float32) + 1e-30)
+        rows[token] = np.argpartition(weights + noise, -shape.k)[:, -shape.k :]
+    return rows
+
+
+def bound(rows, shape):
+    """Bits of a set in parts of ``8 k``: ``sum_e h(p_e) + log2 P(k experts are chosen)``."""
+    bits = []
+    for layer in range(rows.shape[1]):
+        p = np.bincount(rows[:, layer].reshape(-1), minlength=shape.experts) / len(rows)
+        chosen = np.zeros(shape.k + 1)
+        chosen[0] = 1.0
+        for share in p:
+            chosen[1:] = chosen[1:] * (1 - share) + chosen[:-1] * share
+            chosen[0] *= 1 - share
+        inside = p[(p > 0) & (p < 1)]
+        entropy = -(inside * np.log2(inside) + (1 - inside) * np.log2(1 - inside)).sum()
+        bits.append(entropy + math.log2(chosen[-1]))
+    return float(np.mean(bits)) / (8 * shape.k)
+
+
+def compressed(rows):
+    return len(zstandard.ZstdCompressor(level=3).compress(np.ascontiguousarray(rows).data))
+
+
+def row(benchmark, name, size, **figures):
+    benchmark.extra_info |= figures | {"GB/s": size / benchmark.stats.stats.median / 1e9}
+    print("\n" + name, *(f"{key} {value:.3f}" for key, value in benchmark.extra_info.items()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_encode(benchmark, model, kind):
+    shape = MODELS[model]
+    rows = routes(shape, TOKENS, **vars(KINDS[kind]))
+    encoded = benchmark.pedantic(
+        codec.encode, args=(rows,), kwargs={"experts": shape.experts}, rounds=9, warmup_rounds=1
+    )
+    columns = np.sort(rows, axis=-1).transpose(1, 2, 0)
+    row(
+        benchmark,
+        f"encode {model} {kind}:",
+        rows.nbytes,
+        bytes_per_token=len(encoded) / TOKENS,
+        ratio=len(encoded) / rows.nbytes,
+        bound=bound(rows, shape),
+        plain=compressed(rows) / rows.nbytes,
+        sorted=compressed(columns) / rows.nbytes,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_decode(benchmark, model, kind):
+    shape = MODELS[model]
+    rows = routes(shape, TOKENS, **vars(KINDS[kind]))
+    encoded = codec.encode(rows, experts=shape.experts)
+    decoded = benchmark.pedantic(codec.decode, args=(encoded,), rounds=9, warmup_rounds=1)
+    assert (decoded == np.sort(rows, axis=-1)).all()
+    row(benchmark, f"decode {model} {kind}:", rows.nbytes)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "skewed, s = 1"])
+@pytest.mark.parametrize("model", MODELS)
+def test_group(benchmark, model, kind):
+    """Puts and reads 16 rollouts with a prompt in common; the ratio is of all their rows."""
+    shape = MODELS[model]
+    prompt = routes(shape, PROMPT, **vars(KINDS[kind]))
+    replies = [routes(shape, REPLY, **vars(KINDS[kind]), seed=1 + i) for i in range(ROLLOUTS)]
+    rollouts = [np.concatenate([prompt, reply]) for reply in replies]
+    versions = np.zeros(PROMPT + REPLY, np.int32)
+    size = sum(rows.nbytes for rows in rollouts)
+    with Store(shape, max_bytes=1 << 30) as store:
+
+        def put_all():
+            return [store.put(rows, start=0, versions=versions, shared=PROMPT) for rows in rollouts]
+
+        references = benchmark.pedantic(put_all, rounds=1)
+        files = {path.stat().st_ino: path.stat().st_size for path in store._path.iterdir()}
+        found = [read(reference).rows for pair in references for reference in pair]
+        assert sum(rows.size for rows in found) == size
+        assert discard([sample_of(pair) for pair in references]) == 2 * ROLLOUTS
+        row(benchmark, f"group {model} {kind}:", size, ratio=sum(files.values()) / size)
+
+
+def sample_of(references):
+    return Sample(
+        token_ids=[0, 0],
+        loss_mask=[False, True],
+        behavior_logprobs=[0.0, 0.0],
+        versions=[-1, 0],
+        routes=references,
+    )

@@ -97,10 +97,8 @@ class Dispatcher:
         max_bytes = responses.most_bytes(1, scored=len(token_ids))
 
         async def ask(replica: Replica) -> np.ndarray:
-            adapter, routes_start = (
-                self._fleet.adapter_of(replica),
-                self._fleet.no_routes(token_ids),
-            )
+            adapter = self._fleet.adapter_of(replica)
+            routes_start = self._fleet.no_routes(token_ids)
             body = requests.score_body(token_ids, adapter=adapter, routes_start=routes_start)
             answer = await self._attempt(replica, body, max_bytes)
             return responses.prompt_scores(answer, token_ids)
@@ -114,10 +112,8 @@ class Dispatcher:
         max_bytes = responses.most_bytes(1, scored=len(token_ids) * (k + 1))
 
         async def ask(replica: Replica) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            adapter, routes_start = (
-                self._fleet.adapter_of(replica),
-                self._fleet.no_routes(token_ids),
-            )
+            adapter = self._fleet.adapter_of(replica)
+            routes_start = self._fleet.no_routes(token_ids)
             body = requests.score_body(
                 token_ids, top_k=k, adapter=adapter, routes_start=routes_start
             )

@@ -66,7 +66,9 @@ class RoutesDecoder:
             BadCompletion: there are fewer than the header says.
         """
         if self._characters:
-            raise BadCompletion("the routed experts are not base64: the last characters are lost")
+            raise BadCompletion(
+                "the routed experts are not base64: their last characters are missing"
+            )
         if self._rows is None:
             raise BadCompletion(
                 f"the routed experts are not a .npy file: its {len(self._start)} bytes end within "

@@ -1,6 +1,6 @@
 """Router replay (R3): the trainer computes each token with the experts that the sampler chose.
 
-It is not a replay buffer. See ``docs/router_replay.md``. What needs torch loads on first use: the
+It is not a replay buffer. See ``docs/router-replay.md``. What needs torch loads on first use: the
 rollout worker's process has a ``Store``, and no torch.
 """
 

@@ -29,7 +29,7 @@ from primerl.replay.references import (
 )
 from primerl.replay.server import NAME, content_path
 from primerl.replay.serving import SpanServer
-from primerl.replay.shapes import Indices, RouteShape
+from primerl.replay.shapes import RouteShape
 from primerl.types import Sample
 
 
@@ -288,7 +288,7 @@ class Store:
         self._eviction.make_room(path.parent, written=size, max_bytes=self._max_bytes)
 
 
-def _picked(rows: np.ndarray, layers: Indices) -> np.ndarray:
+def _picked(rows: np.ndarray, layers: tuple[int, ...]) -> np.ndarray:
     """The rows of some layers; not copied if they are evenly spaced, as in most models."""
     spacing = layers[1] - layers[0] if len(layers) > 1 else 1
     even = range(layers[0], layers[-1] + 1, spacing)

@@ -381,7 +381,7 @@ def twice(page):
 @pytest.mark.parametrize(
     ("value", "edit", "message"),
     [
-        (None, None, "sent no routed experts; start it with --enable-return-routed-experts"),
+        (None, None, "sent no routed experts; start it with serve_vllm"),
         (rows(4), None, "of 4 tokens, expected 3: those of tokens 1 to 3"),
         (rows(2), None, "of 2 tokens, expected 3: those of tokens 1 to 3, of a prompt of 3 tokens"),
         (rows(0), None, "of 0 tokens, expected 3"),

@@ -55,11 +55,12 @@ class VLLMEngine:
         down_timeout_s: how long requests wait while no server can be used. Before the first
             publication they wait as long as a request may take.
         retries: how often a request is sent again after a server failed it.
-        routes: where the expert routes go that servers return (``--enable-return-routed-experts``),
-            such as a ``replay.Store``; it is pickled with the engine. Then each completion has
-            ``routes``, of all tokens from ``params.routes_start`` to the last but one, and a
-            response without them, or with those of another request, is a ``BadCompletion``. Without
-            it, the routes of long sequences exceed the size allowed for responses.
+        routes: where the expert routes go that servers return (``serve_vllm(...,
+            enable_return_routed_experts=True)``), such as a ``replay.Store``; it is pickled with
+            the engine. Then each completion has ``routes``, of all tokens from
+            ``params.routes_start`` to the last but one, and a response without them, or with those
+            of another request, is a ``BadCompletion``. Without it, the routes of long sequences
+            exceed the size allowed for responses.
         vocab_size: the number of token ids; by default what the servers report, if they do. A
             completion with an id beyond it is a ``BadCompletion``.
         adapter: the name of a low-rank adapter, under which everything is sampled and scored, once

@@ -48,7 +48,8 @@ class RouteRecorder:
             return completion
         if rows is None:
             raise BadCompletion(
-                "the server sent no routed experts; start it with --enable-return-routed-experts"
+                "the server sent no routed experts; start it with serve_vllm(..., "
+                "enable_return_routed_experts=True), or --enable-return-routed-experts"
             )
         if len(rows) != count:
             raise BadCompletion(

@@ -101,6 +101,8 @@ def check_rollout(rollout: Rollout, params: SamplingParams, limits: Limits) -> N
 async def check_routes(rollout: Rollout, engine: Engine) -> None:
     """Check the expert routes of samples to be trained, in a thread, if the engine records any.
 
+    Greedy samples have none, since they can't be trained.
+
     Raises:
         BadSample: the store of the engine's routes refuses them.
     """
@@ -108,7 +110,7 @@ async def check_routes(rollout: Rollout, engine: Engine) -> None:
     if store is None:
         return
     for sample in rollout.samples:
-        if not sample.loss_mask.any():
+        if sample.temperature == 0 or not sample.loss_mask.any():
             continue
         try:
             await asyncio.to_thread(store.check, sample)

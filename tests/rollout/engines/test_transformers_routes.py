@@ -80,6 +80,16 @@ def test_a_single_token_after_known_ones_has_no_routes():
     assert store.puts == []
 
 
+def test_greedy_completions_have_no_routes():
+    store = RecordingStore()
+    with engine_with_routes(wide_model(), store) as engine:
+        greedy = SamplingParams(max_tokens=3, temperature=0)
+        (completion,) = asyncio.run(generate_all(engine, [([5, 9], greedy)]))
+        assert engine._recorder._spans == {}
+    assert completion.routes == ()
+    assert store.puts == []
+
+
 def test_what_was_recorded_first_wins_when_weights_change_in_mid_completion():
     """The cache is recomputed with the new weights, which routes earlier tokens again."""
     models = [wide_model()]

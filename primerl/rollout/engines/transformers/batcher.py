@@ -119,7 +119,7 @@ class Batcher:
         await asyncio.sleep(0)
 
     async def _with_routes(self, request: _Request, completion: Completion) -> Completion:
-        if self._recorder is None or self._routes is None:
+        if self._recorder is None or self._routes is None or request.params.temperature == 0:
             return completion
         prompt_length = len(request.prompt_ids)
         start = request.params.routes_start
@@ -138,7 +138,7 @@ class Batcher:
         request.resumed_at = len(request.token_ids)
         earlier, request.id = request.id, f"primerl-{next(self._ids)}"
         self.requests[request.id] = request
-        if self._recorder is not None:
+        if self._recorder is not None and request.params.temperature > 0:
             self._recorder.begin(request.id, continues=earlier or None)
         self.manager.register_result_handler(request.id, self._receive)
         accepted = self.manager.add_request(

@@ -57,7 +57,8 @@ class TransformersEngine:
         version: of the model's weights: 0, or the step from which a run resumes.
         seed: of the process's random generator, which the requests in flight share: what each
             draws depends on how they are batched.
-        routes: where the expert routes of completions go, for router replay.
+        routes: where the expert routes of completions go, for router replay. Greedy ones have
+            none: they are not trained.
         capture: records them: ``replay.capture``.
 
     Raises:

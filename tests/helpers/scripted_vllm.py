@@ -46,6 +46,7 @@ class ScriptedVLLM:
         self.edit = lambda page: page  # of a response of generate, in bytes
         self.receipt = {"ok": True}
         self.dtype = "bfloat16"
+        self.served_routes = {"returned": True, "loaded": False}
         self.load_s = 0.0
         self.unprepared = 0  # how often an update is not prepared yet
         self.up = False
@@ -231,6 +232,7 @@ class ScriptedVLLM:
                 "read_adapter": self._read_adapter(body.get("kwargs", {})),
                 "weight_receipt": self.receipt,
                 "served_dtype": self.dtype,
+                "served_routes": self.served_routes,
                 "served_vocab_size": {"vocab_size": self.vocabulary},
             }
             if body["method"] == "prepare_weights" and self.unprepared:

@@ -4,6 +4,7 @@ They are compared with those of a plain forward pass of the weights that each ro
 Model Runner V2 runs on the CPU here with interpreted kernels, which is no supported configuration.
 """
 
+import asyncio
 import base64
 import io
 import time
@@ -12,11 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 import attrs
 import httpx
 import numpy as np
+import pytest
 import torch
 
-from primerl import rollout, weights
+from primerl import replay, rollout, weights
 from primerl._vllm_names import COLLECTIVE_RPC, GENERATE, METRICS, PAUSE, SERVED_ROUTES
 from primerl.parity.reference import recorded
+from primerl.replay.fetching import sample_rows
+from primerl.types import Sample, SamplingParams
 
 LAYERS, K, BLOCK = 4, 2, 32
 NEAR_TIE = 1e-5  # of router logits, far above their rounding
@@ -221,3 +225,58 @@ def test_rows_of_what_was_loaded_are_not_asked_for(loading_server, routed_model)
         [span] = reply.spans
         checkpoint = attrs.evolve(reply, spans=[{**span, "version": "0"}])
         assert misaligned(checkpoint, model, states)[1] == []
+
+
+@pytest.mark.parametrize("name", ["routes_server", "loading_server"])
+def test_two_turns_through_the_engine_and_the_store(request, routed_model, name):
+    """What is read for a sample are its tokens' routes; -1 where the server can't know them."""
+    server, model = request.getfixturevalue(name), routed_model(seed=5)
+    prompt = random_tokens(50, seed=7)
+
+    async def turns(engine):
+        first = await engine.generate(prompt, SamplingParams(max_tokens=8))
+        spoken = [*prompt, *first.token_ids.tolist()]
+        heard = [*spoken, *random_tokens(9, seed=8)]
+        params = SamplingParams(max_tokens=8, routes_start=len(spoken) - 1)
+        second = await engine.generate(heard, params)
+        return first, second, [*heard, *second.token_ids.tolist()]
+
+    with (
+        replay.Store(replay.shape(model)) as store,
+        rollout.VLLMEngine(server, routes=store) as engine,
+    ):
+        weights.SharedMemory(model, engine).publish(5)
+        first, second, token_ids = asyncio.run(turns(engine))
+        replies = [(50, first), (50 + 8 + 9, second)]
+        sample = sample_of(token_ids, replies)
+        store.check(sample)
+        found = sample_rows(sample.routes, span=(0, len(token_ids)))
+        assert all((replay.read(one).versions == 5).all() for one in sample.routes)
+        assert replay.discard([sample]) == len(sample.routes)
+
+    experts, near_tie, _ = expected(model, token_ids)
+    right = ((found == experts) | near_tie[..., None]).all((-2, -1))
+    recorded_rows = np.arange(len(token_ids)) < len(token_ids) - 1
+    if name == "loading_server":
+        recorded_rows &= [49 <= token < 57 or token >= 66 for token in range(len(token_ids))]
+    assert right[recorded_rows].all()
+    assert (found[~recorded_rows] == -1).all()
+
+
+def sample_of(token_ids, replies):
+    """As an environment makes it of its replies, by the length of each one's prompt."""
+    mask = np.zeros(len(token_ids), bool)
+    logprobs = np.zeros(len(token_ids), np.float32)
+    versions = np.full(len(token_ids), -1, np.int32)
+    routes = []
+    for prompt, reply in replies:
+        own = slice(prompt, prompt + len(reply.token_ids))
+        mask[own], logprobs[own], versions[own] = True, reply.logprobs, reply.versions
+        routes += reply.routes
+    return Sample(
+        token_ids=token_ids,
+        loss_mask=mask,
+        behavior_logprobs=logprobs,
+        versions=versions,
+        routes=routes,
+    )

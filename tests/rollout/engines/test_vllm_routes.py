@@ -498,3 +498,57 @@ def test_three_turns_of_a_conversation_record_each_token_once(server, make):
     assert [how["shared"] for _, how in store.puts] == [3, 5, 5]
     recorded = np.concatenate([rows for rows, _ in store.puts])
     assert recorded[:, 0, 0].tolist() == [2 * i for i in range(len(sample.token_ids) - 1)]
+
+
+# ---- servers that load keys and values ----
+
+
+def starts_of(server):
+    return [body["sampling_params"]["routed_experts_prompt_start"] for body in server.bodies]
+
+
+def test_a_server_with_a_connector_is_asked_for_what_it_computes_itself(server, make):
+    """The routes of tokens that it loaded are not known to it, and asking would end it."""
+    server.served_routes = {"returned": True, "loaded": True}
+    store = RecordingStore()
+    engine = make(store)
+
+    run(engine.generate([3, 4, 5], P(max_tokens=2)))
+    run(engine.generate([3, 4, 5, 1, 1, 9], P(max_tokens=1, routes_start=4)))
+    run(engine.generate([3, 4], P(max_tokens=2, routes_start=2)))
+
+    assert starts_of(server) == [2, 5, 2]
+    assert [how["start"] for _, how in store.puts] == [2, 5, 2]
+    assert [how["shared"] for _, how in store.puts] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "said", [{"prepared": True}, {"loaded": "no"}, None, "loaded", {"returned": True}]
+)
+def test_a_server_that_does_not_say_is_asked_for_no_more(server, make, caplog, said):
+    server.served_routes = said
+    engine = make(RecordingStore())
+
+    for _ in range(2):
+        run(engine.generate([3, 4, 5], P(max_tokens=2)))
+
+    assert starts_of(server) == [2, 2]
+    assert caplog.text.count("does not say whether it loads keys and values") == 1
+
+
+def test_a_server_that_is_busy_is_asked_again(server, make):
+    server.faults["/collective_rpc"] = [(503, "paused")]
+    engine = make(RecordingStore(), vocab_size=64)
+
+    for _ in range(2):
+        run(engine.generate([3, 4, 5], P(max_tokens=2)))
+
+    assert starts_of(server) == [2, 0]
+
+
+def test_greedy_completions_are_checked_and_not_stored(server, make):
+    store = RecordingStore()
+    engine = make(store)
+
+    assert run(engine.generate([3, 4, 5], P(max_tokens=2, temperature=0))).routes == ()
+    assert store.puts == []

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
+import attrs
 import numpy as np
 
 from primerl._vllm_names import SERVED_VOCAB_SIZE
@@ -18,7 +19,7 @@ from primerl.rollout.engines.vllm.client.http import (
     ServerFailed,
     Unreachable,
 )
-from primerl.rollout.engines.vllm.client.routes import ExpectedRoutes, RouteRecorder
+from primerl.rollout.engines.vllm.client.routes import CacheSources, ExpectedRoutes, RouteRecorder
 from primerl.rollout.engines.vllm.protocol import requests, responses
 from primerl.rollout.errors import summary
 from primerl.types import Completion, PolicyVersion, SamplingParams
@@ -49,6 +50,7 @@ class Dispatcher:
         self._fleet = fleet
         store = fleet.settings.routes
         self._recorder = None if store is None else RouteRecorder(store)
+        self._cache_sources = CacheSources(fleet)
         self._asked_vocab_size = self.vocab_size is not None
         self._asking = asyncio.Lock()
 
@@ -62,11 +64,14 @@ class Dispatcher:
         """
         max_bytes = responses.most_bytes(params.max_tokens)
         recorder = self._recorder
-        routes_start = None if recorder is None else params.routes_start
 
         async def ask(replica: Replica) -> Completion:
             label = replica.label
-            expected = None if recorder is None else recorder.expect(len(prompt), params)
+            routes_start = expected = None
+            if recorder is not None:
+                routes_start = await self._first_route(replica, len(prompt), params)
+                known = attrs.evolve(params, routes_start=routes_start)
+                expected = recorder.expect(len(prompt), known)
             # The salt is the replica's last known weights: prefixes of others are never reused.
             adapter = self._fleet.adapter_of(replica)
             body = requests.generate_body(
@@ -184,6 +189,15 @@ class Dispatcher:
             raise BadCompletion(f"{error}{hint}") from error
         except TimeoutError as error:
             raise _Retry(f"{replica.url} was lost with the request", wait=False) from error
+
+    async def _first_route(
+        self, replica: Replica, prompt_length: int, params: SamplingParams
+    ) -> int:
+        try:
+            return await self._cache_sources.first_route(replica, prompt_length, params)
+        except Unreachable as error:
+            self._fleet.lost(replica, str(error))
+            raise _Retry(str(error), free=True, wait=False) from error
 
     async def _versions(
         self, choice: responses.Choice, replica: Replica, label: str | None

@@ -1,6 +1,7 @@
 """Expert routes of a completion: from a server's response into the store, in threads."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -8,17 +9,25 @@ from typing import TypeVar
 import attrs
 import numpy as np
 
+from primerl._vllm_names import SERVED_ROUTES
 from primerl.rollout.engines.contract import BadCompletion
 from primerl.rollout.engines.protocol import RouteStore
+from primerl.rollout.engines.replicas import Replica
+from primerl.rollout.engines.vllm.client.calls import rpc_results
+from primerl.rollout.engines.vllm.client.fleet import Fleet
+from primerl.rollout.engines.vllm.client.http import ServerFailed
 from primerl.rollout.engines.vllm.protocol.responses import Choice
 from primerl.rollout.engines.vllm.protocol.routes import RoutesDecoder, most_characters
 from primerl.rollout.engines.vllm.protocol.splitter import RoutesSplitter
+from primerl.rollout.errors import summary
 from primerl.types import Completion, SamplingParams
 
+ASK_S = 10.0  # timeout of asking a server what it loads
 THREADS = 2  # decoding takes turns; storing may wait for a disk
 BATCH_BYTES = 1 << 21  # characters given to a thread at once
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class RouteRecorder:
@@ -57,8 +66,8 @@ class RouteRecorder:
                 f"tokens {start} to {start + count - 1}, of a prompt of {prompt} tokens and "
                 f"{len(completion.token_ids)} sampled ones, the last of which has none"
             )
-        if count == 0:
-            return completion
+        if count == 0 or expected.params.temperature == 0:
+            return completion  # greedy ones are not trained
         put = partial(
             self._store.put,
             rows,
@@ -71,6 +80,52 @@ class RouteRecorder:
         except ValueError as error:
             raise BadCompletion(f"the routed experts can't be of this model: {error}") from error
         return attrs.evolve(completion, routes=references)
+
+
+class CacheSources:
+    """Which servers load keys and values that were computed elsewhere, through a KV connector.
+
+    Such a server does not know the routes of those tokens, and vLLM 0.32 ends if it is asked for
+    them. A prompt's last token is always computed by the server itself.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._loading: dict[str, bool] = {}
+        self._asking = asyncio.Lock()
+
+    async def first_route(
+        self, replica: Replica, prompt_length: int, params: SamplingParams
+    ) -> int:
+        """The first token whose routes a server can be asked for."""
+        if await self._loads(replica):
+            return max(params.routes_start, prompt_length - 1)
+        return params.routes_start
+
+    async def _loads(self, replica: Replica) -> bool:
+        """Whether a server has a connector; so it is believed where it does not say."""
+        async with self._asking:  # requests that begin meanwhile wait for it
+            if replica.url not in self._loading:
+                try:
+                    async with asyncio.timeout(ASK_S):
+                        found = await rpc_results(self._fleet, replica, SERVED_ROUTES)
+                except (TimeoutError, ServerFailed):
+                    return True  # ask again before the next request
+                except (RuntimeError, ValueError) as error:
+                    found = [summary(error)]
+                said = [one.get("loaded") for one in found if isinstance(one, dict)]
+                known = [one for one in said if type(one) is bool]
+                complete = bool(known) and len(known) == len(found)
+                self._loading[replica.url] = any(known) or not complete
+                if not complete:
+                    log.warning(
+                        "%s does not say whether it loads keys and values from elsewhere (%.200s), "
+                        "so the expert routes of prompts are not asked for; start it with "
+                        "primerl's worker extension",
+                        replica.url,
+                        found,
+                    )
+            return self._loading[replica.url]
 
 
 class ExpectedRoutes:

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import attrs
 import httpx
 import numpy as np
-import pytest
 import torch
 
 from primerl import replay, rollout, weights
@@ -227,10 +226,8 @@ def test_rows_of_what_was_loaded_are_not_asked_for(loading_server, routed_model)
         assert misaligned(checkpoint, model, states)[1] == []
 
 
-@pytest.mark.parametrize("name", ["routes_server", "loading_server"])
-def test_two_turns_through_the_engine_and_the_store(request, routed_model, name):
-    """What is read for a sample are its tokens' routes; -1 where the server can't know them."""
-    server, model = request.getfixturevalue(name), routed_model(seed=5)
+def two_turns(server, model):
+    """What is read from the store for a sample of two turns, and whether it is the model's."""
     prompt = random_tokens(50, seed=7)
 
     async def turns(engine):
@@ -247,20 +244,29 @@ def test_two_turns_through_the_engine_and_the_store(request, routed_model, name)
     ):
         weights.SharedMemory(model, engine).publish(5)
         first, second, token_ids = asyncio.run(turns(engine))
-        replies = [(50, first), (50 + 8 + 9, second)]
-        sample = sample_of(token_ids, replies)
+        sample = sample_of(token_ids, [(50, first), (50 + 8 + 9, second)])
         store.check(sample)
         found = sample_rows(sample.routes, span=(0, len(token_ids)))
         assert all((replay.read(one).versions == 5).all() for one in sample.routes)
         assert replay.discard([sample]) == len(sample.routes)
 
     experts, near_tie, _ = expected(model, token_ids)
-    right = ((found == experts) | near_tie[..., None]).all((-2, -1))
-    recorded_rows = np.arange(len(token_ids)) < len(token_ids) - 1
-    if name == "loading_server":
-        recorded_rows &= [49 <= token < 57 or token >= 66 for token in range(len(token_ids))]
-    assert right[recorded_rows].all()
-    assert (found[~recorded_rows] == -1).all()
+    return found, ((found == experts) | near_tie[..., None]).all((-2, -1))
+
+
+def test_the_routes_of_two_turns_are_in_the_store(routes_server, routed_model):
+    found, right = two_turns(routes_server, routed_model(seed=5))
+
+    assert right[:-1].all()
+    assert (found[-1] == -1).all()
+
+
+def test_rows_that_a_server_can_not_know_are_not_made_up(loading_server, routed_model):
+    found, right = two_turns(loading_server, routed_model(seed=5))
+
+    computed = np.array([49 <= token < 57 or 66 <= token < 74 for token in range(75)])
+    assert right[computed].all()
+    assert (found[~computed] == -1).all()
 
 
 def sample_of(token_ids, replies):

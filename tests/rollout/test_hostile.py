@@ -13,6 +13,7 @@ import time
 import attrs
 import numpy as np
 import pytest
+from waiting import until
 
 from primerl import rollout, testing
 from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
@@ -336,13 +337,6 @@ def test_a_server_whose_state_cannot_be_read_is_not_used(fault, caplog):
         until(lambda: [row["serving"] for row in engine.replicas()] == [False])
         server.fault = None
         until(lambda: [row["serving"] for row in engine.replicas()] == [True])
-
-
-def until(condition, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 def test_a_watcher_that_fails_takes_its_replica_out_of_service(monkeypatch, caplog):

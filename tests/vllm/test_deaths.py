@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from publishing import logprobs_of
+from waiting import until
 
 from primerl import models, rollout, track, weights
 from primerl.types import SamplingParams
@@ -25,13 +26,6 @@ DOWN_S = 3.0
 
 def run(coroutine, timeout_s=120):
     return asyncio.run(asyncio.wait_for(coroutine, timeout_s))
-
-
-def until(condition, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.05)
 
 
 def kill(server):
@@ -80,8 +74,8 @@ def test_an_evaluation_goes_on_when_its_server_was_killed_and_restarted(
     )
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(recipe.main, args)
-        until(lambda: (tmp_path / "run/plays.jsonl").exists(), timeout_s=120.0)
-        until(lambda: len(track.read_plays(tmp_path / "run")) >= 2, timeout_s=120.0)
+        until(lambda: (tmp_path / "run/plays.jsonl").exists(), within_s=120.0)
+        until(lambda: len(track.read_plays(tmp_path / "run")) >= 2, within_s=120.0)
         kill(server)
         played = len(track.read_plays(tmp_path / "run"))
         assert played < 16

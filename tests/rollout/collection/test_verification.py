@@ -11,6 +11,7 @@ import pytest
 from conftest import CharacterCodes, FakeEngine, make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import until
 
 from primerl import rollout, testing
 from primerl.types import Completion, SamplingParams
@@ -217,13 +218,6 @@ def balanced(stats):
     return stats["started"] == ended + stats["in_flight"]
 
 
-def eventually(condition, *, within_s=10.0):
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_versions_that_are_verified_are_trained_and_a_rejected_one_is_not(isolation):
     engine = testing.ScriptedEngine(latency=0.002)
@@ -284,9 +278,9 @@ def test_groups_in_flight_with_a_rejected_version_are_cancelled_at_once():
 
     engine = FakeEngine()
     with make_worker(engine, environment=hangs) as rollouts:
-        eventually(lambda: rollouts.stats()["in_flight"] == 6)
+        until(lambda: rollouts.stats()["in_flight"] == 6)
         rollouts.mark_version(0, verified=False)
-        eventually(lambda: rollouts.stats()["in_flight"] == 0)
+        until(lambda: rollouts.stats()["in_flight"] == 0)
         stats = rollouts.stats()
 
     assert stats["dropped_by"] == {"unverified": stats["started"]}
@@ -306,7 +300,7 @@ def test_a_group_that_began_after_the_rejected_version_continues():
     engine = FakeEngine()
     engine.version = 1
     with make_worker(engine, environment=patient) as rollouts:
-        eventually(lambda: rollouts.stats()["in_flight"] == 6)
+        until(lambda: rollouts.stats()["in_flight"] == 6)
         time.sleep(0.1)
         rollouts.mark_version(0, verified=False)  # a late outcome of an older one
         rollouts.mark_version(1, verified=True)

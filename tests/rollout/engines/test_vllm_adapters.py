@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import pickle
-import time
 
 import pytest
 from scripted_vllm import ScriptedVLLM
+from waiting import until
 
 from primerl import rollout
 from primerl.rollout import BadCompletion
@@ -18,13 +18,6 @@ P = SamplingParams(max_tokens=2, temperature=0)
 
 def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 30))
-
-
-def until(condition, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 def update(path="/adapters/a", *, rank=4, digest="d"):

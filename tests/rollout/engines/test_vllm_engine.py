@@ -11,6 +11,7 @@ import cloudpickle
 import numpy as np
 import pytest
 from scripted_vllm import DROP, GARBAGE, HANG, ScriptedVLLM
+from waiting import until
 
 from primerl import rollout, testing
 from primerl.rollout.engines.vllm.client.http import Http, ServerFailed
@@ -23,13 +24,6 @@ P = SamplingParams
 
 def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 30))
-
-
-def until(condition, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -256,7 +250,7 @@ def test_cancellation_reaches_the_server(server, make):
         return all(request.cancelled() for request in requests)
 
     assert run(scenario())
-    until(lambda: server.running == 0, 1.0)
+    until(lambda: server.running == 0)
     assert server.cancelled == 8
 
 
@@ -360,7 +354,7 @@ def test_version_is_current_without_requests(server, make):
         assert copy.version == 0
         engine.load_weights({}, version=3)
         assert engine.version == 3
-        until(lambda: copy.version == 3, 0.5)
+        until(lambda: copy.version == 3)
         assert run(copy.generate([3], P(max_tokens=1))).versions.tolist() == [3]
     finally:
         copy.close()

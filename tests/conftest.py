@@ -12,6 +12,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import attrs
@@ -26,6 +27,7 @@ from primerl import types
 from primerl.types import NOT_SAMPLED, Completion, Group, Rollout, Sample
 
 HELPERS = Path(__file__).parent / "helpers"
+ENDS_S = 10.0  # for a thread that has been told to end
 
 # Test files that need Hypothesis say so themselves, where it is not installed.
 if importlib.util.find_spec("hypothesis") is not None:
@@ -102,6 +104,18 @@ class FakeEngine:
             versions=versions,
             finish_reason="length",
         )
+
+
+@pytest.fixture(autouse=True)
+def every_thread_ends():
+    """A thread that a test leaves would keep pytest from ending, hours after the last test."""
+    before = set(threading.enumerate())
+    yield
+    left = [one for one in set(threading.enumerate()) - before if not one.daemon]
+    for thread in left:
+        thread.join(ENDS_S)
+    names = [thread.name for thread in left if thread.is_alive()]
+    assert not names, f"threads are left that keep the process from ending: {names}"
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from primerl._optional import require
 
 PAGE_TOKENS = 32
 START_S = 120.0
+STOP_S = 30.0
 
 
 def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: int | None) -> Any:
@@ -61,9 +62,15 @@ def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: 
             cause = getattr(status, "fatal_error", None)
             raise RuntimeError(f"continuous batching did not start: {cause}") from cause
         if time.monotonic() > deadline:
+            stop_batching(manager)
             raise RuntimeError(f"continuous batching did not start within {START_S:.0f} s")
         time.sleep(0.005)
     return manager
+
+
+def stop_batching(manager: Any) -> None:
+    """End the manager's loop; its thread would keep the process from ending."""
+    manager.stop(block=True, timeout=STOP_S, **supported(manager.stop, hard_stop=True))
 
 
 def supported(function: Callable[..., Any], **options: Any) -> dict[str, Any]:

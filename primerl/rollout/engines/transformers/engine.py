@@ -4,6 +4,7 @@ import asyncio
 import copy
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -13,16 +14,15 @@ from primerl._optional import require
 from primerl.rollout.engines.protocol import RouteStore
 from primerl.rollout.engines.transformers.batcher import Batcher
 from primerl.rollout.engines.transformers.continuous_batching import (
+    STOP_S,
     refuse_inference_mode,
     refuse_unsupported,
     start_batching,
-    supported,
+    stop_batching,
 )
 from primerl.rollout.engines.transformers.routing import Capture, RouteRecorder
 from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.types import Completion, PolicyVersion, SamplingParams
-
-STOP_S = 30.0
 
 
 class TransformersEngine:
@@ -133,17 +133,21 @@ class TransformersEngine:
     def start(self) -> "TransformersEngine":
         """Start serving; ``with`` does so, and closes the engine at its end."""
         refuse_inference_mode()
-        manager = self._start_batching()
-        if self._capture is not None:
-            self._recorder = RouteRecorder(self._model, self._capture)
-        self._batcher = Batcher(
-            manager,
-            recompute=self._recompute,
-            version=self.version,
-            recorder=self._recorder,
-            routes=self.routes,
-        )
-        self._loop = BackgroundLoop("primerl-engine")
+        with ExitStack() as undo:
+            if self._capture is not None:
+                self._recorder = RouteRecorder(self._model, self._capture)
+                undo.callback(self._recorder.close)
+            manager = self._start_batching()
+            undo.callback(stop_batching, manager)
+            self._batcher = Batcher(
+                manager,
+                recompute=self._recompute,
+                version=self.version,
+                recorder=self._recorder,
+                routes=self.routes,
+            )
+            self._loop = BackgroundLoop("primerl-engine")
+            undo.pop_all()
         return self
 
     def close(self) -> None:
@@ -151,8 +155,7 @@ class TransformersEngine:
         loop, self._loop = self._loop, None
         if loop is None or self._batcher is None:
             return
-        manager = self._batcher.manager
-        manager.stop(block=True, timeout=STOP_S, **supported(manager.stop, hard_stop=True))
+        stop_batching(self._batcher.manager)
         loop.submit(self._batcher.fail_all("the engine was closed")).result(STOP_S)
         if self._recorder is not None:
             self._recorder.close()

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -133,9 +134,12 @@ class TransformersEngine:
     def start(self) -> "TransformersEngine":
         """Start serving; ``with`` does so, and closes the engine at its end."""
         refuse_inference_mode()
-        manager = self._start_batching()
-        if self._capture is not None:
-            self._recorder = RouteRecorder(self._model, self._capture)
+        with ExitStack() as on_failure:
+            if self._capture is not None:  # first: if it refuses the model, no thread has started
+                self._recorder = RouteRecorder(self._model, self._capture)
+                on_failure.callback(self._recorder.close)
+            manager = self._start_batching()
+            on_failure.pop_all()
         self._batcher = Batcher(
             manager,
             recompute=self._recompute,

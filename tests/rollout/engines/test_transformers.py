@@ -3,6 +3,8 @@
 import asyncio
 import copy
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -452,6 +454,20 @@ def test_closing_fails_what_is_in_flight_and_leaves_no_thread():
     asyncio.run(main())
 
     assert threading.active_count() == before
+
+
+def test_a_process_exits_although_nobody_closed_its_engine():
+    """The library's own thread would keep it waiting for ever."""
+    script = (
+        "from primerl import rollout, testing\n"
+        "engine = rollout.TransformersEngine(testing.tiny_model()).start()\n"
+        "raise ZeroDivisionError\n"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert child.returncode == 1
+    assert child.stderr.endswith("ZeroDivisionError\n")
 
 
 def test_closing_ends_requests_that_wait_for_an_update():

@@ -1,6 +1,7 @@
 """Routes that the engine in this process records, against a plain forward pass of each version."""
 
 import asyncio
+import threading
 import time
 
 import numpy as np
@@ -158,5 +159,16 @@ def test_what_the_store_refuses_fails_the_request():
 def test_a_store_alone_or_a_dense_model_is_refused():
     with pytest.raises(ValueError, match="capture=replay.capture"):
         rollout.TransformersEngine(wide_model(), routes=RecordingStore())
+    threads = set(threading.enumerate())
     with pytest.raises(ValueError, match="no layers with routed experts"):
         engine_with_routes(wide_model("qwen3"), RecordingStore()).start()
+    assert set(threading.enumerate()) <= threads, "nothing is left running"
+
+
+def test_an_engine_that_does_not_start_leaves_no_hooks():
+    engine = engine_with_routes(wide_model(), RecordingStore(), cache_tokens=10**12)
+    with pytest.raises(RuntimeError, match="did not start"):
+        engine.start()
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in engine._model.modules()
+    )

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +55,10 @@ def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: 
     manager = model.init_continuous_batching(
         generation_config=generation, continuous_batching_config=config(**options)
     )
-    manager.start()
+    # Its thread inherits that it is a daemon, so that the process can exit if nobody stops it.
+    starter = threading.Thread(target=manager.start, daemon=True)
+    starter.start()
+    starter.join()
     deadline = time.monotonic() + START_S
     while manager.batch_processor is None:
         if not manager.is_running():

@@ -133,21 +133,20 @@ class TransformersEngine:
     def start(self) -> "TransformersEngine":
         """Start serving; ``with`` does so, and closes the engine at its end."""
         refuse_inference_mode()
-        with ExitStack() as undo:
-            if self._capture is not None:
+        with ExitStack() as on_failure:
+            if self._capture is not None:  # first: if it refuses the model, no thread has started
                 self._recorder = RouteRecorder(self._model, self._capture)
-                undo.callback(self._recorder.close)
+                on_failure.callback(self._recorder.close)
             manager = self._start_batching()
-            undo.callback(stop_batching, manager)
-            self._batcher = Batcher(
-                manager,
-                recompute=self._recompute,
-                version=self.version,
-                recorder=self._recorder,
-                routes=self.routes,
-            )
-            self._loop = BackgroundLoop("primerl-engine")
-            undo.pop_all()
+            on_failure.pop_all()
+        self._batcher = Batcher(
+            manager,
+            recompute=self._recompute,
+            version=self.version,
+            recorder=self._recorder,
+            routes=self.routes,
+        )
+        self._loop = BackgroundLoop("primerl-engine")
         return self
 
     def close(self) -> None:

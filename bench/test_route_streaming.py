@@ -10,8 +10,8 @@ there before. The peak of memory is in units of one response's routes, of which 
 in flight, and copied one or two at a time. *Before* is a client that reads the response as a whole,
 decodes the JSON and then the base64, all on the event loop.
 
-*Worker* is the whole way: a rollout worker's process, and a store in shared memory, which compresses
-the rows; ``trainer_heap`` is the most that Python's heap of rank 0's process holds of all it took.
+*Worker* is the whole way: a rollout worker's process, and a store in shared memory, which
+compresses the rows. ``trainer_heap`` is the peak of Python's heap in rank 0's process meanwhile.
 
 ROUTES_GB, ROUTES_PROMPT, ROUTES_SAMPLED, ROUTES_AT_ONCE: other sizes.
 """

@@ -13,25 +13,36 @@ token and layer, sets drawn without replacement:
 - repeated: skewed with s = 1/2, and normal noise (of the same variance) that is correlated by 0.6
   from token to token, so that successive tokens share about 3 of 8 experts.
 
+``test_a_step_of_the_demo`` takes the forward and backward passes of a step of ``recipes/demo.py``,
+1024 samples of 12 tokens, in turns without replay, with routes in memory forced (``forcing``), and
+with reading and discarding them too (``all``): the process's time, in parts of the first.
+
 ``bound`` is the entropy of sets with these popularities (conditional Poisson), if tokens are
 independent. The baselines are ``plain``, zstd at level 3 of the raw bytes as they come, and
 ``sorted``, the same of sorted sets in columns (layer, place, token).
 """
 
+import importlib.util
 import math
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
+import attrs
 import numpy as np
 import pytest
+import torch
 import zstandard
 
+from primerl import loss, packing, replay
 from primerl.replay import RouteShape, codec
 from primerl.replay.reading import discard, read
 from primerl.replay.store import Store
-from primerl.types import Sample
+from primerl.types import Sample, TrainingSample
 
 TOKENS = 4096
 PROMPT, REPLY, ROLLOUTS = 2048, 1024, 16
+TURNS = 3
 MODELS = {
     "Qwen3-30B-A3B": RouteShape(layers=range(48), decoder_layers=48, experts=128, k=8),
     "GLM-5": RouteShape(layers=range(3, 78), decoder_layers=78, experts=256, k=8),
@@ -142,6 +153,88 @@ def test_group(benchmark, model, kind):
         assert sum(rows.size for rows in found) == size
         assert discard([sample_of(pair) for pair in references]) == 2 * ROLLOUTS
         row(benchmark, f"group {model} {kind}:", size, ratio=sum(files.values()) / size)
+
+
+def test_a_step_of_the_demo(benchmark):
+    demo = load_demo()
+    model, _ = demo.build_policy(0)
+    rng = np.random.default_rng(0)
+    times = {"plain": [], "forcing": [], "all": []}
+    with Store(replay.shape(model), max_bytes=1 << 28) as store:
+        for _ in range(TURNS + 1):
+            samples, batches = packed_step(model, rng, store)
+            read_before = list(replay.fetch(batches))
+            without = [attrs.evolve(batch, routes=None) for batch in batches]
+            times["plain"].append(seconds(demo_step, demo, model, without))
+            times["forcing"].append(seconds(forced_step, demo, model, read_before))
+            step = seconds(demo_step, demo, model, batches)
+            times["all"].append(step + seconds(replay.discard, samples))
+    plain, forcing, everything = (np.array(values[1:]) for values in times.values())
+    benchmark.pedantic(lambda: None, rounds=1)  # it has its own clock
+    benchmark.extra_info |= {
+        "plain_s": float(np.median(plain)),
+        "forcing": float(np.median(forcing / plain)) - 1,
+        "all": float(np.median(everything / plain)) - 1,
+    }
+    print(f"\n{benchmark.extra_info}")
+
+
+def load_demo():
+    path = Path(__file__).parents[1] / "recipes/demo.py"
+    spec = importlib.util.spec_from_file_location("demo", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def packed_step(model, rng, store):
+    """The samples of a step, with routes in the store, and their batches."""
+    samples = []
+    for _ in range(64):
+        prompt = rng.integers(2, 28, 6)
+        for _ in range(16):
+            token_ids = np.concatenate([prompt, rng.integers(2, 28, 6)])
+            mask = np.arange(12) >= 6
+            samples.append(
+                TrainingSample(
+                    token_ids=token_ids,
+                    loss_mask=mask,
+                    behavior_logprobs=np.where(mask, -3.0, 0.0),
+                    versions=np.where(mask, 0, -1),
+                    advantages=np.where(mask, 1.0, 0.0),
+                )
+            )
+    token_ids = torch.tensor(np.stack([sample.token_ids for sample in samples]))
+    with torch.no_grad(), replay.capture(model) as routes:
+        model(token_ids)
+    rows = routes.rows.view(len(samples), 12, *routes.rows.shape[1:]).numpy()
+    samples = [
+        attrs.evolve(
+            sample,
+            routes=store.put(own[:-1], start=0, versions=np.zeros(11, np.int32), shared=5),
+        )
+        for sample, own in zip(samples, rows, strict=True)
+    ]
+    ((*batches,),) = packing.pack(samples, max_tokens=8192, ranks=1)
+    return samples, batches
+
+
+def seconds(function, *args):
+    began = time.process_time()
+    function(*args)
+    return time.process_time() - began
+
+
+def demo_step(demo, model, batches):
+    statistics, counts = loss.Statistics(version=0), replay.RouteCounts()
+    demo.backward(model, batches, statistics=statistics, counts=counts)
+    model.zero_grad()
+
+
+def forced_step(demo, model, batches_and_rows):
+    for batch, rows in batches_and_rows:
+        with replay.forced(model, rows):
+            demo_step(demo, model, [attrs.evolve(batch, routes=None)])
 
 
 def sample_of(references):

@@ -10,6 +10,9 @@ there before. The peak of memory is in units of one response's routes, of which 
 in flight, and copied one or two at a time. *Before* is a client that reads the response as a whole,
 decodes the JSON and then the base64, all on the event loop.
 
+*Worker* is the whole way: a rollout worker's process, and a store in shared memory, which
+compresses the rows. ``trainer_heap`` is the peak of Python's heap in rank 0's process meanwhile.
+
 ROUTES_GB, ROUTES_PROMPT, ROUTES_SAMPLED, ROUTES_AT_ONCE: other sizes.
 """
 
@@ -17,19 +20,22 @@ import asyncio
 import base64
 import gc
 import io
+import itertools
 import json
+import math
 import multiprocessing
 import os
 import resource
 import time
+import tracemalloc
 
 import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
 
-from primerl import rollout
-from primerl.types import SamplingParams
+from primerl import replay, rollout
+from primerl.types import Rollout, Sample, SamplingParams
 
 GIGABYTES = float(os.environ.get("ROUTES_GB", 1))
 PROMPT = int(os.environ.get("ROUTES_PROMPT", 127_000))
@@ -43,7 +49,8 @@ PERIOD_S = 0.002
 
 def answer(label):
     """The parts of a response: up to the request's id, up to the routes, these, and the end."""
-    rows = np.random.default_rng(0).integers(0, 256, (ROWS, LAYERS, K), np.uint8)
+    rows = np.random.default_rng(0).integers(0, 32, (ROWS, LAYERS, K), np.uint8)
+    rows += 32 * np.arange(K, dtype=np.uint8)  # no expert twice
     file = io.BytesIO()
     np.save(file, rows)
     entry = {"token": "token_id:77", "logprob": -1.25, "bytes": None, "top_logprobs": []}
@@ -62,6 +69,7 @@ def answer(label):
 def serve(pipe):
     """A server, in a process of its own, until it is killed."""
     state = {"label": "default"}
+    numbers = itertools.count()
     parts = []
 
     async def generate(request):
@@ -71,8 +79,11 @@ def serve(pipe):
         size = len(begin) + len(routes) + len(end)
         response = web.StreamResponse(headers={"Content-Length": str(size)})
         await response.prepare(request)
-        await response.write(begin)
-        for at in range(0, len(routes), 1 << 20):
+        await response.write(begin + routes[:176])
+        # Three experts of the first token, by which all prompts differ: none is stored only once.
+        number = next(numbers) % 32
+        await response.write(base64.b64encode(bytes(number + 32 * at for at in (4, 5, 6))))
+        for at in range(180, len(routes), 1 << 20):
             await response.write(routes[at : at + (1 << 20)])
         await response.write(end)
         return response
@@ -87,7 +98,7 @@ def serve(pipe):
             {
                 "weight_version": state["label"],
                 "data": [{"id": "glm", "max_model_len": PROMPT + SAMPLED}],
-                "results": [{"vocab_size": 1000}],
+                "results": [{"vocab_size": 1000, "returned": True, "loaded": False}],
             }
         )
 
@@ -192,6 +203,65 @@ def test_routes_through_the_engine(benchmark, url):
         watcher.cancel()
     gc.unfreeze()
     report(benchmark, benchmark.stats.stats.mean, before, lag=lags, client_lag=client_lags)
+
+
+async def one_reply(task, engine, params):
+    """An environment whose prompts need no tokenizer."""
+    completion = await engine.generate([1] * PROMPT, params)
+    count = len(completion.token_ids)
+    sample = Sample(
+        token_ids=[1] * PROMPT + completion.token_ids.tolist(),
+        loss_mask=np.arange(PROMPT + count) >= PROMPT,
+        behavior_logprobs=np.concatenate([np.zeros(PROMPT, np.float32), completion.logprobs]),
+        versions=np.concatenate([np.full(PROMPT, -1, np.int32), completion.versions]),
+        routes=completion.routes,
+    )
+    return Rollout(samples=[sample], reward=float(task["id"]))
+
+
+def test_routes_through_the_worker(benchmark, url):
+    shape = replay.RouteShape(layers=range(3, LAYERS), decoder_layers=LAYERS, experts=256, k=K)
+    with (
+        replay.Store(shape) as store,
+        rollout.VLLMEngine(url, routes=store, request_timeout_s=3600) as engine,
+    ):
+        engine.adopt(0)
+        with rollout.worker(
+            engine,
+            one_reply,
+            [{"id": str(number)} for number in range(REQUESTS)],
+            params=SamplingParams(max_tokens=SAMPLED),
+            group_size=AT_ONCE,
+            groups_per_step=math.ceil(REQUESTS / AT_ONCE),
+            max_staleness=0,
+        ) as rollouts:
+            tracemalloc.start()
+            groups = benchmark.pedantic(lambda: rollouts.take(version=0), rounds=1)
+            _, heap = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            stats = rollouts.stats()
+        samples = [one for group in groups for rollout in group.rollouts for one in rollout.samples]
+        found = [replay.read(one, span=(0, ROWS)) for one in samples[-1].routes]
+        assert sum(len(one.rows) for one in found) == ROWS
+        assert stats["errors"] == {}
+        samples_bytes = sum(
+            one.token_ids.nbytes + one.behavior_logprobs.nbytes + one.versions.nbytes
+            for one in samples
+        )
+        references = sum(len(one) for sample in samples for one in sample.routes)
+        assert replay.discard(samples) == 2 * len(samples)
+    seconds = benchmark.stats.stats.mean
+    raw = len(samples) * ROWS * LAYERS * K
+    benchmark.extra_info |= {
+        "gigabytes": round(raw / 1e9, 2),
+        "mb_per_s": round(raw / 1e6 / seconds),
+        "lag_p99_ms": round(1e3 * stats["loop_lag_p99_s"], 1),
+        "lag_max_ms": round(1e3 * stats["loop_lag_max_s"], 1),
+        "trainer_heap_mb": round(heap / 1e6, 1),
+        "tokens_and_logprobs_mb": round(samples_bytes / 1e6, 1),
+        "references_kb": round(references / 1e3, 1),
+    }
+    print(f"\n{benchmark.extra_info}")
 
 
 def test_before(benchmark, url):

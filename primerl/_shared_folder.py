@@ -10,13 +10,14 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
+_DEV_SHM = Path("/dev/shm")
 _POLL_S = 0.01
 _USERS = ".users"
 
 
 def shared_memory() -> Path:
     """``/dev/shm``, or the folder for temporary files where there is none."""
-    return Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    return _DEV_SHM if os.path.isdir(_DEV_SHM) else Path(tempfile.gettempdir())
 
 
 class SharedFolder:

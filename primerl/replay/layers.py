@@ -1,6 +1,8 @@
 """The layers of a model that have routed experts, bound to its modules."""
 
+import inspect
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import attrs
@@ -47,7 +49,7 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     """
     lists = {name: module for name, module in model.named_modules() if _is_list(module)}
     found: list[tuple[str, int, str]] = []
-    modules = expert_modules(model)
+    modules = expert_modules(model) | _indexed_modules(model)
     for name in modules:
         parents = [one for one in lists if name.startswith(f"{one}.")]
         if parents:
@@ -55,8 +57,8 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
             found.append((outermost, int(name[len(outermost) + 1 :].split(".")[0]), name))
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no layers with routed experts that transformers calls "
-            "through its registry of experts functions"
+            f"{type(model).__name__} has no layers with routed experts that are called with the "
+            "indices of each token's experts"
         )
     decoder, _ = Counter(parent for parent, _, _ in found).most_common(1)[0]
     count = decoder_layers(model)
@@ -79,6 +81,21 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
                 )
             )
     return layers
+
+
+def _indexed_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that take ``top_k_index``, also where ``transformers`` has no registry of them."""
+    modules = dict(model.named_modules())
+    kinds = {type(module) for module in modules.values()}
+    indexed = {kind for kind in kinds if "top_k_index" in _argument_names(kind)}
+    return {name: module for name, module in modules.items() if type(module) in indexed}
+
+
+def _argument_names(kind: type[nn.Module]) -> Collection[str]:
+    try:
+        return inspect.signature(kind.forward).parameters
+    except (TypeError, ValueError):  # not a Python function
+        return ()
 
 
 def decoder_layers(model: nn.Module) -> int:

@@ -6,6 +6,7 @@ The metadata are JSON; the checksum is xxh3_64 of them. Readers get the file's l
 that reads a range of its bytes, from a file or a server, and ask for no more than they need.
 """
 
+import functools
 import struct
 from collections.abc import Callable, Sequence
 
@@ -172,7 +173,9 @@ def _encoded_metadata(start: int, versions: np.ndarray, shape: RouteShape) -> by
     )
 
 
-def _checked_head(metadata: bytes, routes: codec.Head, offset: int) -> RecordingHead:
+@functools.lru_cache(maxsize=64)  # short replies of a step have the same: checked once
+def _decoded_metadata(metadata: bytes) -> tuple[int, RouteShape, np.ndarray]:
+    """First token, shape and runs of versions."""
     try:
         found = msgspec.json.decode(metadata, type=_Metadata)
         shape = RouteShape(
@@ -184,14 +187,20 @@ def _checked_head(metadata: bytes, routes: codec.Head, offset: int) -> Recording
         runs = np.array(found.versions, np.int64).reshape(-1, 2)
     except (msgspec.DecodeError, ValueError, OverflowError) as error:
         raise ValueError(f"routes are damaged: {error}") from None
+    runs.flags.writeable = False  # it is shared
+    return found.start, shape, runs
+
+
+def _checked_head(metadata: bytes, routes: codec.Head, offset: int) -> RecordingHead:
+    start, shape, runs = _decoded_metadata(metadata)
     fits = (routes.layers, routes.k, routes.experts) == (len(shape.layers), shape.k, shape.experts)
     counts, versions = runs[:, 0], runs[:, 1]
     plausible = (
-        found.start >= 0
+        start >= 0
         and bool((counts >= 1).all() and (counts <= routes.tokens).all())
         and bool((versions >= 0).all() and (versions < 2**31).all())
         and int(counts.sum()) == routes.tokens
     )
     if not fits or not plausible:
         raise ValueError("routes are damaged: their metadata do not fit to them")
-    return RecordingHead(start=found.start, shape=shape, runs=runs, routes=routes, offset=offset)
+    return RecordingHead(start=start, shape=shape, runs=runs, routes=routes, offset=offset)

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import attrs
 
-from primerl._files import member
 from primerl._shared_folder import shared_memory
 from primerl.replay.server import NAME
 
@@ -90,7 +89,7 @@ def _code(address: str, key: str) -> str:
 def _file_place(parent: Path, folder: str, name: str) -> FilePlace:
     if not _FOLDER.fullmatch(folder) or not NAME.fullmatch(name):
         raise ValueError(f"{f'{folder}/{name}'!r:.200} is no file of a store of routes")
-    path = member(parent, folder)
+    path = parent / folder
     try:
         found = path.lstat()
     except FileNotFoundError:

@@ -11,6 +11,7 @@ import pytest
         ("01_the_loop", "reward of the last five steps"),
         ("02_staleness", "oldest token trained"),
         ("03_losses", "surrogates agree on policy and differ off policy"),
+        ("04_router_replay", "the routing-caused part fell by at least"),
     ],
 )
 def test_the_notebook_runs(root, name, said):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primerl.replay import codec
@@ -83,6 +83,7 @@ def test_what_is_encoded_is_as_described():
     assert content == bytes([0b00100000, 1, 0, 0, 2, 1, 0])
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_round_trips_of_any_shape(data):
     k = data.draw(st.integers(1, 9))

@@ -26,6 +26,7 @@ FAMILIES = [
     "ernie4_5_moe",
     "exaone_moe",
     "flex_olmo",
+    "gemma4_text",
     "glm4_moe",
     "glm4_moe_lite",
     "glm_moe_dsa",
@@ -41,6 +42,7 @@ FAMILIES = [
     "kimi_linear",
     "laguna",
     "lfm2_moe",
+    "longcat_flash",
     "mellum",
     "mimo_v2_flash",
     "minimax",
@@ -55,6 +57,14 @@ FAMILIES = [
     "qwen3_next",
     "solar_open",
 ]
+WITH_EXPERTS = {
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    }
+}
 TOKENS = 24
 IDS = torch.randint(1, 90, (1, TOKENS), generator=torch.Generator().manual_seed(0))
 
@@ -112,7 +122,7 @@ def force_last_top_k(monkeypatch):
 class TestEveryFamily:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_own_routes_change_nothing_and_random_ones_are_followed(self, family, force_last_top_k):
-        model = built(family)
+        model = built(family, **WITH_EXPERTS.get(family, {}))
         with torch.no_grad(), replay.capture(model) as own:
             plain = model(IDS).logits
         rows = own.rows
@@ -178,6 +188,14 @@ class TestEveryFamily:
             replay.forced(model, random_rows(model)),
         ):
             model(IDS)
+
+    def test_a_family_whose_experts_take_no_indices_is_refused(self):
+        model = built("jetmoe")
+        with (
+            pytest.raises(ValueError, match="routed experts that are called with the indices"),
+            replay.capture(model),
+        ):
+            pytest.fail("the body was reached")
 
 
 def swiglu(block, expert, x):

@@ -499,7 +499,7 @@ class TestHostileReferences:
             moved = store._path.with_name("moved")
             store._path.rename(moved)
             store._path.symlink_to(moved)
-            with pytest.raises(ValueError, match="symbolic link"):
+            with pytest.raises(ValueError, match="no private folder"):
                 read(reference)
             store._path.unlink()
             moved.rename(store._path)

@@ -27,6 +27,9 @@ def main(
     try:
         payload = _arrange(descriptors)
         _limit(order)
+        # Unlike the first process, whose memory it has a copy of, it may be looked at: its memory
+        # is counted that way.
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
         seccomp.install(filter_program)
         _default_signals()
         if order["kind"] == "turn":

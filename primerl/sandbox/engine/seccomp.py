@@ -26,9 +26,10 @@ _PROTOCOLS = (0, 6, 17)  # the family's own, TCP, UDP
 _ANONYMOUS, _TYPE_MASK, _HUGE = 0x20, 0x0F, 0x40000
 _SHARED, _SHARED_VALIDATE = 1, 3
 _WHOLE_WORD = 0xFFFFFFFF
-# Names of threads, signals on a parent's death, dumpability, no_new_privs, timer slack,
-# subreapers, huge pages, reading of capabilities and seccomp's mode, names of mappings.
-_PRCTL = (1, 2, 3, 4, 7, 15, 16, 21, 23, 27, 29, 30, 36, 37, 38, 39, 40, 41, 42, 0x53564D41)
+# Names of threads, signals on a parent's death, no_new_privs, timer slack, subreapers, huge pages,
+# reading of capabilities and seccomp's mode, names of mappings. Not PR_SET_DUMPABLE: the first
+# process couldn't count the memory of a process that hides.
+_PRCTL = (1, 2, 3, 7, 15, 16, 21, 23, 27, 29, 30, 36, 37, 38, 39, 40, 41, 42, 0x53564D41)
 _IOCTL = (
     *(0x5401, 0x5402, 0x5403, 0x5404, 0x5409, 0x540A, 0x540B),  # TCGETS to TCFLSH
     *(0x540D, 0x540E, 0x540F, 0x5410, 0x5411, 0x5413, 0x5414),  # terminals, not TIOCSTI (0x5412)

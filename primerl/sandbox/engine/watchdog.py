@@ -13,7 +13,6 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 # they could have filled what is left.
 _FILL_BYTES_PER_S = 4 << 30
 _SHORTEST_S, _LONGEST_S = 0.004, 0.1
-_HIDDEN = 1 << 20
 
 
 class Watchdog:
@@ -79,11 +78,18 @@ def _proportional_bytes(process: str) -> int:
 
 
 def _open_files(process: str) -> int:
-    folder = f"/proc/{process}/fd"
+    count = _entries(f"/proc/{process}/fd")
+    if count == 0:  # as above
+        try:
+            threads = os.listdir(f"/proc/{process}/task")
+        except OSError:
+            return 0
+        count = max((_entries(f"/proc/{process}/task/{name}/fd") for name in threads), default=0)
+    return count
+
+
+def _entries(folder: str) -> int:
     try:
-        count = os.stat(folder).st_size
-        return count if count else len(os.listdir(folder))  # before Linux 6.2
-    except PermissionError:  # it hides them, which no ordinary program does
-        return _HIDDEN
-    except OSError:
+        return os.stat(folder).st_size or len(os.listdir(folder))  # the size since Linux 6.2
+    except OSError:  # it has ended
         return 0

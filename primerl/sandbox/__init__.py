@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from primerl.sandbox.errors import BadReply, Probe, SandboxError, SandboxUnavailable
+    from primerl.sandbox.grading import Case, Verdict, grade
     from primerl.sandbox.isolation import probe
     from primerl.sandbox.pool import SandboxPool
     from primerl.sandbox.results import Isolation, Limits, Result
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "BadReply": "errors",
+    "Case": "grading",
     "Isolation": "results",
     "Limits": "results",
     "Probe": "errors",
@@ -27,11 +29,14 @@ _LAZY = {
     "SandboxUnavailable": "errors",
     "Session": "sessions",
     "Snapshot": "sessions",
+    "Verdict": "grading",
+    "grade": "grading",
     "probe": "isolation",
 }
 
 __all__ = [
     "BadReply",
+    "Case",
     "Isolation",
     "Limits",
     "Probe",
@@ -42,6 +47,8 @@ __all__ = [
     "SandboxUnavailable",
     "Session",
     "Snapshot",
+    "Verdict",
+    "grade",
     "probe",
 ]
 

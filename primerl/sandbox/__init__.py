@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from primerl.sandbox.grading import Case, Verdict, grade
     from primerl.sandbox.isolation import probe
     from primerl.sandbox.pool import SandboxPool
+    from primerl.sandbox.repositories import TestReport, grade_repository
     from primerl.sandbox.results import Isolation, Limits, Result
     from primerl.sandbox.roots import Root
     from primerl.sandbox.sessions import Session, Snapshot
@@ -29,8 +30,10 @@ _LAZY = {
     "SandboxUnavailable": "errors",
     "Session": "sessions",
     "Snapshot": "sessions",
+    "TestReport": "repositories",
     "Verdict": "grading",
     "grade": "grading",
+    "grade_repository": "repositories",
     "probe": "isolation",
 }
 
@@ -47,8 +50,10 @@ __all__ = [
     "SandboxUnavailable",
     "Session",
     "Snapshot",
+    "TestReport",
     "Verdict",
     "grade",
+    "grade_repository",
     "probe",
 ]
 

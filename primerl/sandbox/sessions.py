@@ -116,6 +116,10 @@ class Session:
         done = await self._do("unpack", {}, stdin=snapshot.archive, timeout_s=timeout_s)
         self._checked(done, "snapshot")
 
+    async def execute_at_once(self, order: Order) -> Result:
+        """Carry out an order without waiting in the pool's queue: for two sessions that talk."""
+        return await self._slot.execute(order)
+
     async def _do(
         self,
         kind: str,

@@ -34,6 +34,7 @@ class Order:
     timeout_s: float
     memory_bytes: int
     output_bytes: int
+    connection: int | None = None  # a descriptor to be stdin instead; the slot closes it
 
 
 class Slot:
@@ -88,11 +89,12 @@ class Slot:
                 reply.set_result(_ended("output"))
 
         streams: list[Output] = []
-        given = Input(order.stdin)
+        given = Input(order.stdin) if order.connection is None else None
         try:
             streams.append(Output(order.output_bytes, overflow))
             streams.append(Output(order.output_bytes, overflow))
-            self._send(order, given.theirs, [stream.theirs for stream in streams])
+            stdin = given.theirs if given is not None else order.connection or 0
+            self._send(order, stdin, [stream.theirs for stream in streams])
             try:
                 async with asyncio.timeout(order.timeout_s + _GRACE_S):
                     ended = await reply
@@ -108,7 +110,8 @@ class Slot:
             raise
         finally:
             self._reply = None
-            given.close()
+            if given is not None:
+                given.close()
             for stream in streams:
                 stream.close()
         limits = tuple(ended["limits"])

@@ -54,7 +54,7 @@ os._exit(0)
     "('{\"passed\": true}')\ndef add(a, b): return 0",
     "edits the tests": """
 import glob
-for path in glob.glob("/**/*test*.py", recursive=True)[:100]:
+for path in glob.glob("/sandbox/**/*test*.py", recursive=True) + glob.glob("/tmp/**", recursive=True):
     try: open(path, "w").write("print('PASS')")
     except OSError: pass
 def add(a, b): return 0

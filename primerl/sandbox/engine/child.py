@@ -13,7 +13,16 @@ import signal
 import socket
 from typing import Any, NoReturn
 
-from primerl.sandbox.engine import archive, interpreter, kernel, messages, repl, seccomp
+from primerl.sandbox.engine import (
+    archive,
+    interpreter,
+    kernel,
+    messages,
+    repl,
+    seccomp,
+    subject,
+    testside,
+)
 
 REFUSED = 126  # the exit code where an order could not be carried out
 _FIRST_INHERITED = 3
@@ -89,9 +98,19 @@ def _carry_out(header: dict[str, Any], contents: list[bytes], *, shared: bool) -
         return _read(header["path"])
     if kind == "write":
         return _write_input(header["path"])
+    if kind in ("subject", "tests"):
+        interpreter.fresh_main("")
+        return _run_side(kind, header)
     if kind == "pack":
         return archive.pack(header["paths"])
     return archive.unpack()
+
+
+def _run_side(kind: str, header: dict[str, Any]) -> int:
+    if kind == "subject":
+        subject.main()
+        return 0
+    return testside.main(header["modules"], header["packages"], header["files"])
 
 
 def _write(path: str, content: bytes) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from primerl.sandbox.results import Isolation, Limits, Result
     from primerl.sandbox.roots import Root
     from primerl.sandbox.sessions import Session, Snapshot
+    from primerl.sandbox.verifiers_runtime import verifiers_runtime
 
 _LAZY = {
     "BadReply": "errors",
@@ -35,6 +36,7 @@ _LAZY = {
     "grade": "grading",
     "grade_repository": "repositories",
     "probe": "isolation",
+    "verifiers_runtime": "verifiers_runtime",
 }
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "grade",
     "grade_repository",
     "probe",
+    "verifiers_runtime",
 ]
 
 

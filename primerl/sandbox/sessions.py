@@ -29,7 +29,8 @@ class Session:
     """One sandbox, made by ``SandboxPool.session``. Its calls are carried out one at a time.
 
     A command's background processes go on until the session ends; a command that exceeds its time
-    or memory ends all processes of the session. Files stay in any case.
+    or memory ends all processes of the session, one that exceeds its output gets SIGPIPE. Files stay
+    in any case.
     """
 
     def __init__(self, pool: "SandboxPool", slot: Slot, *, root: Root | None) -> None:
@@ -135,7 +136,7 @@ class Session:
     async def _execute(self, order: Order) -> Result:
         if not self._slot.alive:
             raise SandboxError("the session's sandbox has ended; its files are gone")
-        return await self._pool.execute(self._slot, order)
+        return await self._pool.execute(self._slot, attrs.evolve(order, keeps=True))
 
     @staticmethod
     def _checked(done: Result, what: str) -> bytes:

@@ -34,6 +34,7 @@ class Order:
     timeout_s: float
     memory_bytes: int
     output_bytes: int
+    keeps: bool = False  # the sandbox stays when there is too much output
     connection: int | None = None  # a descriptor to be stdin instead; the slot closes it
 
 
@@ -85,7 +86,7 @@ class Slot:
         self._reply = reply
 
         def overflow() -> None:
-            if not reply.done():
+            if not reply.done() and not order.keeps:
                 reply.set_result(_ended("output"))
 
         streams: list[Output] = []
@@ -115,7 +116,7 @@ class Slot:
             for stream in streams:
                 stream.close()
         limits = tuple(ended["limits"])
-        if "output" not in limits and max(len(stdout), len(stderr)) >= order.output_bytes:
+        if "output" not in limits and any(stream.overflowed for stream in streams):
             limits += ("output",)
         return Result(
             stdout=stdout,

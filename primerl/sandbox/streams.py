@@ -12,6 +12,7 @@ class Output:
 
     def __init__(self, limit: int, on_overflow: Callable[[], None]) -> None:
         self.content = bytearray()
+        self.overflowed = False
         self._limit = limit
         self._on_overflow = on_overflow
         self._loop = asyncio.get_running_loop()
@@ -32,7 +33,8 @@ class Output:
         self.content += chunk
         if len(self.content) > self._limit:
             del self.content[self._limit :]
-            self._stop()
+            self.overflowed = True
+            self.close()  # whoever goes on writing gets SIGPIPE
             self._on_overflow()
             return False
         return True

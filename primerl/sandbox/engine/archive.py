@@ -1,22 +1,26 @@
 """Files of a sandbox as one stream, to take a snapshot and to unpack it in another sandbox."""
 
 import os
-import sys
 import tarfile
 
 
 def pack(paths: list[str]) -> int:
     """Write what is under ``paths`` to stdout; sockets and devices are left out."""
-    with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+    with (
+        open(1, "wb", closefd=False) as stdout,
+        tarfile.open(fileobj=stdout, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+    ):
         for path in paths:
             archive.add(path, arcname=path.lstrip("/") or ".", filter=_wanted)
-    sys.stdout.buffer.flush()
     return 0
 
 
 def unpack() -> int:
     """Unpack stdin over ``/``: this process can reach no file outside the sandbox."""
-    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+    with (
+        open(0, "rb", closefd=False) as stdin,
+        tarfile.open(fileobj=stdin, mode="r|") as archive,
+    ):
         if hasattr(tarfile, "fully_trusted_filter"):  # links and modes as they were
             archive.extraction_filter = tarfile.fully_trusted_filter
         for member in archive:

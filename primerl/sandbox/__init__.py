@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from primerl.sandbox.results import Isolation, Limits, Result
     from primerl.sandbox.roots import Root
     from primerl.sandbox.sessions import Session, Snapshot
-    from primerl.sandbox.verifiers_runtime import verifiers_runtime
+    from primerl.sandbox.verifiers_adapter import verifiers_runtime
 
 _LAZY = {
     "BadReply": "errors",
@@ -36,7 +36,7 @@ _LAZY = {
     "grade": "grading",
     "grade_repository": "repositories",
     "probe": "isolation",
-    "verifiers_runtime": "verifiers_runtime",
+    "verifiers_runtime": "verifiers_adapter",
 }
 
 __all__ = [

@@ -2,9 +2,9 @@
 
 One sandbox per case, which sees its own input and no expected value. What comes out is data in a
 small typed encoding; the host decodes it strictly and compares type and value. So exit codes,
-printed verdicts, patched assertions and objects that equal everything change nothing: the only way to
-pass a case is to say the right value. Code that knows the right value by other means than computing
-it (a table of known answers) can't be told apart.
+printed verdicts, patched assertions and objects that equal everything change nothing: the only way
+to pass a case is to say the right value. Code that knows the right value by other means than
+computing it (a table of known answers) can't be told apart.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _MOST_BYTES = 1 << 20
 
 # Runs the candidate and writes the value, encoded, behind a line that only this run knows. Forging
 # that line gains nothing: it would still have to hold the right value.
-_DRIVER = '''
+_DRIVER = """
 def _encode(value, depth=0):
     kind = type(value)
     if depth > {depth}:
@@ -61,7 +61,7 @@ def _drive():
 
 
 _drive()
-'''
+"""
 
 
 @attrs.frozen(kw_only=True)
@@ -151,7 +151,9 @@ async def _grade_case(
         reason = result.limits_hit[0] if result.limits_hit else str(error)
         return Verdict(passed=False, value=None, reason=reason, result=result)
     passed = same(value, case.expected, tolerance=case.tolerance)
-    return Verdict(passed=passed, value=value, reason="" if passed else "another value", result=result)
+    return Verdict(
+        passed=passed, value=value, reason="" if passed else "another value", result=result
+    )
 
 
 def same(value: Any, expected: Any, *, tolerance: float = 0.0) -> bool:
@@ -242,7 +244,9 @@ def _decode(encoded: Any, depth: int) -> Any:
         return _decode_text(kind, content)
     if type(content) is list and kind in ("list", "tuple", "set", "frozenset"):
         items = [_decode(item, depth + 1) for item in content]
-        return _build({"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind], items)
+        return _build(
+            {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind], items
+        )
     if type(content) is list and kind == "dict":
         if not all(type(pair) is list and len(pair) == 2 for pair in content):
             raise ValueError("what came out is no dictionary")

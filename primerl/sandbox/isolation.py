@@ -26,6 +26,11 @@ _PROBE_PROGRAM = (
     "from primerl.sandbox.engine import probes; probes.main()"
 )
 _PROBES_TAKE_S = 30.0
+_WATCHDOG = (
+    "rlimits for each process, and a watchdog for all processes and files together, which looks "
+    "every 4 to 100 ms, so that a sandbox can pass its limit for that long. Kernel memory of "
+    "pipes, sockets and processes is bounded by their number, not counted. No cgroup is used"
+)
 
 
 def tier(name: str) -> str:
@@ -56,9 +61,9 @@ async def start(
     """
     if not sys.platform.startswith("linux"):
         raise SandboxUnavailable(
-            f"sandboxes need Linux namespaces, and this is {sys.platform}: run the worker on a Linux "
-            "machine, or in a Linux virtual machine (on macOS: Lima, Colima or Docker Desktop's, "
-            f"with these settings). {WAY_OUT}",
+            f"sandboxes need Linux namespaces, and this is {sys.platform}: run the worker on a "
+            "Linux machine, or in a Linux virtual machine (on macOS: Lima, Colima or Docker "
+            f"Desktop's, with these settings). {WAY_OUT}",
             [Probe(name="Linux", message=f"this is {sys.platform}")],
         )
     try:
@@ -112,11 +117,7 @@ def describe(name: str, *, landlock: bool, user: int, network: Proxy | None) -> 
     return Isolation(
         tier=name,
         shared_kernel=True,
-        memory=(
-            "rlimits for each process; a watchdog for all processes and files together, which looks "
-            "every 4 to 100 ms and so lets a sandbox pass its limit for that long. Kernel memory of "
-            "pipes, sockets and processes is bounded by their number, not counted. No cgroup is used"
-        ),
+        memory=_WATCHDOG,
         user=who,
         layers=tuple(layers),
         stops=(

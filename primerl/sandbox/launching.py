@@ -48,7 +48,9 @@ def default_python() -> str:
 class Launcher:
     """The owner's end of a zygote: it makes sandboxes, and ends when the owner does."""
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket, folder: Path):
+    def __init__(
+        self, process: subprocess.Popen[bytes], connection: socket.socket, folder: Path
+    ) -> None:
         self.folder = folder
         self.landlock = False
         self.user = 0
@@ -59,7 +61,12 @@ class Launcher:
 
     @classmethod
     async def start(
-        cls, *, python: str, readable: list[str], settings: dict[str, Any], lease_s: float,
+        cls,
+        *,
+        python: str,
+        readable: list[str],
+        settings: dict[str, Any],
+        lease_s: float,
         start_timeout_s: float,
     ) -> "Launcher":
         """Start a zygote.
@@ -213,7 +220,12 @@ def parse(data: bytes) -> dict[str, Any]:
 async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     loop = asyncio.get_running_loop()
     readable = loop.create_future()
-    loop.add_reader(connection, lambda: readable.done() or readable.set_result(None))
+
+    def wake() -> None:
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(connection, wake)
     try:
         await readable
     finally:

@@ -270,7 +270,9 @@ class SandboxPool:
 
     def _running(self) -> launching.Launcher:
         if self._launcher is None or not self._launcher.alive:
-            raise SandboxError("the pool isn't running: use it as `async with SandboxPool() as pool`")
+            raise SandboxError(
+                "the pool isn't running: use it as `async with SandboxPool() as pool`"
+            )
         return self._launcher
 
     async def _make(self, settings: dict[str, Any] | None = None) -> Slot:

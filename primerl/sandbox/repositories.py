@@ -1,8 +1,8 @@
 """Grading a repository by its tests: pytest in one sandbox, the code under test in another.
 
 Both are new, so the tests enter after whoever wrote the code has left. What a test imports from the
-code under test is a stand-in for the real thing in the other sandbox (``engine/testside.py``): none of
-the tested code runs in pytest's process, and none of it can reach the results.
+code under test is a stand-in for the real thing in the other sandbox (``engine/testside.py``): none
+of the tested code runs in pytest's process, and none of it can reach the results.
 
 A test can call functions, make and use objects, read attributes, and expect exceptions. It can't
 share files or monkeypatch internals, subclass a class of the code under test, or pass it functions:
@@ -53,9 +53,9 @@ async def grade_repository(
 ) -> TestReport:
     """Run ``tests`` against ``repository``, files by their paths, and report each test's outcome.
 
-    ``modules`` are the top-level modules under test; ``packages`` the folders (readable in the pool's
-    sandboxes) that have pytest and what the tests need. ``expected`` names tests that must be reported,
-    such as ``tests/test_add.py::test_small``; a suite that is cut short doesn't pass.
+    ``modules`` are the top-level modules under test; ``packages`` the folders (readable in the
+    pool's sandboxes) that have pytest and what the tests need. ``expected`` names tests that must
+    be reported, such as ``tests/test_add.py::test_small``; a suite that is cut short doesn't pass.
 
     Raises:
         ValueError: there are no tests or no modules.

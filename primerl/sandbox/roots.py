@@ -1,4 +1,6 @@
-"""Root filesystems of sessions: copied once per pool, then shared, each session's changes its own."""
+"""Root filesystems of sessions: copied once per pool, then shared, each session's changes its
+own.
+"""
 
 import asyncio
 import os
@@ -98,9 +100,8 @@ def _merge_folder(source: int, into: int, owner: int) -> None:
         for name in os.listdir(into):
             _remove(name, into)
     for name in names:
-        if name.startswith(_WHITEOUT):
-            if name != _OPAQUE:
-                _remove(name.removeprefix(_WHITEOUT), into)
+        if name.startswith(_WHITEOUT) and name != _OPAQUE:
+            _remove(name.removeprefix(_WHITEOUT), into)
     for name in names:
         if not name.startswith(_WHITEOUT):
             _merge_entry(name, source, into, owner)

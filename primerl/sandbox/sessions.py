@@ -1,4 +1,6 @@
-"""A sandbox that stays: commands, files, and a Python that keeps its state, for hundreds of turns."""
+"""A sandbox that stays: commands, files, and a Python that keeps its state, for hundreds of
+turns.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,8 +31,8 @@ class Session:
     """One sandbox, made by ``SandboxPool.session``. Its calls are carried out one at a time.
 
     A command's background processes go on until the session ends; a command that exceeds its time
-    or memory ends all processes of the session, one that exceeds its output gets SIGPIPE. Files stay
-    in any case.
+    or memory ends all processes of the session, one that exceeds its output gets SIGPIPE. Files
+    stay in any case.
     """
 
     def __init__(self, pool: "SandboxPool", slot: Slot, *, root: Root | None) -> None:

@@ -25,7 +25,9 @@ _END_S = 10.0
 
 @attrs.frozen(kw_only=True)
 class Order:
-    """What a sandbox is to do: ``kind`` is ``code``, ``argv``, ``turn``, ``read``, ``write``, ..."""
+    """What a sandbox is to do: ``kind`` is ``code``, ``argv``, ``turn``, ``read``, ``write``,
+    ...
+    """
 
     kind: str
     header: dict[str, Any]

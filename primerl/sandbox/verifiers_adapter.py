@@ -1,7 +1,8 @@
-"""A `verifiers` ``Runtime`` on a session of a pool's, so that its environments run code in sandboxes.
+"""A `verifiers` ``Runtime`` on a session of a pool's, so that its environments run code in
+sandboxes.
 
-verifiers (0.4) makes only the runtimes that it knows from its configuration, and takes any other as an
-instance: ``await agents.agent.run(task, runtime=runtime)`` in an environment's ``run``.
+verifiers (0.4) makes only the runtimes that it knows from its configuration, and takes any other as
+an instance: ``await agents.agent.run(task, runtime=runtime)`` in an environment's ``run``.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ def verifiers_runtime(
     """A runtime whose commands and files are in one sandbox, made at ``start()``.
 
     ``timeout_s`` is for each command; the rollout's own deadline cancels it earlier. ``lifetime_s``
-    should exceed the rollout's deadline by the time that scoring takes, which uses the sandbox, too.
+    should exceed the rollout's deadline by the time that scoring takes, which uses the sandbox,
+    too.
 
     Raises:
         ImportError: verifiers is not installed.

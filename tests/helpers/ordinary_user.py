@@ -1,7 +1,7 @@
 """Runs a command as an ordinary user: ``python ordinary_user.py UID FOLDER COMMAND...``, as root.
 
-The interpreter and the repository may lie in folders that only root can enter. So the command runs in
-a mount namespace of its own, in which they appear again, at the same paths, below folders that
+The interpreter and the repository may lie in folders that only root can enter. So the command runs
+in a mount namespace of its own, in which they appear again, at the same paths, below folders that
 everybody can enter. ``FOLDER`` becomes that user's.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from primerl.sandbox.engine import kernel  # noqa: E402
+from primerl.sandbox.engine import kernel
 
 
 def main(uid: int, folder: str, command: list[str]) -> None:
@@ -28,7 +28,9 @@ def main(uid: int, folder: str, command: list[str]) -> None:
     for path in sorted(needed):
         if not os.path.exists(path):
             os.makedirs(path)
-            kernel.mount(f"/proc/self/fd/{opened[path]}", path, None, kernel.MS_BIND | kernel.MS_REC)
+            kernel.mount(
+                f"/proc/self/fd/{opened[path]}", path, None, kernel.MS_BIND | kernel.MS_REC
+            )
     os.chown(folder, uid, uid)
     os.chdir(REPOSITORY)
     os.setgroups([])

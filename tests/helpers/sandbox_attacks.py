@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - programs for sandboxes
 """Attacks on a sandbox. Each prints ``PWNED`` if it works, and is bounded: no real bomb.
 
 ``@SECRET@`` is a file of the host's, ``@PID@`` a process, ``@PORT@`` a TCP port of its loopback,

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - programs for sandboxes
 """Attacks from inside. Run as root and, by ``test_ordinary_user.py``, as an ordinary user."""
 
 import asyncio

@@ -16,8 +16,8 @@ from primerl.sandbox.engine import seccomp, syscalls
 
 REPOSITORY = Path(__file__).parents[2]
 
-# Enters a pool where a seccomp filter refuses new namespaces, as a container's does: the sandbox's own
-# filter, as it happens.
+# Enters a pool where a seccomp filter refuses new namespaces, as a container's does. The
+# filter is the sandbox's own, as it happens.
 CONTAINER = """
 import asyncio, platform
 from primerl.sandbox import SandboxPool, SandboxUnavailable
@@ -42,7 +42,9 @@ def test_other_systems_are_refused(monkeypatch):
         async with SandboxPool(python=sys.executable):
             pass
 
-    with pytest.raises(SandboxUnavailable, match=r"Linux machine.*darwin|darwin.*Linux machine") as info:
+    with pytest.raises(
+        SandboxUnavailable, match=r"Linux machine.*darwin|darwin.*Linux machine"
+    ) as info:
         asyncio.run(enter())
     assert "virtual machine" in str(info.value)
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - programs for sandboxes
 """Solutions that cheat: none may pass, and honest ones must."""
 
 import asyncio
@@ -84,9 +85,11 @@ def add(a, b): return "nothing"
 
 @pytest.fixture(scope="module")
 def verdicts():
-    codes = {name: code for name, code in HACKS.items()}
+    codes = dict(HACKS)
     codes["honest"] = "def add(a, b): return a + b"
-    codes["honest, and prints"] = "print('hello')\ndef add(a, b):\n    print(a, b)\n    return a + b"
+    codes["honest, and prints"] = (
+        "print('hello')\ndef add(a, b):\n    print(a, b)\n    return a + b"
+    )
     codes["wrong"] = "def add(a, b): return a - b"
 
     async def grade_all(pool):

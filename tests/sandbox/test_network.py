@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - programs for sandboxes
 """The way out through the proxy: to listed servers, and to nothing else."""
 
 import asyncio
@@ -113,7 +114,9 @@ def test_host_header_is_the_allowed_server():
     assert f"GET /x 127.0.0.1:{port}".encode() in result.stdout
 
 
-@pytest.mark.parametrize("target", ["http://[::1", "http://h:99999/", "ftp://h/", "//h/", "http://"])
+@pytest.mark.parametrize(
+    "target", ["http://[::1", "http://h:99999/", "ftp://h/", "//h/", "http://"]
+)
 def test_odd_targets_name_no_server(target):
     assert _target(b"GET", target)[0] == ""
 
@@ -132,7 +135,9 @@ def package_index():
         text=True,
     ).stdout.strip()
     code = "from pip._internal.models.index import PyPI as p; print(p.simple_url, p.file_storage_domain)"
-    default = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    default = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     index, storage = default.stdout.split()
     address = urlsplit(configured or index)
     port = address.port or (443 if address.scheme == "https" else 80)

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - programs for sandboxes
 """Pools and sessions: results, limits, order, ends, and replies that break the protocol."""
 
 import asyncio
@@ -33,7 +34,9 @@ def test_results():
         )
         command = await pool.run(["sh", "-c", "echo $X; kill -9 $$"], environment={"X": "y"})
         absent = await pool.run(["no-such-program"])
-        large = await pool.run("import sys\nprint(len(sys.stdin.buffer.read()))", stdin=b"z" * 5_000_000)
+        large = await pool.run(
+            "import sys\nprint(len(sys.stdin.buffer.read()))", stdin=b"z" * 5_000_000
+        )
         error = await pool.run("def f():\n    return 1 / 0\nf()")
         return done, command, absent, large, error
 
@@ -185,7 +188,9 @@ def test_session_ends_with_its_lifetime():
 def test_snapshot_is_gone_on_from_twice():
     async def run(pool):
         async with pool.session() as session:
-            await session.run(["sh", "-c", "echo one > a; ln -s /etc/passwd link; mkdir d; mkfifo p"])
+            await session.run(
+                ["sh", "-c", "echo one > a; ln -s /etc/passwd link; mkdir d; mkfifo p"]
+            )
             snapshot = await session.snapshot()
         found = []
         for _ in range(2):
@@ -217,7 +222,9 @@ def test_root_filesystem_of_layers(tmp_path):
         assert root.copy_on_write in ("overlay", "copy")
         async with pool.session(root=root) as session:
             listing = await session.run(["sh", "-c", "cat /data/*; ls /data /trap; ls -d /gone"])
-            changed = await session.run(["sh", "-c", "echo new > /data/b && mkdir /more && cat /data/b"])
+            changed = await session.run(
+                ["sh", "-c", "echo new > /data/b && mkdir /more && cat /data/b"]
+            )
             python = await session.run("print(open('/data/b').read())")
             assert await session.read("/data/b") == b"new\n"
         async with pool.session(root=root) as session:
@@ -345,7 +352,9 @@ def test_malformed_replies_end_the_sandbox(slot):
     async def run():
         for data in garbage():
             one, theirs, victim = slot()
-            result = await played(one, theirs, lambda connection, _, data=data: connection.send(data))
+            result = await played(
+                one, theirs, lambda connection, _, data=data: connection.send(data)
+            )
             mutated = result.exit is not None  # a changed digit may still be a good reply
             assert mutated or result.limits_hit in (("protocol",), ("died",)), data
             assert mutated or not one.alive

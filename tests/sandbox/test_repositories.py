@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - programs for sandboxes
 """Repositories whose code attacks its graders: no test that it fails may pass."""
 
 import asyncio

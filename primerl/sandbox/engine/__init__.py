@@ -2,6 +2,6 @@
 
     owner -> keeper -> zygote -> init (first process of a sandbox) -> child (runs the code)
 
-The keeper removes what a crashed owner leaves behind; the zygote makes sandboxes; an init starts and
-ends what runs in its sandbox. Only the child, behind all barriers, ever sees untrusted code.
+The keeper removes what a crashed owner leaves behind; the zygote makes sandboxes; an init starts
+and ends what runs in its sandbox. Only the child, behind all barriers, ever sees untrusted code.
 """

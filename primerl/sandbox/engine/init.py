@@ -37,7 +37,12 @@ class Init:
     """Serves the orders that arrive at ``control``, one at a time, until it closes."""
 
     def __init__(
-        self, control: socket.socket, settings: dict[str, Any], *, filter_program: bytes, shared: bool
+        self,
+        control: socket.socket,
+        settings: dict[str, Any],
+        *,
+        filter_program: bytes,
+        shared: bool,
     ) -> None:
         self._control = control
         self._settings = settings
@@ -72,7 +77,10 @@ class Init:
 
     def _patience_s(self) -> float:
         now = time.monotonic()
-        waits = [self._ends_at - now, self._watchdog.interval_s if self._busy else _IDLE_S]
+        waits: list[float] = [
+            self._ends_at - now,
+            self._watchdog.interval_s if self._busy else _IDLE_S,
+        ]
         if self._job is not None:
             waits.append(self._job.deadline - now)
         return max(0.0, min(waits))

@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 
+
 def run(code: str) -> int:
     """Run a program as its interpreter's main module; returns the exit code."""
     forget_engine()
@@ -46,7 +47,9 @@ def run(code: str) -> int:
 
 
 def fresh_main(code: str) -> types.ModuleType:
-    """A new ``__main__``, with the streams, path and random numbers of an interpreter just started."""
+    """A new ``__main__``, with the streams, path and random numbers of an interpreter just
+    started.
+    """
     import linecache
 
     random.seed()
@@ -68,7 +71,7 @@ def fresh_main(code: str) -> types.ModuleType:
 def _stream(number: int) -> io.TextIOWrapper:
     mode = "r" if number == 0 else "w"
     errors = "backslashreplace" if number == 2 else "surrogateescape"
-    stream = open(number, mode, encoding="utf-8", errors=errors, closefd=False)
+    stream = open(number, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115 - stays open
     assert isinstance(stream, io.TextIOWrapper)
     if number == 2:
         stream.reconfigure(line_buffering=True)

@@ -51,7 +51,9 @@ def checked(result: int, what: str) -> int:
     return result
 
 
-def mount(source: str, target: str, kind: str | None = None, flags: int = 0, data: str = "") -> None:
+def mount(
+    source: str, target: str, kind: str | None = None, flags: int = 0, data: str = ""
+) -> None:
     """``mount(2)``."""
     result = _libc.mount(
         source.encode(),

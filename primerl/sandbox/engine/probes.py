@@ -91,7 +91,9 @@ def _mount_overlay() -> None:
     kernel.mount("tmpfs", f"{folder}/a", "tmpfs", 0, "size=64k")
     for name in ("lower", "upper", "work", "merged"):
         os.mkdir(f"{folder}/a/{name}")
-    layers = f"lowerdir={folder}/a/lower,upperdir={folder}/a/upper,workdir={folder}/a/work,userxattr"
+    layers = (
+        f"lowerdir={folder}/a/lower,upperdir={folder}/a/upper,workdir={folder}/a/work,userxattr"
+    )
     kernel.mount("overlay", f"{folder}/a/merged", "overlay", 0, layers)
 
 

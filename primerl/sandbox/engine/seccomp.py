@@ -94,7 +94,7 @@ def _argument_check(name: str, *, sockets: bool) -> list[_Instruction]:
     if name == "clone3":  # its flags are behind a pointer; C libraries fall back to clone
         return [_return(_ERRNO | errno.ENOSYS)]
     if name in ("socket", "socketpair"):
-        families = (_AF_UNIX, _AF_INET, _AF_INET6)
+        families: tuple[int, ...] = (_AF_UNIX, _AF_INET, _AF_INET6)
         if not sockets:
             families = (_AF_UNIX,) if name == "socketpair" else ()
         unsupported = _return(_ERRNO | errno.EAFNOSUPPORT)

@@ -1,4 +1,6 @@
-"""The read-only root that all sandboxes of a pool share: listed folders, few devices, a small /etc."""
+"""The read-only root that all sandboxes of a pool share: listed folders, few devices, a small
+/etc.
+"""
 
 import os
 import stat

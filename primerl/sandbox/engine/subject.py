@@ -1,8 +1,8 @@
 """The tested side of a test suite: runs the code under test, in a sandbox without the tests.
 
-It answers requests, one line of JSON each, on a socket that is its stdin: to import, to get, to call.
-Plain values are sent by value, all else as a number by which the other side refers to it. Whatever it
-says is data to the other side, which holds the tests and alone decides what passed. See
+It answers requests, one line of JSON each, on a socket that is its stdin: to import, to get, to
+call. Plain values are sent by value, all else as a number by which the other side refers to it.
+Whatever it says is data to the other side, which holds the tests and alone decides what passed. See
 ``testside.py``.
 """
 
@@ -103,7 +103,14 @@ class Subject:
     @staticmethod
     def _operate(name: str, target: Any, arguments: list[Any]) -> Any:
         """An operator or a built-in function of an object, such as ``len`` or ``add``."""
-        functions = {"len": len, "iter": iter, "next": next, "str": str, "repr": repr, "hash": hash}
+        functions: dict[str, Any] = {
+            "len": len,
+            "iter": iter,
+            "next": next,
+            "str": str,
+            "repr": repr,
+            "hash": hash,
+        }
         functions |= {"bool": bool, "float": float, "int": int, "abs": abs, "list": list}
         functions |= {"reversed": reversed, "round": round, "dir": dir, "divmod": divmod}
         if name in functions:
@@ -115,6 +122,7 @@ class Subject:
         return getattr(operator, name)(target, *arguments)
 
     def encode(self, value: Any) -> Any:
+        """A value for the other side."""
         return encode(value, self._refer)
 
     def _refer(self, value: Any) -> Any:

@@ -11,7 +11,7 @@ read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 pread
 pwritev:296:70 preadv2:327:286 pwritev2:328:287 open:2:- openat:257:56 openat2:437:437 creat:85:-
 close:3:57 close_range:436:436 stat:4:- fstat:5:80 lstat:6:- newfstatat:262:79 statx:332:291
 access:21:- faccessat:269:48 faccessat2:439:439 lseek:8:62 dup:32:23 dup2:33:- dup3:292:24
-fcntl:72:25 flock:73:32 fsync:74:82 fdatasync:75:83 
+fcntl:72:25 flock:73:32 fsync:74:82 fdatasync:75:83
 truncate:76:45 ftruncate:77:46 fallocate:285:47 getdents:78:- getdents64:217:61
 getcwd:79:17 chdir:80:49 fchdir:81:50 rename:82:- renameat:264:38 renameat2:316:276 mkdir:83:-
 mkdirat:258:34 rmdir:84:- link:86:- linkat:265:37 unlink:87:- unlinkat:263:35 symlink:88:-

@@ -1,7 +1,7 @@
 """The testing side of a test suite: pytest, with the code under test in another sandbox.
 
-``import`` of a listed module gives a stand-in, whose attributes, calls and operators are carried out
-by ``subject.py`` at the other end of a socket. So nothing of the tested code ever runs in this
+``import`` of a listed module gives a stand-in, whose attributes, calls and operators are carried
+out by ``subject.py`` at the other end of a socket. So nothing of the tested code ever runs in this
 process, and it has no way to the results that this one reports. Plain values are compared here.
 """
 
@@ -18,8 +18,10 @@ from typing import Any
 
 from primerl.sandbox.engine.subject import LONGEST_LINE, decode, encode
 
-_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")
-_BINARY += ("lshift", "rshift", "matmul")
+_BINARY = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor"),
+    *("lshift", "rshift", "matmul"),
+)
 _COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
 _UNARY = ("neg", "pos", "invert")
 _CALLED = ("len", "str", "repr", "hash", "bool", "float", "int", "abs", "reversed", "round")
@@ -89,8 +91,8 @@ def _refer(value: Any) -> Any:
     if isinstance(value, StandIn):
         return {"object": object.__getattribute__(value, "_number")}
     raise TypeError(
-        f"a {type(value).__name__} can't be passed to code under test, which is in another sandbox: "
-        "only plain values, and what came from there"
+        f"a {type(value).__name__} can't be passed to code under test, which is in another "
+        "sandbox: only plain values, and what came from there"
     )
 
 
@@ -109,6 +111,7 @@ class StandIn:
         self._link.ask(do="set", of=self._number, name=name, args=[self._link.encode(value)])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Have it called on the other side."""
         encoded = [self._link.encode(value) for value in args]
         names = {name: self._link.encode(value) for name, value in kwargs.items()}
         return self._link.ask(do="call", of=self._number, args=encoded, kwargs=names)
@@ -174,11 +177,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Any, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """See ``importlib.abc.MetaPathFinder``."""
+        del path, target  # a top-level module decides for all below it
         if name.partition(".")[0] in self._modules:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        """Ask the other side to import it."""
         module = _Module(spec.name)
         module.__dict__["_stand_in"] = self._link.ask(do="import", name=spec.name)
         return module
@@ -202,6 +208,7 @@ class Reporter:
         self._outcomes: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note the outcome of a phase of a test: the worst counts."""
         before = self._outcomes.get(report.nodeid, "passed")
         if report.outcome != "passed" and before in ("passed", "skipped"):
             self._outcomes[report.nodeid] = report.outcome
@@ -209,6 +216,7 @@ class Reporter:
             self._outcomes[report.nodeid] = before
 
     def pytest_sessionfinish(self) -> None:
+        """Report all outcomes at once."""
         data = json.dumps(self._outcomes).encode()
         with open(self._channel, "wb", closefd=False) as file:
             file.write(data)

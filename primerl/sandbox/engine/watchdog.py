@@ -53,7 +53,9 @@ def _resident_bytes(process: str) -> int:
             threads = os.listdir(f"/proc/{process}/task")
         except OSError:
             return 0
-        pages = max((_private_pages(f"/proc/{process}/task/{name}/statm") for name in threads), default=0)
+        pages = max(
+            (_private_pages(f"/proc/{process}/task/{name}/statm") for name in threads), default=0
+        )
     return pages * _PAGE
 
 

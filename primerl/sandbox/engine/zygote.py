@@ -143,10 +143,10 @@ class Zygote:
         poll.register(self._owner, select.POLLIN)
         heard = time.monotonic()
         while time.monotonic() < heard + self._lease_s:
-            ready = [fd for fd, _ in poll.poll(1000 * self._lease_s / 4)]
-            if self._owner in ready:
+            events = [fd for fd, _ in poll.poll(1000 * self._lease_s / 4)]
+            if self._owner in events:
                 return
-            if self._connection.fileno() in ready:
+            if self._connection.fileno() in events:
                 data, _ = messages.receive(self._connection)
                 if not data:
                     return
@@ -156,7 +156,9 @@ class Zygote:
                     self._make(request)
 
     def _make(self, request: dict[str, Any]) -> None:
-        """Make one sandbox; its control socket and a handle of its first process go to the owner."""
+        """Make one sandbox; its control socket and a handle of its first process go to the
+        owner.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             pid = kernel.fork_into_namespaces(namespaces.FLAGS)
@@ -195,9 +197,7 @@ class Zygote:
             socket.send_fds(control, [b'{"ready": true}'], listeners)
             if listener is not None:
                 listener.close()
-            init.main(
-                control, settings, filter_program=self._filter, shared=_same_library(library)
-            )
+            init.main(control, settings, filter_program=self._filter, shared=_same_library(library))
             code = 0
         except BaseException:  # never back into the zygote's loop
             traceback.print_exc()

@@ -6,7 +6,10 @@ from verifiers.v1.runtimes import ProgramResult
 __all__ = ["Bugfix", "BugfixEnv", "BugfixHarness"]
 
 SOURCES = {
-    "double": ("def double(x):\n    return x * 3\n", "from src import double\nassert double(4) == 8\n"),
+    "double": (
+        "def double(x):\n    return x * 3\n",
+        "from src import double\nassert double(4) == 8\n",
+    ),
     "half": ("def half(x):\n    return x // 3\n", "from src import half\nassert half(8) == 4\n"),
 }
 COMMANDS = ("sed -i 's/x \\* 3/x * 2/' src.py", "touch /usr/escaped; id -u; cat src.py")

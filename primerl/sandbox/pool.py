@@ -29,8 +29,7 @@ class SandboxPool:
             result = await pool.run("print(6 * 7)", timeout_s=5)
 
     Args:
-        min_isolation: the weakest tier that will do; ``namespaces`` is the default and strongest
-            of those built in, ``landlock`` allows what works without user namespaces.
+        min_isolation: the weakest tier that will do; ``namespaces`` is the only one built in.
         limits: limits of each sandbox.
         concurrency: how many run at once; others wait in order of arrival. Twice the processors by
             default.

@@ -62,7 +62,9 @@ def test_suite(name, tmp_path):
     limits = Limits(memory_bytes=2 << 30)
     inside = with_pool(run, concurrency=1, readable=[SITE_PACKAGES], limits=limits)
     python = Path(sys.base_prefix) / "bin/python3"
-    outside = subprocess.run([python, "-I", "-c", program], cwd=source, capture_output=True, text=True)
+    outside = subprocess.run(
+        [python, "-I", "-c", program], cwd=source, capture_output=True, text=True
+    )
     assert outcome(inside.stdout.decode()) == outcome(outside.stdout), inside
     assert inside.exit == outside.returncode
     print(name, outcome(outside.stdout))

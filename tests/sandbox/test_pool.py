@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -482,38 +483,46 @@ def helpers(parent):
         return file.read().split()
 
 
-def leftovers():
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where pools keep what they need: here for this test alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def leftovers(folder):
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "children": len(helpers(os.getpid())),
         "mounts": len(Path("/proc/self/mounts").read_text().splitlines()),
-        "shared memory": sorted(os.listdir("/dev/shm")),
-        "folders": sorted(Path(os.environ.get("TMPDIR", "/tmp")).glob("primerl-sandbox-*")),
+        "shared memory": sorted(Path("/dev/shm").glob("*sandbox*")),
+        "folders": os.listdir(folder),
     }
 
 
-def leak_nothing(runs):
+def leak_nothing(runs, folder):
     async def run(pool):
         for start in range(0, runs, 50):
             await asyncio.gather(*(pool.run("print(1)") for _ in range(min(50, runs - start))))
 
     with_pool(lambda pool: pool.run("pass"))  # what the first use loads stays
-    before = leftovers()
+    before = leftovers(folder)
     with_pool(run)
-    assert leftovers() == before
+    assert leftovers(folder) == before
 
 
-def test_runs_leave_nothing():
-    leak_nothing(60)
+def test_runs_leave_nothing(folder):
+    leak_nothing(60, folder)
 
 
 @pytest.mark.slow
-def test_ten_thousand_runs_and_a_hundred_crashes_leave_nothing():
-    leak_nothing(10_000)
-    before = leftovers()
+def test_ten_thousand_runs_and_a_hundred_crashes_leave_nothing(folder):
+    leak_nothing(10_000, folder)
+    before = leftovers(folder)
     for number in range(100):
         assert crash_an_owner(number) == []
-    assert leftovers() == before
+    assert leftovers(folder) == before
 
 
 def test_owner_is_not_forked():

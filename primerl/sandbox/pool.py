@@ -323,7 +323,8 @@ class SandboxPool:
     async def _give_signs_of_life(self) -> None:
         while True:
             await asyncio.sleep(self._lease_s / _BEATS)
-            self._running().renew()
+            if self._launcher is not None and self._launcher.alive:
+                self._launcher.renew()
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -2,6 +2,7 @@
 
 import attrs
 
+_FEWEST_OPEN_FILES = 64
 LIMITS = ("timeout", "memory", "output", "files", "died", "protocol")
 
 
@@ -77,3 +78,7 @@ class Limits:
             value = getattr(self, field.name)
             if value is not None and value < 1:
                 raise ValueError(f"{field.name} is {value}; it must be positive")
+        if self.open_files < _FEWEST_OPEN_FILES:
+            raise ValueError(
+                f"open_files is {self.open_files}; a sandbox needs {_FEWEST_OPEN_FILES} to start code"
+            )

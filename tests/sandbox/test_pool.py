@@ -86,6 +86,13 @@ def test_bad_pools(arguments):
         SandboxPool(**arguments)
     with pytest.raises(ValueError, match="positive"):
         Limits(processes=0)
+    with pytest.raises(ValueError, match="needs 64"):
+        Limits(open_files=20)
+
+
+def test_smallest_number_of_open_files():
+    result = with_pool(lambda pool: pool.run("print(1)"), limits=Limits(open_files=64))
+    assert result.stdout == b"1\n"
 
 
 def test_runs_start_in_order():

@@ -26,6 +26,7 @@ from primerl.sandbox.engine import (
 
 REFUSED = 126  # the exit code where an order could not be carried out
 _FIRST_INHERITED = 3
+_OUT_OF_THE_WAY = 50  # above all descriptors that the first process has
 
 
 def main(
@@ -56,7 +57,7 @@ def main(
 
 def _arrange(descriptors: list[int]) -> int:
     """Leave open stdin, stdout, stderr and the first descriptor, whose new number is returned."""
-    first = os.dup2(descriptors[0], _FIRST_INHERITED + 100)
+    first = os.dup2(descriptors[0], _OUT_OF_THE_WAY)
     streams = descriptors[1:] or [os.open(os.devnull, os.O_RDWR)] * 3
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)

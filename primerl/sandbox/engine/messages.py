@@ -23,7 +23,10 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     """One packet and the descriptors that came with it, or ``b""`` at the end."""
     space = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
     flags = socket.MSG_CMSG_CLOEXEC
-    data, ancillary, received_flags, _ = connection.recvmsg(LARGEST, space, flags)
+    try:
+        data, ancillary, received_flags, _ = connection.recvmsg(LARGEST, space, flags)
+    except ConnectionError:  # the other end has gone, and left something unread
+        return b"", []
     descriptors = array.array("i")
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

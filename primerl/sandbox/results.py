@@ -80,5 +80,5 @@ class Limits:
                 raise ValueError(f"{field.name} is {value}; it must be positive")
         if self.open_files < _FEWEST_OPEN_FILES:
             raise ValueError(
-                f"open_files is {self.open_files}; a sandbox needs {_FEWEST_OPEN_FILES} to start code"
+                f"open_files is {self.open_files}; {_FEWEST_OPEN_FILES} are needed to start code"
             )

@@ -14,7 +14,7 @@ from primerl.sandbox import Limits
 needed()
 
 # Of pure Python, with their tests in the source distribution. The tests are in this folder of it.
-PACKAGES = {"iniconfig": "testing", "toolz": "toolz", "more-itertools": "tests"}
+PACKAGES = {"iniconfig": "testing", "toolz": "toolz", "cachetools": "tests"}
 SITE_PACKAGES = str(Path(pytest.__file__).parents[1])
 
 

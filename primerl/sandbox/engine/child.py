@@ -6,6 +6,7 @@ the host's behalf: a process that can do no more than the code itself.
 
 import contextlib
 import io
+import json
 import os
 import resource
 import shutil
@@ -49,6 +50,30 @@ def main(
             header, contents = messages.read_payload(payload)
             code = _carry_out(header, contents, shared=shared)
     except BaseException as error:  # nothing may return into the first process's program
+        with contextlib.suppress(OSError):
+            os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def wait(descriptor: int, filter_program: bytes, *, shared: bool) -> NoReturn:
+    """Confine this process, then wait for the first order of a sandbox and carry it out."""
+    code = REFUSED
+    try:
+        connection = socket.socket(fileno=_arrange([descriptor]))
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        seccomp.install(filter_program)
+        _default_signals()
+        data, descriptors = messages.receive(connection)
+        connection.close()
+        if data:
+            _limit(json.loads(data))
+            for number, stream in enumerate(descriptors[1:]):
+                os.dup2(stream, number)
+                os.close(stream)
+            header, contents = messages.read_payload(descriptors[0])
+            code = _carry_out(header, contents, shared=shared)
+    except BaseException as error:  # as above
         with contextlib.suppress(OSError):
             os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
     finally:

@@ -50,6 +50,7 @@ class Init:
         self._shared = shared  # whether the interpreter's library is the one seen inside
         self._poll = select.poll()
         self._job: _Job | None = None
+        self._waiting: tuple[int, socket.socket] | None = None
         self._repl: tuple[int, socket.socket] | None = None
         self._watchdog = self._new_watchdog(settings["memory_bytes"])
         self._ends_at = time.monotonic() + settings["lifetime_s"]
@@ -105,13 +106,35 @@ class Init:
         self._watchdog = self._new_watchdog(order["memory_bytes"])
         self._busy = True
         if order["kind"] == "turn":
+            if self._waiting is not None:
+                self._waiting[1].close()  # it ends: no untrusted code may ever meet it
+                self._waiting = None
             pid = self._send_turn(order, descriptors)
             self._job = _Job(order, pid, turn=True)
             return
+        self._job = _Job(order, self._start_job(order, descriptors), turn=False)
+
+    def _start_job(self, order: dict[str, Any], descriptors: list[int]) -> int:
+        if self._waiting is not None:
+            pid, connection = self._waiting
+            self._waiting = None
+            with connection:
+                socket.send_fds(connection, [json.dumps(order).encode()], descriptors)
+            return pid
         pid = os.fork()
         if pid == 0:
             child.main(descriptors, order, self._filter, shared=self._shared)
-        self._job = _Job(order, pid, turn=False)
+        return pid
+
+    def prepare(self) -> None:
+        """Start the process for the first order before it comes: no untrusted code has run yet."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            child.wait(theirs.detach(), self._filter, shared=self._shared)
+        theirs.close()
+        self._waiting = (pid, ours)
 
     # ---- a REPL: a process that stays from turn to turn ----
 
@@ -226,4 +249,6 @@ def main(
     """Serve one sandbox's orders to its end."""
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     sys.stdin.close()
-    Init(control, settings, filter_program=filter_program, shared=shared).serve()
+    init = Init(control, settings, filter_program=filter_program, shared=shared)
+    init.prepare()
+    init.serve()

@@ -3,7 +3,7 @@
 Each package is imported on first use, so ``import primerl`` is instant and loads no torch:
 
     from primerl import advantage, checkpoint, data, filters, loss, models, optim
-    from primerl import packing, parallel, rollout, track, types, weights
+    from primerl import packing, parallel, rollout, sandbox, track, types, weights
 
 Data flows from ``rollout`` through ``filters``, ``advantage``, ``packing``, ``loss``, an optimizer
 and ``weights`` back to ``rollout``. No package imports another: the short scripts in ``recipes/``
@@ -30,6 +30,7 @@ __all__ = [
     "parity",
     "replay",
     "rollout",
+    "sandbox",
     "testing",
     "track",
     "types",

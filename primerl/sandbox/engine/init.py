@@ -1,0 +1,254 @@
+"""The first process of a sandbox: starts what is to run, watches it, and reports how it ended.
+
+It never runs untrusted code, opens no file by a name from outside, and takes orders from one socket
+that nothing else in the sandbox can reach. When it ends, the kernel kills all that is left.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from primerl.sandbox.engine import child, kernel, messages
+from primerl.sandbox.engine.watchdog import Watchdog
+
+_SWEEP_S = 2.0  # in which killed processes release what they hold
+_IDLE_S = 5.0
+_KILLED = -int(signal.SIGKILL)
+
+
+class _Job:
+    """One order in work: the process that carries it out, and its limits."""
+
+    def __init__(self, order: dict[str, Any], pid: int, *, turn: bool) -> None:
+        self.id: int = order["id"]
+        self.pid = pid
+        self.turn = turn  # of a REPL, whose process goes on afterwards
+        self.deadline = time.monotonic() + order["timeout_s"]
+        self.started = time.monotonic()
+
+
+class Init:
+    """Serves the orders that arrive at ``control``, one at a time, until it closes."""
+
+    def __init__(
+        self,
+        control: socket.socket,
+        settings: dict[str, Any],
+        *,
+        filter_program: bytes,
+        shared: bool,
+    ) -> None:
+        self._control = control
+        self._settings = settings
+        self._filter = filter_program
+        self._shared = shared  # whether the interpreter's library is the one seen inside
+        self._poll = select.poll()
+        self._job: _Job | None = None
+        self._waiting: tuple[int, socket.socket] | None = None
+        self._repl: tuple[int, socket.socket] | None = None
+        self._watchdog = self._new_watchdog(settings["memory_bytes"])
+        self._ends_at = time.monotonic() + settings["lifetime_s"]
+        self._busy = False  # whether any process but this one is left
+
+    def serve(self) -> None:
+        """Serve until the other end closes, or this sandbox's time is over."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        poll = self._poll
+        poll.register(self._control, select.POLLIN)
+        wake, waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        poll.register(wake, select.POLLIN)
+        while time.monotonic() < self._ends_at:
+            ready = {fd for fd, _ in poll.poll(1000 * self._patience_s())}
+            if wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake, 4096)
+            if self._control.fileno() in ready and not self._take_order():
+                return
+            self._turn_ended()
+            self._reap()
+            self._enforce()
+
+    def _patience_s(self) -> float:
+        now = time.monotonic()
+        waits: list[float] = [
+            self._ends_at - now,
+            self._watchdog.interval_s if self._busy else _IDLE_S,
+        ]
+        if self._job is not None:
+            waits.append(self._job.deadline - now)
+        return max(0.0, min(waits))
+
+    def _new_watchdog(self, memory_bytes: int) -> Watchdog:
+        return Watchdog(memory_bytes=memory_bytes, open_files=self._settings["all_open_files"])
+
+    def _take_order(self) -> bool:
+        """Take one order; returns whether there will be more."""
+        data, descriptors = messages.receive(self._control)
+        if not data:
+            return False
+        order = json.loads(data)
+        try:
+            self._start(order, descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return True
+
+    def _start(self, order: dict[str, Any], descriptors: list[int]) -> None:
+        self._watchdog = self._new_watchdog(order["memory_bytes"])
+        self._busy = True
+        if order["kind"] == "turn":
+            if self._waiting is not None:
+                self._waiting[1].close()  # it ends: no untrusted code may ever meet it
+                self._waiting = None
+            pid = self._send_turn(order, descriptors)
+            self._job = _Job(order, pid, turn=True)
+            return
+        self._job = _Job(order, self._start_job(order, descriptors), turn=False)
+
+    def _start_job(self, order: dict[str, Any], descriptors: list[int]) -> int:
+        if self._waiting is not None:
+            pid, connection = self._waiting
+            self._waiting = None
+            with connection:
+                socket.send_fds(connection, [json.dumps(order).encode()], descriptors)
+            return pid
+        pid = os.fork()
+        if pid == 0:
+            child.main(descriptors, order, self._filter, shared=self._shared)
+        return pid
+
+    def prepare(self) -> None:
+        """Start the process for the first order before it comes: no untrusted code has run yet."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            child.wait(theirs.detach(), self._filter, shared=self._shared)
+        theirs.close()
+        self._waiting = (pid, ours)
+
+    # ---- a REPL: a process that stays from turn to turn ----
+
+    def _send_turn(self, order: dict[str, Any], descriptors: list[int]) -> int:
+        if self._repl is None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            pid = os.fork()
+            if pid == 0:
+                ours.close()
+                child.main([theirs.detach()], order, self._filter, shared=self._shared)
+            theirs.close()
+            ours.setblocking(False)
+            self._poll.register(ours, select.POLLIN)
+            self._repl = (pid, ours)
+        pid, connection = self._repl
+        with contextlib.suppress(OSError):  # it has ended, or is full: the deadline decides
+            socket.send_fds(connection, [messages.TURN.pack(order["id"], 0)], descriptors)
+        return pid
+
+    def _turn_ended(self) -> None:
+        """See whether the REPL says that its turn is over; whatever else it says is ignored."""
+        if self._repl is None:
+            return
+        try:
+            said = self._repl[1].recv(64)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            said = b""
+        if not said:  # it has ended, or closed the connection: it can't take another turn
+            os.kill(self._repl[0], signal.SIGKILL)
+            self._forget_repl()
+        elif len(said) == messages.TURN.size and self._job is not None and self._job.turn:
+            turn, code = messages.TURN.unpack(said)
+            if turn == self._job.id:
+                self._reply(exit_code=code, limits=[], cpu_s=0.0, rss_bytes=0)
+
+    def _forget_repl(self) -> None:
+        if self._repl is not None:
+            self._poll.unregister(self._repl[1])
+            self._repl[1].close()
+            self._repl = None
+
+    # ---- ends ----
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                self._busy = False
+                return
+            if pid == 0:
+                return
+            if self._repl is not None and pid == self._repl[0]:
+                self._forget_repl()
+            if self._job is not None and pid == self._job.pid:
+                self._reply(
+                    exit_code=os.waitstatus_to_exitcode(status),
+                    limits=[],
+                    cpu_s=usage.ru_utime + usage.ru_stime,
+                    rss_bytes=usage.ru_maxrss << 10,
+                )
+
+    def _enforce(self) -> None:
+        """End everything if a limit is exceeded."""
+        if not self._busy:
+            return
+        exceeded = self._watchdog.exceeded()
+        if exceeded is None and self._job is not None and time.monotonic() >= self._job.deadline:
+            exceeded = "timeout"
+        if exceeded is None:
+            return
+        self._kill_all()
+        if self._job is not None:
+            self._reply(exit_code=None, limits=[exceeded], cpu_s=0.0, rss_bytes=0)
+
+    def _kill_all(self) -> None:
+        """Kill every process of the sandbox but this one."""
+        self._forget_repl()
+        deadline = time.monotonic() + _SWEEP_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                self._busy = False
+                return
+            time.sleep(0.001)
+        os._exit(1)  # the kernel ends what could not be ended here
+
+    def _reply(
+        self, *, exit_code: int | None, limits: list[str], cpu_s: float, rss_bytes: int
+    ) -> None:
+        assert self._job is not None
+        reply = {
+            "id": self._job.id,
+            "exit": exit_code,
+            "limits": limits,
+            "cpu_s": cpu_s,
+            "rss_bytes": rss_bytes,
+        }
+        self._job = None
+        self._control.send(json.dumps(reply).encode())
+
+
+def main(
+    control: socket.socket, settings: dict[str, Any], *, filter_program: bytes, shared: bool
+) -> None:
+    """Serve one sandbox's orders to its end."""
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    sys.stdin.close()
+    init = Init(control, settings, filter_program=filter_program, shared=shared)
+    init.prepare()
+    init.serve()

@@ -1,0 +1,64 @@
+"""A Python that keeps its state from turn to turn."""
+
+import ast
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from primerl.sandbox.engine import interpreter, messages
+
+
+def serve(connection: socket.socket) -> None:
+    """Carry out turns until the connection ends; each brings its streams and its code along."""
+    names: dict[str, Any] | None = None
+    while True:
+        data, descriptors = messages.receive(connection)
+        if not data:
+            return
+        for number, descriptor in enumerate(descriptors[1:]):
+            os.dup2(descriptor, number, inheritable=True)
+            os.close(descriptor)
+        header, contents = messages.read_payload(descriptors[0])
+        if names is None:
+            os.environ.clear()
+            os.environ.update(interpreter.ENVIRONMENT | header["environment"])
+            names = interpreter.fresh_main("").__dict__
+        for path, content in zip(header["files"], contents, strict=True):
+            with open(path, "wb") as file:
+                file.write(content)
+        code = _run(header["code"], names)
+        _detach()
+        turn, _ = messages.TURN.unpack(data)
+        connection.send(messages.TURN.pack(turn, code))
+
+
+def _run(code: str, names: dict[str, Any]) -> int:
+    """Run one turn; the value of a last expression is printed, as a prompt does."""
+    try:
+        tree = ast.parse(code, "<turn>")
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "<turn>", "exec"), names)
+        if last is not None:
+            exec(compile(ast.Interactive([last]), "<turn>", "single"), names)
+        result = 0
+    except BaseException as error:  # SystemExit and KeyboardInterrupt end the turn, not the state
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        traceback.print_exception(error)
+        result = 1
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            result = 1
+    return result
+
+
+def _detach() -> None:
+    """Let go of the turn's streams, so that their other ends see the end."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nothing, number, inheritable=True)
+    os.close(nothing)

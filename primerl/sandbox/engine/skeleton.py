@@ -1,0 +1,115 @@
+"""The read-only root that all sandboxes of a pool share: listed folders, few devices, a small
+/etc.
+"""
+
+import os
+import stat
+from collections.abc import Iterable
+
+from primerl.sandbox.engine import kernel
+
+INSIDE = 1000  # user and group of the code, in its own namespace
+HOME = "/sandbox"
+ROOTS = "/.roots"  # prepared root filesystems, which a sandbox mounts or hides
+NEW_ROOT = "/.root"
+SCRATCH = "/.scratch"  # the only writable filesystem; its folders appear in several places
+DEVICES = ("null", "zero", "full", "random", "urandom")
+FOLDERS = (HOME, "/tmp", "/var/tmp", "/dev/shm", "/dev/pts", "/proc", "/etc", "/root")
+_ETC = {
+    "passwd": f"root:x:0:0::/root:/bin/sh\nsandbox:x:{INSIDE}:{INSIDE}::{HOME}:/bin/sh\n",
+    "group": f"root:x:0:\nsandbox:x:{INSIDE}:\n",
+    "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+
+
+def enter_namespaces(*, as_root: bool) -> None:
+    """Enter a mount namespace of one's own.
+
+    An ordinary user enters a user namespace first. Real root doesn't: it mounts as root, and then
+    becomes a user that nobody else is, so that no sandbox ever belongs to root.
+    """
+    if as_root:
+        kernel.unshare(kernel.CLONE_NEWNS)
+    else:
+        user, group = os.getuid(), os.getgid()
+        kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
+        kernel.map_user(0, user, group)
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+
+
+def become_user(uid: int) -> None:
+    """Change from real root to ``uid``, for good."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or its files under /proc belong to root
+    if os.getresuid() != (uid, uid, uid):
+        raise PermissionError(f"this process could not become user {uid}")
+
+
+def build(
+    folder: str, *, readable: Iterable[str], roots: str, devices: Iterable[str] = DEVICES
+) -> None:
+    """Make a root of the paths ``readable`` under ``folder``, and make it this process's root.
+
+    Raises:
+        OSError: a path can't be opened or mounted.
+    """
+    # Opened before anything is mounted: the folder may cover one of them.
+    sources = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in sorted(set(readable))]
+    prepared = os.open(roots, os.O_PATH | os.O_CLOEXEC)
+    kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID, "size=4m,mode=755")
+    for path in (*FOLDERS, ROOTS, NEW_ROOT, SCRATCH):
+        os.makedirs(folder + path, exist_ok=True)
+    for name, content in _ETC.items():
+        with open(f"{folder}/etc/{name}", "w") as file:
+            file.write(content)
+    for path, source in sources:
+        _show(path, source, folder)
+        os.close(source)
+    for name in devices:
+        _bind(f"/dev/{name}", f"{folder}/dev/{name}", kernel.MS_NOSUID | kernel.MS_NOEXEC)
+    link_devices(folder)
+    _bind(f"/proc/self/fd/{prepared}", folder + ROOTS, kernel.MS_NOSUID | kernel.MS_NODEV)
+    os.close(prepared)
+    # Only with the whole of /proc in sight does the kernel let a user namespace mount its own.
+    kernel.mount("/proc", f"{folder}/proc", None, kernel.MS_BIND | kernel.MS_REC)
+    kernel.mount(
+        "none",
+        folder,
+        None,
+        kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID,
+    )
+    kernel.pivot_root(folder)
+
+
+def link_devices(root: str) -> None:
+    """The links in ``/dev`` that programs expect."""
+    links = {"stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
+    links |= {"fd": "/proc/self/fd", "ptmx": "pts/ptmx"}
+    for name, target in links.items():
+        os.symlink(target, f"{root}/dev/{name}")
+
+
+def _show(path: str, source: int, root: str) -> None:
+    """Make ``path`` appear, read-only, under ``root``; a link appears as a link."""
+    target = root + path
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):
+        if not os.path.lexists(target):
+            os.symlink(os.readlink(path), target)
+        return
+    if os.path.ismount(target):
+        return
+    flags = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    if stat.S_ISDIR(os.fstat(source).st_mode):
+        os.makedirs(target, exist_ok=True)
+    _bind(f"/proc/self/fd/{source}", target, flags)
+
+
+def _bind(source: str, target: str, flags: int) -> None:
+    if not os.path.lexists(target):
+        open(target, "w").close()
+    kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
+    kernel.restrict_mounts(target, flags)

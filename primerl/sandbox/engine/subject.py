@@ -1,0 +1,159 @@
+"""The tested side of a test suite: runs the code under test, in a sandbox without the tests.
+
+It answers requests, one line of JSON each, on a socket that is its stdin: to import, to get, to
+call. Plain values are sent by value, all else as a number by which the other side refers to it.
+Whatever it says is data to the other side, which holds the tests and alone decides what passed. See
+``testside.py``.
+"""
+
+import builtins
+import importlib
+import json
+import operator
+import os
+import socket
+import sys
+import types
+from typing import Any
+
+PLAIN = (type(None), bool, int, float, str, bytes)
+LONGEST_LINE = 8 << 20
+_MOST_OBJECTS = 1_000_000
+
+
+def encode(value: Any, refer: Any, depth: int = 0) -> Any:
+    """A value as JSON can hold it; ``refer`` encodes what is no plain value."""
+    kind = type(value)
+    if kind in (type(None), bool, str):
+        return value
+    if kind is int:
+        return {"int": hex(value)}
+    if kind is float:
+        return {"float": value.hex()}
+    if kind is bytes:
+        return {"bytes": value.hex()}
+    if kind in (list, tuple, set, frozenset) and depth < 50:
+        return {kind.__name__: [encode(item, refer, depth + 1) for item in value]}
+    if kind is dict and depth < 50:
+        pairs = value.items()
+        return {"dict": [[encode(part, refer, depth + 1) for part in pair] for pair in pairs]}
+    return refer(value)
+
+
+def decode(encoded: Any, find: Any, depth: int = 0) -> Any:
+    """The value that ``encode`` encoded.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    if encoded is None or type(encoded) in (bool, str):
+        return encoded
+    if type(encoded) is not dict or len(encoded) != 1 or depth > 60:
+        raise ValueError("a message holds a malformed value")
+    ((kind, content),) = encoded.items()
+    if kind in ("int", "float", "bytes"):
+        if type(content) is not str:
+            raise ValueError("a message holds a malformed number")
+        if kind == "int":
+            return int(content, 16)
+        return float.fromhex(content) if kind == "float" else bytes.fromhex(content)
+    if kind in ("list", "tuple", "set", "frozenset", "dict"):
+        if type(content) is not list:
+            raise ValueError("a message holds a malformed collection")
+        if kind == "dict":
+            if not all(type(pair) is list and len(pair) == 2 for pair in content):
+                raise ValueError("a message holds a malformed dictionary")
+            return {
+                decode(key, find, depth + 1): decode(item, find, depth + 1) for key, item in content
+            }
+        return getattr(builtins, kind)(decode(item, find, depth + 1) for item in content)
+    return find(kind, content)
+
+
+class Subject:
+    """The objects that the other side has referred to, and what it may ask for."""
+
+    def __init__(self) -> None:
+        self._objects: dict[int, Any] = {}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Carry out a request; an exception of the code under test is an answer, too."""
+        try:
+            return {"value": self.encode(self._carry_out(request))}
+        except BaseException as error:  # SystemExit included: the code under test must not end this
+            return {"raised": self.encode(error), "text": str(error)[:10000]}
+
+    def _carry_out(self, request: dict[str, Any]) -> Any:
+        kind = request["do"]
+        if kind == "import":
+            return importlib.import_module(request["name"])
+        target = self._objects[request["of"]]
+        if kind == "get":
+            return getattr(target, request["name"])
+        arguments = [decode(item, self._find) for item in request.get("args", [])]
+        if kind == "set":
+            return setattr(target, request["name"], *arguments)
+        if kind == "call":
+            names = {key: decode(item, self._find) for key, item in request["kwargs"].items()}
+            return target(*arguments, **names)
+        if kind == "isinstance":
+            return isinstance(arguments[0], target)
+        return self._operate(request["name"], target, arguments)
+
+    @staticmethod
+    def _operate(name: str, target: Any, arguments: list[Any]) -> Any:
+        """An operator or a built-in function of an object, such as ``len`` or ``add``."""
+        functions: dict[str, Any] = {
+            "len": len,
+            "iter": iter,
+            "next": next,
+            "str": str,
+            "repr": repr,
+            "hash": hash,
+        }
+        functions |= {"bool": bool, "float": float, "int": int, "abs": abs, "list": list}
+        functions |= {"reversed": reversed, "round": round, "dir": dir, "divmod": divmod}
+        if name in functions:
+            return functions[name](target, *arguments)
+        if name.startswith("r_"):
+            return getattr(operator, name[2:])(arguments[0], target)
+        if name in ("enter", "exit"):
+            return getattr(type(target), f"__{name}__")(target, *arguments)
+        return getattr(operator, name)(target, *arguments)
+
+    def encode(self, value: Any) -> Any:
+        """A value for the other side."""
+        return encode(value, self._refer)
+
+    def _refer(self, value: Any) -> Any:
+        if len(self._objects) > _MOST_OBJECTS:
+            raise MemoryError("the tests refer to too many objects")
+        self._objects[id(value)] = value  # kept, so that its number stays its own
+        about = {"id": id(value), "type": type(value).__name__}
+        if isinstance(value, type):
+            about["class"] = value.__name__
+            if issubclass(value, BaseException):
+                about["bases"] = [base.__name__ for base in value.__mro__]
+        elif isinstance(value, types.ModuleType):
+            about["module"] = value.__name__
+        elif isinstance(value, BaseException):
+            about["error"] = encode(type(value), self._refer)
+        return {"object": about}
+
+    def _find(self, kind: str, content: Any) -> Any:
+        if kind != "object":
+            raise ValueError(f"no value is a {kind!r}")
+        return self._objects[content]
+
+
+def main() -> None:
+    """Serve the socket that is stdin until it closes."""
+    connection = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.path.insert(0, os.getcwd())
+    subject = Subject()
+    with connection, connection.makefile("rwb") as lines:
+        while line := lines.readline(LONGEST_LINE):
+            answer = subject.answer(json.loads(line))
+            lines.write(json.dumps(answer).encode() + b"\n")
+            lines.flush()

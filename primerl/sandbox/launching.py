@@ -1,0 +1,254 @@
+"""Starting a pool's zygote, and asking it for sandboxes."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from primerl.sandbox.engine import messages
+from primerl.sandbox.errors import BadReply, SandboxError
+
+_PROGRAM = (
+    "import sys; sys.path.insert(0, {source!r}); "
+    "from primerl.sandbox.engine import zygote; zygote.main({descriptor})"
+)
+_SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/certs", "/etc/ca-certificates")
+_END_S = 5.0
+
+
+def readable_paths(python: str, extra: tuple[str, ...]) -> list[str]:
+    """What sandboxes see, read-only: system folders, the interpreter's and ``extra``.
+
+    Raises:
+        ValueError: an extra path isn't absolute, or doesn't exist.
+    """
+    for path in extra:
+        if not os.path.isabs(path) or not os.path.exists(path):
+            raise ValueError(f"readable path {path!r} must be absolute and exist")
+    prefix = os.path.dirname(os.path.dirname(os.path.realpath(python)))
+    paths = [path for path in (*_SYSTEM_FOLDERS, *_SYSTEM_FILES) if os.path.exists(path)]
+    if not prefix.startswith("/usr"):
+        paths.append(prefix)
+    return [*paths, *extra]
+
+
+def default_python() -> str:
+    """This interpreter without its virtual environment, whose packages are no business of code."""
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+class Launcher:
+    """The owner's end of a zygote: it makes sandboxes, and ends when the owner does."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], connection: socket.socket, folder: Path
+    ) -> None:
+        self.folder = folder
+        self.landlock = False
+        self.user = 0
+        self._process = process
+        self._connection = connection
+        self._waiting: dict[int, asyncio.Future[tuple[socket.socket, int]]] = {}
+        self._count = 0
+
+    @classmethod
+    async def start(
+        cls,
+        *,
+        python: str,
+        readable: list[str],
+        settings: dict[str, Any],
+        lease_s: float,
+        start_timeout_s: float,
+    ) -> "Launcher":
+        """Start a zygote.
+
+        Raises:
+            ZygoteFailed: it could not set itself up.
+            SandboxError: it did not answer in time.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="primerl-sandbox-"))
+        folder.chmod(0o755)  # the user that sandboxes belong to looks for prepared roots in it
+        for name in ("skeleton", "roots"):
+            (folder / name).mkdir()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        config = {
+            "owner": os.getpid(),
+            "folder": str(folder),
+            "readable": readable,
+            "settings": settings,
+            "lease_s": lease_s,
+        }
+        ours.setblocking(False)
+        try:
+            process = await asyncio.to_thread(_start_process, python, theirs)
+        except OSError as error:
+            ours.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise SandboxError(f"the interpreter {python} could not be started: {error}") from error
+        finally:
+            theirs.close()
+        launcher = cls(process, ours, folder)
+        try:
+            ours.send(json.dumps(config).encode())
+            async with asyncio.timeout(start_timeout_s):
+                data, _ = await _receive(ours)
+            answer = parse(data)
+            if "failed" in answer:
+                raise ZygoteFailed(str(answer["failed"]), int(answer.get("errno", 0)))
+            launcher.landlock = answer.get("landlock") is True
+            launcher.user = int(answer["user"])
+        except TimeoutError:
+            await launcher.close()
+            raise SandboxError(f"the zygote did not start within {start_timeout_s} s") from None
+        except BaseException:
+            await launcher.close()
+            raise
+        asyncio.get_running_loop().add_reader(ours, launcher._take_answers)
+        return launcher
+
+    @property
+    def alive(self) -> bool:
+        """Whether the zygote can still be asked."""
+        return self._connection.fileno() >= 0
+
+    async def make(self, settings: dict[str, Any]) -> tuple[socket.socket, int]:
+        """A new sandbox's control socket, and a handle (pidfd) of its first process.
+
+        Raises:
+            SandboxError: the zygote is gone, or the kernel refuses.
+        """
+        self._count += 1
+        number = self._count
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            self._say({"sandbox": number, "settings": settings})
+            made: tuple[socket.socket, int] = await asyncio.shield(future)
+            return made
+        except asyncio.CancelledError:
+            future.add_done_callback(_discard)
+            raise
+
+    def renew(self) -> None:
+        """Tell the zygote that its owner is alive."""
+        with contextlib.suppress(SandboxError):
+            self._say({"beat": True})
+
+    async def close(self) -> None:
+        """End the zygote and all its sandboxes."""
+        self._fail("the pool is closed")
+        try:
+            async with asyncio.timeout(_END_S):
+                while self._process.poll() is None:
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        try:
+            self._connection.send(json.dumps(message).encode())
+        except OSError as error:
+            raise SandboxError(f"the zygote can't be reached: {error}") from error
+
+    def _take_answers(self) -> None:
+        try:
+            data, descriptors = messages.receive(self._connection)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            data, descriptors = b"", []
+        if not data:
+            self._fail("the zygote ended")
+            return
+        answer = parse(data)
+        future = self._waiting.pop(answer.get("sandbox", 0), None)
+        if len(descriptors) == 2:
+            made = (socket.socket(fileno=descriptors[0]), descriptors[1])
+            if future is None or future.cancelled():
+                made[0].close()
+                os.close(made[1])
+            else:
+                future.set_result(made)
+        elif future is not None and not future.done():
+            future.set_exception(SandboxError(f"no sandbox could be made: {answer.get('failed')}"))
+
+    def _fail(self, reason: str) -> None:
+        if self.alive:
+            asyncio.get_running_loop().remove_reader(self._connection)
+            self._connection.close()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(SandboxError(reason))
+                future.exception()  # whoever waits hears of it; nobody may wait any more
+        self._waiting.clear()
+
+
+class ZygoteFailed(SandboxError):
+    """A step of the zygote's start failed, with an errno."""
+
+    def __init__(self, message: str, errno: int) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """A message as a dictionary.
+
+    Raises:
+        BadReply: it is none.
+    """
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadReply(f"a message of {len(data)} bytes is no JSON") from error
+    if not isinstance(message, dict):
+        raise BadReply(f"a message is a {type(message).__name__}, not an object")
+    return message
+
+
+async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    loop = asyncio.get_running_loop()
+    readable = loop.create_future()
+
+    def wake() -> None:
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(connection, wake)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(connection)
+    return messages.receive(connection)
+
+
+def _start_process(python: str, connection: socket.socket) -> subprocess.Popen[bytes]:
+    source = str(Path(__file__).parents[2])
+    program = _PROGRAM.format(source=source, descriptor=connection.fileno())
+    return subprocess.Popen(
+        [python, "-I", "-c", program],
+        pass_fds=[connection.fileno()],
+        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},  # nothing of the owner's
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _discard(future: "asyncio.Future[tuple[socket.socket, int]]") -> None:
+    """Let go of a sandbox that nobody waits for any more: it ends when its control closes."""
+    if not future.cancelled() and future.exception() is None:
+        control, handle = future.result()
+        control.close()
+        os.close(handle)

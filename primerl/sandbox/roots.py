@@ -1,0 +1,169 @@
+"""Root filesystems of sessions: copied once per pool, then shared, each session's changes its
+own.
+"""
+
+import asyncio
+import os
+import shutil
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from primerl.sandbox.errors import SandboxError
+from primerl.sandbox.slots import Slot
+
+_WHITEOUT = ".wh."
+_OPAQUE = ".wh..wh..opq"
+
+
+@attrs.frozen(kw_only=True)
+class Root:
+    """A prepared root filesystem.
+
+    ``copy_on_write`` is ``overlay`` where the kernel lets the pool's user mount one: sessions share
+    all files that they don't change. Else it is ``copy``: each session copies all files, which
+    takes time, memory and its ``disk_bytes``.
+    """
+
+    name: str
+    copy_on_write: str
+
+
+class Roots:
+    """The prepared root filesystems of a pool, in its folder."""
+
+    def __init__(self, folder: Path, *, user: int) -> None:
+        self._folder = folder
+        self._user = user
+        self._count = 0
+
+    async def prepare(
+        self, layers: list[str], *, make: Callable[[dict[str, Any]], Awaitable[Slot]]
+    ) -> Root:
+        """Copy layers, and find out whether sessions can share the copy."""
+        if not layers:
+            raise SandboxError("a root filesystem needs at least one folder")
+        self._count += 1
+        name = str(self._count)
+        try:
+            await asyncio.to_thread(merge, layers, self._folder / name, owner=self._user)
+        except OSError as error:
+            raise SandboxError(f"the root filesystem can't be copied: {error}") from error
+        for way in ("overlay", "copy"):
+            root = Root(name=name, copy_on_write=way)
+            try:
+                slot = await make(self.settings(root))
+            except SandboxError:
+                if way == "copy":
+                    raise
+                continue
+            slot.kill()
+            return root
+        raise AssertionError("unreachable")
+
+    def settings(self, root: Root) -> dict[str, Any]:
+        """What a sandbox with this root is asked for."""
+        return {"root": root.name, "overlay": root.copy_on_write == "overlay"}
+
+
+def merge(layers: list[str], target: Path, *, owner: int) -> None:
+    """Copy layers over one another, the lowest first, as an image's layers are meant.
+
+    A file ``.wh.NAME`` removes ``NAME`` of the layers below, ``.wh..wh..opq`` all of its folder.
+    No link is ever followed, in a layer or in what was copied before; devices, pipes and sockets
+    are left out, and files lose their setuid bits. With ``owner``, files then belong to that user.
+
+    Raises:
+        OSError: a file can't be read or written.
+    """
+    target.mkdir()
+    into = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for layer in layers:
+            source = os.open(layer, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                _merge_folder(source, into, owner)
+            finally:
+                os.close(source)
+        _own(".", into, owner)
+        os.fchmod(into, 0o755)
+    finally:
+        os.close(into)
+
+
+def _merge_folder(source: int, into: int, owner: int) -> None:
+    names = os.listdir(source)
+    if _OPAQUE in names:
+        for name in os.listdir(into):
+            _remove(name, into)
+    for name in names:
+        if name.startswith(_WHITEOUT) and name != _OPAQUE:
+            _remove(name.removeprefix(_WHITEOUT), into)
+    for name in names:
+        if not name.startswith(_WHITEOUT):
+            _merge_entry(name, source, into, owner)
+
+
+def _merge_entry(name: str, source: int, into: int, owner: int) -> None:
+    status = os.stat(name, dir_fd=source, follow_symlinks=False)
+    if stat.S_ISDIR(status.st_mode):
+        if not _is_folder(name, into):
+            _remove(name, into)
+            os.mkdir(name, 0o700, dir_fd=into)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+        below, target = os.open(name, flags, dir_fd=source), os.open(name, flags, dir_fd=into)
+        try:
+            _merge_folder(below, target, owner)
+            # The pool's user must be able to change what it owns.
+            os.fchmod(target, (status.st_mode & 0o777) | 0o700)
+        finally:
+            os.close(below)
+            os.close(target)
+    elif stat.S_ISLNK(status.st_mode):
+        _remove(name, into)
+        os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=into)
+    elif stat.S_ISREG(status.st_mode):
+        _remove(name, into)
+        _copy_file(name, source, into, status)
+    else:
+        return
+    _own(name, into, owner)
+
+
+def _copy_file(name: str, source: int, into: int, status: os.stat_result) -> None:
+    reading = os.O_RDONLY | os.O_NOFOLLOW
+    writing = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with (
+        open(os.open(name, reading, dir_fd=source), "rb") as original,
+        open(os.open(name, writing, 0o600, dir_fd=into), "wb") as copy,
+    ):
+        shutil.copyfileobj(original, copy)
+        os.fchmod(copy.fileno(), status.st_mode & 0o777)
+        os.utime(copy.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _is_folder(name: str, folder: int) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _remove(name: str, folder: int) -> None:
+    if name in ("", ".", ".."):
+        return
+    if _is_folder(name, folder):
+        shutil.rmtree(name, dir_fd=folder)
+        return
+    try:
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        return
+
+
+def _own(name: str, folder: int, owner: int) -> None:
+    if owner:
+        os.chown(name, owner, owner, dir_fd=folder, follow_symlinks=False)

@@ -1,0 +1,52 @@
+"""Runs a command as an ordinary user: ``python ordinary_user.py UID FOLDER COMMAND...``, as root.
+
+The interpreter and the repository may lie in folders that only root can enter. So the command runs
+in a mount namespace of its own, in which they appear again, at the same paths, below folders that
+everybody can enter. ``FOLDER`` becomes that user's.
+"""
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from primerl.sandbox.engine import kernel
+
+
+def main(uid: int, folder: str, command: list[str]) -> None:
+    kernel.unshare(kernel.CLONE_NEWNS)
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    needed = {sys.base_prefix, sys.prefix, str(REPOSITORY), folder}
+    opened = {path: os.open(path, os.O_PATH) for path in needed}
+    for path in sorted(needed):
+        closed = first_closed(path)
+        if closed is not None:
+            kernel.mount("tmpfs", closed, "tmpfs", 0, "size=1m,mode=755")
+    for path in sorted(needed):
+        if not os.path.exists(path):
+            os.makedirs(path)
+            kernel.mount(
+                f"/proc/self/fd/{opened[path]}", path, None, kernel.MS_BIND | kernel.MS_REC
+            )
+    os.chown(folder, uid, uid)
+    os.chdir(REPOSITORY)
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    os.environ.update({"HOME": folder, "TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"})
+    os.execv(command[0], command)
+
+
+def first_closed(path: str) -> str | None:
+    """The highest folder above ``path`` that others can't enter."""
+    for parent in [*reversed(Path(path).parents)][1:]:
+        if not os.stat(parent).st_mode & stat.S_IXOTH:
+            return str(parent)
+    return None
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -1,0 +1,52 @@
+"""Where sandboxes can be made, and what they leave behind."""
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from primerl.sandbox import SandboxPool, SandboxUnavailable
+
+
+def reason_against() -> str:
+    """Why no sandbox can be made here, or an empty string."""
+
+    async def attempt() -> str:
+        try:
+            async with SandboxPool(concurrency=1):
+                return ""
+        except SandboxUnavailable as error:
+            return str(error)
+
+    return asyncio.run(attempt())
+
+
+def needed() -> None:
+    """Skip the test module, with the reason, where no sandbox can be made."""
+    if reason := reason_against():
+        pytest.skip(f"no sandboxes here: {reason}", allow_module_level=True)
+
+
+def with_pool(test: Callable[[SandboxPool], Coroutine[Any, Any, Any]], **arguments: Any) -> Any:
+    """The result of ``test`` with a running pool."""
+
+    async def run() -> Any:
+        async with SandboxPool(**arguments) as pool:
+            return await test(pool)
+
+    return asyncio.run(run())
+
+
+def processes_with(mark: str) -> list[str]:
+    """Process ids whose command line holds ``mark``."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                if mark.encode() in file.read():
+                    found.append(name)
+        except OSError:
+            pass
+    return found

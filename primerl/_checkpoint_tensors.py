@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Iterator, Set
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -38,6 +38,7 @@ class TensorLayout:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@runtime_checkable
 class Quantizer(Protocol):
     """Makes tensors of a checkpoint what they are when it is quantized."""
 

@@ -67,13 +67,13 @@ def quantize_weight(
 
 
 def dequantize(
-    q: Float[Tensor, "*e m k"],
-    scales: Shaped[Tensor, "*e m_blocks k_blocks"],
+    q: Float[Tensor, "*m k"],
+    scales: Shaped[Tensor, "*m_blocks k_blocks"],
     *,
     block: int = 128,
     scale: ScaleType | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Float[Tensor, "*e m k"]:
+) -> Float[Tensor, "*m k"]:
     """The values that FP8 stands for: ``q * scale``, in float32, then cast to ``dtype``.
 
     Args:

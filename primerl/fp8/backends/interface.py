@@ -3,7 +3,7 @@
 import inspect
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +12,7 @@ from torch import Tensor
 from primerl.fp8.format import Format, Quantized
 
 
+@runtime_checkable
 class Backend(Protocol):
     """Multiplies operands whose rows are contiguous along the sum: ``a b^T``."""
 

@@ -47,6 +47,8 @@ def empty_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.flo
         config = transformers.AutoConfig.from_pretrained(os.fspath(model))
     except OSError as error:
         raise ValueError(f"cannot read the configuration of {model}: {error}") from error
+    if hasattr(config, "quantization_config"):  # its own parameters are not
+        del config.quantization_config
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 

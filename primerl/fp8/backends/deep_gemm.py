@@ -56,10 +56,11 @@ class DeepGEMM:
         """Each group of rows, padded to a multiple of 128, times its matrix."""
         places, group_of_row = grouped_rows(ends, multiple=BLOCK)
         rows = len(group_of_row)
-        values = a.values.new_zeros(rows, a.values.shape[1])
-        values.view(torch.uint8)[places] = a.values.view(torch.uint8)
-        scales = torch.ones(rows, a.scales.shape[1], device=values.device)
-        scales[places] = a.scales.float()
+        own, own_scales = _pair(a)
+        values = own.new_zeros(rows, own.shape[1])
+        values.view(torch.uint8)[places] = own.view(torch.uint8)
+        scales = own_scales.new_ones(rows, own_scales.shape[1])
+        scales[places] = own_scales
         out = values.new_empty(rows, b.values.shape[-2], dtype=torch.bfloat16)
         product = _function(_GROUPED)
         product(

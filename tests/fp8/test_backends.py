@@ -49,9 +49,13 @@ def test_operands_with_other_scales_are_refused():
     a, b = activations(drawn((4, 256)), fp8.BLOCK_FP8), weight(drawn((8, 256)), fp8.BLOCK_FP8)
     other = weight(drawn((8, 256)), fp8.BLOCK_FP8_UE8M0)
     check_operands(a, b)
-    with pytest.raises(ValueError, match="scales of type 'float32' and 'ue8m0' can't be multiplied"):
+    with pytest.raises(
+        ValueError, match="scales of type 'float32' and 'ue8m0' can't be multiplied"
+    ):
         check_operands(a, other)
-    with pytest.raises(ValueError, match="scales of type 'float32' and 'ue8m0' can't be multiplied"):
+    with pytest.raises(
+        ValueError, match="scales of type 'float32' and 'ue8m0' can't be multiplied"
+    ):
         BACKENDS["reference"].multiply(a, other, dtype=torch.float32)
     with pytest.raises(ValueError, match="have no sum in common"):
         check_operands(a, weight(drawn((8, 128)), fp8.BLOCK_FP8))
@@ -102,7 +106,15 @@ def test_what_scaled_mm_is_given_is_the_operand():
 def test_torch_has_the_function_that_is_called():
     check_signature(
         F.scaled_mm,
-        ["mat_a", "mat_b", "scale_a", "scale_recipe_a", "scale_b", "scale_recipe_b", "output_dtype"],
+        [
+            "mat_a",
+            "mat_b",
+            "scale_a",
+            "scale_recipe_a",
+            "scale_b",
+            "scale_recipe_b",
+            "output_dtype",
+        ],
     )
 
 

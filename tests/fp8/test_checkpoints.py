@@ -152,8 +152,8 @@ def test_what_a_checkpoint_cannot_hold_is_refused():
         fp8.CheckpointQuantizer(moe, experts=matmul)
     with pytest.raises(ValueError, match="holds its matrices transposed"):
         fp8.CheckpointQuantizer(converted("gpt_oss"), experts=matmul)
+    other = fp8.GroupedMatmul(form=FORMS["ue8m0"])
     with pytest.raises(ValueError, match="has several formats"):
-        other = fp8.GroupedMatmul(form=FORMS["ue8m0"])
         fp8.CheckpointQuantizer(converted("qwen3_moe"), experts=other)
     with pytest.raises(ValueError, match="has no stacked experts"):
         fp8.CheckpointQuantizer(converted(), experts=matmul)
@@ -196,9 +196,7 @@ def test_engines_receive_those_bytes(tmp_path, encoding):
 def test_an_engine_in_this_process_is_refused():
     model = converted()
     with pytest.raises(ValueError, match="copies the trainer's master weights"):
-        weights.SharedMemory(
-            model, ReadableEngine(model), quantize=fp8.CheckpointQuantizer(model)
-        )
+        weights.SharedMemory(model, ReadableEngine(model), quantize=fp8.CheckpointQuantizer(model))
     with pytest.raises(ValueError, match="quantize= is of whole models"):
         weights.transport_to(
             model, None, publish="adapter", quantize=fp8.CheckpointQuantizer(model)

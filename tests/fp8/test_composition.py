@@ -1,4 +1,4 @@
-"""FP8 with FSDP2, expert parallelism, replay, recomputation and LoRA: two gloo ranks, one launch."""
+"""FP8 with FSDP2, experts, replay, recomputation and LoRA: two gloo ranks, one launch."""
 
 import json
 

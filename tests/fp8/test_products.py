@@ -11,8 +11,8 @@ from primerl.fp8.quantization import values_of, weight
 from primerl.parallel.expert_parallel.experts import grouped_matmul
 
 hypothesis = pytest.importorskip("hypothesis")
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 COSINE = 0.998
 """The least of a layer's outputs and gradients with those in float64; a product's is 0.9993."""
@@ -57,9 +57,7 @@ def test_a_layer_is_close_to_float64(name, weight_gradient):
     x, w = drawn((3, 50, 320)), drawn((200, 320), 1)
 
     def ours(x, w):
-        return linear(
-            x, w, form=form, weight_gradient=weight_gradient, backend=REFERENCE
-        )
+        return linear(x, w, form=form, weight_gradient=weight_gradient, backend=REFERENCE)
 
     found = gradients(ours, x, w)
     expected = gradients(lambda x, w: x.double() @ w.double().T, x, w)
@@ -113,9 +111,7 @@ def test_a_layer_takes_over_the_parameters_of_another():
     assert dict(layer.named_parameters()).keys() == {"weight", "bias"}
     assert "float32 scales of 32, backend=auto" in repr(layer)
     x = drawn((5, 96))
-    without = linear(
-        x, plain.weight, form=layer.form, weight_gradient="bf16", backend=REFERENCE
-    )
+    without = linear(x, plain.weight, form=layer.form, weight_gradient="bf16", backend=REFERENCE)
     assert torch.equal(layer(x), without + plain.bias)
     layer(x).sum().backward()
     torch.testing.assert_close(plain.bias.grad, torch.full((40,), 5.0))
@@ -170,9 +166,7 @@ def test_experts_are_layers_of_their_own_rows(counts, weight_gradient):
     for expert, (end, count) in enumerate(zip(ends.tolist(), counts, strict=True)):
         rows = slice(end - count, end)
         mine, own = x[rows].clone().requires_grad_(), w[expert].clone().requires_grad_()
-        alone = linear(
-            mine, own, form=form, weight_gradient=weight_gradient, backend=REFERENCE
-        )
+        alone = linear(mine, own, form=form, weight_gradient=weight_gradient, backend=REFERENCE)
         alone.backward(dy[rows])
         assert torch.equal(y[rows], alone)
         assert torch.equal(dx[rows], mine.grad)
@@ -192,7 +186,7 @@ def test_experts_are_close_to_float64(counts, sizes, scale, seed):
     matmul = fp8.GroupedMatmul(form=fp8.Format.of_blocks(16, scale=scale))
     found = gradients(lambda x, w: matmul(x, w, ends), x, w)
     expected = gradients(lambda x, w: grouped_matmul(x.double(), w.double(), ends), x, w)
-    # Each of two factors is off by 1 / 16 of itself at most, or by less than 1 / 900 of the largest.
+    # A factor is off by 1 / 16 of itself at most, or by less than 1 / 900 of the largest.
     largest = x.abs().amax() * w.abs().amax() if x.numel() else torch.tensor(0.0)
     bound = 0.13 * grouped_matmul(x.abs().double(), w.abs().double(), ends)
     bound = bound + largest * sizes[0] / 400 + 1e-6

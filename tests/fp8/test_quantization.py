@@ -10,11 +10,12 @@ from primerl import fp8
 
 hypothesis = pytest.importorskip("hypothesis")
 pytest.importorskip("ml_dtypes")
-import fp8_oracle as oracle  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+import fp8_oracle as oracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 DENORMAL = 1e-41
+ABOVE = float(np.nextafter(np.float32(448), np.float32(449)))
 
 
 def drawn(shape, seed=0):
@@ -42,8 +43,8 @@ def inputs():
         "one entry": one,
         "ties between neighbours": ties,
         "exactly the largest": 448 * torch.ones(7, 300),
-        "just above a power of two": torch.full((7, 300), float(np.nextafter(np.float32(448), np.float32(449)))),
-    }  # fmt: skip
+        "just above it": torch.full((7, 300), ABOVE),
+    }
 
 
 INPUTS = inputs()

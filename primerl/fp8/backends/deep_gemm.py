@@ -3,6 +3,7 @@
 It is installed from its repository (PyPI's ``deep-gemm`` is a placeholder), or comes with vLLM.
 """
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from primerl._optional import require
 from primerl.fp8.backends.interface import check_operands, check_signature
 from primerl.fp8.backends.layouts import grouped_rows, padded
 from primerl.fp8.format import Format, Quantized
@@ -79,7 +79,7 @@ def _pair(quantized: Quantized) -> tuple[Tensor, Tensor]:
 
 
 def _function(names: tuple[str, ...]) -> Any:
-    library = require(_MODULE, extra="fp8")
+    library = importlib.import_module(_MODULE)
     for name in names:
         function = getattr(library, name, None)
         if function is not None:

@@ -11,6 +11,7 @@ import pytest
         ("01_the_loop", "reward of the last five steps"),
         ("02_staleness", "oldest token trained"),
         ("03_losses", "surrogates agree on policy and differ off policy"),
+        ("05_fp8_consistency", "10 of 10 faults were flagged within 3 steps"),
     ],
 )
 def test_the_notebook_runs(root, name, said):

@@ -2,7 +2,7 @@
 
 Each package is imported on first use, so ``import primerl`` is instant and loads no torch:
 
-    from primerl import advantage, checkpoint, data, filters, loss, models, optim
+    from primerl import advantage, checkpoint, data, filters, fp8, loss, models, optim
     from primerl import packing, parallel, rollout, sandbox, track, types, weights
 
 Data flows from ``rollout`` through ``filters``, ``advantage``, ``packing``, ``loss``, an optimizer
@@ -22,6 +22,7 @@ __all__ = [
     "evaluation",
     "filters",
     "flops",
+    "fp8",
     "loss",
     "models",
     "optim",

@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Set
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -18,6 +18,9 @@ from primerl._adapters import (
 )
 from primerl._optional import require
 from primerl._ranks import whole
+
+SCALES = "_scale_inv"
+"""What ends the name of a quantized tensor's scales, after the tensor's own."""
 
 _LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
 
@@ -35,8 +38,31 @@ class TensorLayout:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@runtime_checkable
+class Quantizer(Protocol):
+    """Makes tensors of a checkpoint what they are when it is quantized."""
+
+    dtype: torch.dtype | None
+    """That quantized parameters have before; None: their own."""
+    config: dict[str, Any]
+    """``quantization_config`` of the checkpoint's ``config.json``."""
+
+    @property
+    def parameters(self) -> Set[str]:
+        """Names of the model's parameters that are quantized."""
+        ...
+
+    def __call__(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """What the checkpoint holds of its tensor ``name``; also of one on the meta device."""
+        ...
+
+
 def checkpoint_tensors(
-    model: nn.Module, *, dtype: torch.dtype | None = None, merge_adapters: bool = True
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    merge_adapters: bool = True,
+    quantize: Quantizer | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Each tensor that ``save_pretrained`` would write, whole, under the name it would have.
 
@@ -50,22 +76,28 @@ def checkpoint_tensors(
         dtype: that floating-point parameters are cast to; None keeps theirs. Buffers keep
             theirs, because a routing bias in 16 bits would send tokens to other experts.
         merge_adapters: False for the weights without them.
+        quantize: makes what is quantized, from the trainer's own values; see
+            ``fp8.CheckpointQuantizer``.
 
     Raises:
         ValueError: an adapter is not low-rank, or can't be added to its weight.
     """
     refuse_other_adapters(model)
-    dtypes = _wire_dtypes(model, dtype)
+    dtypes = _wire_dtypes(model, dtype, quantize)
     tensors = distinct_tensors(model)  # references, no copies
     for names in layers_of(tensors):
         layer = {name: _whole(name, tensors[name], dtypes[name]) for name in names}
         layer = merged(model, layer) if merge_adapters else left_out(layer)
         layer = {name: tensor.to(dtypes[name]) for name, tensor in layer.items()}
-        yield from converted(model, layer).items()
+        for name, tensor in converted(model, layer).items():
+            yield from ({name: tensor} if quantize is None else quantize(name, tensor)).items()
 
 
 def checkpoint_layout(
-    model: nn.Module, *, dtype: torch.dtype | None = None
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    quantize: Quantizer | None = None,
 ) -> dict[str, TensorLayout]:
     """Names, element types and shapes of ``checkpoint_tensors``, without moving a tensor.
 
@@ -76,7 +108,7 @@ def checkpoint_layout(
             an adapter is one that ``checkpoint_tensors`` refuses.
     """
     refuse_other_adapters(model)
-    dtypes = _wire_dtypes(model, dtype)
+    dtypes = _wire_dtypes(model, dtype, quantize)
     empty = {
         name: torch.empty(tensor.shape, dtype=dtypes[name], device="meta")
         for name, tensor in distinct_tensors(model).items()
@@ -89,6 +121,8 @@ def checkpoint_layout(
     if by_layer.keys() != together.keys():
         odd = sorted(by_layer.keys() ^ together.keys())
         raise ValueError(f"{type(model).__name__} cannot be sent layer by layer: {odd[:3]}")
+    if quantize is not None:
+        by_layer = {n: t for name, own in by_layer.items() for n, t in quantize(name, own).items()}
     return {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in by_layer.items()}
 
 
@@ -109,12 +143,17 @@ def layers_of(names: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _wire_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+def _wire_dtypes(
+    model: nn.Module, dtype: torch.dtype | None, quantize: Quantizer | None
+) -> dict[str, torch.dtype]:
     parameters = {name for name, _ in model.named_parameters()}
     own = {
         name: dtype if dtype and name in parameters and t.is_floating_point() else t.dtype
         for name, t in distinct_tensors(model).items()
     }
+    if quantize is not None:  # from what the trainer multiplies with, not what others are sent in
+        tensors = distinct_tensors(model)
+        own |= {name: quantize.dtype or tensors[name].dtype for name in quantize.parameters}
     return own | {unadapted(name): kind for name, kind in own.items()}
 
 

@@ -20,6 +20,7 @@ _CODES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from primerl._checkpoint_tensors import TensorLayout, checkpoint_layout, checkpoint_tensors
+from primerl._checkpoint_tensors import (
+    Quantizer,
+    TensorLayout,
+    checkpoint_layout,
+    checkpoint_tensors,
+)
 from primerl._files import saved_folder
 from primerl._optional import require
 from primerl._progress import report
@@ -49,7 +54,11 @@ def load_pretrained(
 
 
 def save_pretrained(
-    model: nn.Module, folder: str | os.PathLike[str] | None, *, tokenizer: Any
+    model: nn.Module,
+    folder: str | os.PathLike[str] | None,
+    *,
+    tokenizer: Any,
+    quantize: Quantizer | None = None,
 ) -> None:
     """Write the model and its tokenizer as a Hugging Face folder (safetensors), atomically.
 
@@ -62,14 +71,15 @@ def save_pretrained(
         model: a ``transformers`` model, sharded or not.
         folder: may be None on ranks other than 0.
         tokenizer: saved beside it.
+        quantize: makes a quantized checkpoint of it: ``fp8.CheckpointQuantizer(model)``.
 
     Raises:
         ValueError: rank 0 has no folder, the folder exists and is not a saved model, or the model's
             tensors cannot be named layer by layer.
     """
-    layout = checkpoint_layout(model)
+    layout = checkpoint_layout(model, quantize=quantize)
     if not is_first_rank():
-        for _ in checkpoint_tensors(model):
+        for _ in checkpoint_tensors(model, quantize=quantize):
             pass  # this rank only helps to gather
         return
     if folder is None:
@@ -79,8 +89,16 @@ def save_pretrained(
         writer.save_pretrained(partial, state_dict={})  # all that is not a tensor
         for path in partial.glob("*.safetensors"):
             path.unlink()
-        _write_shards(partial, layout, checkpoint_tensors(model))
+        if quantize is not None:
+            _note_quantization(partial / "config.json", quantize.config)
+        _write_shards(partial, layout, checkpoint_tensors(model, quantize=quantize))
         tokenizer.save_pretrained(partial)
+
+
+def _note_quantization(path: Path, quantization: dict[str, Any]) -> None:
+    """Say in a model's configuration how its checkpoint is quantized."""
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "quantization_config": quantization}, indent=2))
 
 
 def _write_shards(

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from primerl._adapters import has_adapters
-from primerl._checkpoint_tensors import distinct_tensors
+from primerl._checkpoint_tensors import SCALES, distinct_tensors
 from primerl._files import member
 from primerl._optional import require
 from primerl.models.placement import Piece, Region, local_region, pieces
+
+Dequantize = Callable[[Tensor, Tensor], Tensor]
+"""``(q, scales) -> values``."""
 
 logger = logging.getLogger(__name__)
 REPORT_S = 30.0
@@ -44,12 +47,18 @@ def empty_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.flo
         config = transformers.AutoConfig.from_pretrained(os.fspath(model))
     except OSError as error:
         raise ValueError(f"cannot read the configuration of {model}: {error}") from error
+    if hasattr(config, "quantization_config"):  # its own parameters are not
+        del config.quantization_config
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def load_shards(
-    model: nn.Module, folder: str | os.PathLike[str], *, device: torch.device | str = "cpu"
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    dequantize: Dequantize | None = None,
 ) -> None:
     """Fill a model with the values of a checkpoint, in place; each rank reads what it holds.
 
@@ -60,10 +69,12 @@ def load_shards(
         model: from ``empty_model``, sharded or not; or any other, whose values are replaced.
         folder: with safetensors files, as ``save_pretrained`` writes them.
         device: where a model on the ``meta`` device is allocated.
+        dequantize: makes values of a quantized matrix and its scales (``NAME_scale_inv``):
+            ``fp8.dequantize``. Such a matrix is read whole.
 
     Raises:
         ValueError: the folder has no safetensors, they lack a tensor or have one of another shape,
-            or are quantized.
+            or are quantized and there is no ``dequantize``.
     """
     if has_adapters(model):
         raise ValueError("load the values before peft adds adapters, which no checkpoint has")
@@ -82,14 +93,20 @@ def load_shards(
         reported = time.monotonic()
         for done, (name, parts) in enumerate(plan.items()):
             for piece in parts:
-                _fill(name, tensors[name], piece, checkpoint)
+                _fill(name, tensors[name], piece, checkpoint, dequantize)
             if time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
                 logger.info("%s: %d of %d parameters are loaded", folder, done + 1, len(plan))
 
 
 @torch.no_grad()
-def _fill(name: str, tensor: Tensor, piece: Piece, checkpoint: "_Checkpoint") -> None:
+def _fill(
+    name: str,
+    tensor: Tensor,
+    piece: Piece,
+    checkpoint: "_Checkpoint",
+    dequantize: Dequantize | None,
+) -> None:
     """Copy what a rank holds of one piece."""
     source = checkpoint.slices(piece.source)
     mine = local_region(tensor)
@@ -106,11 +123,16 @@ def _fill(name: str, tensor: Tensor, piece: Piece, checkpoint: "_Checkpoint") ->
     for axis, begin, (first, last) in zip(piece.axes, theirs, overlap, strict=True):
         if axis is not None:
             wanted[axis] = slice(first - begin.start, last - begin.start)
-    values: Tensor = source[tuple(wanted[axis] for axis in sorted(wanted))] if wanted else source[:]
+    part = tuple(wanted[axis] for axis in sorted(wanted)) if wanted else slice(None)
+    values: Tensor = source[part]
     if values.is_floating_point() and values.dtype.itemsize < 2:
-        raise ValueError(
-            f"{piece.source} is quantized ({values.dtype}); convert the checkpoint to 16 bits first"
-        )
+        if dequantize is None:
+            raise ValueError(
+                f"{piece.source} is quantized ({values.dtype}); pass dequantize=fp8.dequantize, or "
+                "convert the checkpoint to 16 bits first"
+            )
+        # A part of it may begin within a block.
+        values = dequantize(source[:], checkpoint.slices(f"{piece.source}{SCALES}")[:])[part]
     followed = [axis for axis in piece.axes if axis is not None]
     values = values.permute(followed).reshape([last - first for first, last in overlap])
     target: Region = tuple(
@@ -141,6 +163,8 @@ class _Checkpoint(ExitStack):
 
     def slices(self, name: str) -> Any:
         """A tensor of which parts can be read."""
+        if name not in self.files:
+            raise ValueError(f"the checkpoint has no {name}")
         return self._file(self.files[name]).get_slice(name)
 
     def _file(self, path: Path) -> Any:

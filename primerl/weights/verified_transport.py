@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import nn
 
+from primerl._checkpoint_tensors import Quantizer
 from primerl._progress import report
 from primerl._ranks import is_first_rank, on_first_rank
 from primerl.weights.transports.adapter import Adapter
@@ -110,6 +111,7 @@ def transport_to(
     folder: str | os.PathLike[str] | None = None,
     encoding: Literal["full", "delta"] = "full",
     dtype: torch.dtype | None = None,
+    quantize: Quantizer | None = None,
     temperature: float = 1.0,
     wiring_test: bool = False,
     publish: Literal["merged", "adapter"] = "merged",
@@ -131,6 +133,8 @@ def transport_to(
         folder: on a filesystem that the servers' hosts share; None for this host's memory.
         encoding: ``"full"`` or ``"delta"``.
         dtype: of parameters on the wire; by default what the servers compute in.
+        quantize: for servers of a quantized checkpoint: ``fp8.CheckpointQuantizer``; with either
+            encoding, and in the canary.
         temperature: of the rollouts, see ``Canary``.
         wiring_test: see ``VerifiedTransport``; off by default, because it publishes the model once
             for each group of tensors, hundreds of GB for a model of 30B parameters.
@@ -146,6 +150,8 @@ def transport_to(
         raise ValueError(f'publish={publish!r}; expected "merged" or "adapter"')
     if publish == "adapter" and encoding != "full":
         raise ValueError(f"encoding={encoding!r} is of merged weights; adapters are sent whole")
+    if publish == "adapter" and quantize is not None:
+        raise ValueError("quantize= is of whole models; adapters are sent in 16 or 32 bits")
     served = on_first_rank(lambda: engine.dtype if hasattr(engine, "probe") else None)
     dtype = dtype or (None if served is None else getattr(torch, served))
     engines = [] if engine is None else [engine]
@@ -154,10 +160,18 @@ def transport_to(
     if publish == "adapter":
         transport = Adapter(model, *engines, folder=folder, adapter=adapter, dtype=dtype)
     elif folder is None:
-        transport = SharedMemory(model, *engines, encoding=encoding, dtype=dtype)
+        transport = SharedMemory(model, *engines, encoding=encoding, dtype=dtype, quantize=quantize)
     else:
-        transport = Disk(model, *engines, folder=folder, encoding=encoding, dtype=dtype)
+        transport = Disk(
+            model, *engines, folder=folder, encoding=encoding, dtype=dtype, quantize=quantize
+        )
     if served is None:
         return transport
-    canary = Canary(model, engine, dtype=getattr(torch, served), temperature=temperature)
+    canary = Canary(
+        model,
+        engine,
+        dtype=getattr(torch, served),
+        temperature=temperature,
+        quantize=quantize,
+    )
     return VerifiedTransport(transport, canary, worker=worker, wiring_test=wiring_test)

@@ -12,6 +12,7 @@ import pytest
         ("02_staleness", "oldest token trained"),
         ("03_losses", "surrogates agree on policy and differ off policy"),
         ("04_router_replay", "the routing-caused part fell by at least"),
+        ("05_fp8_consistency", "10 of 10 faults were flagged within 3 steps"),
     ],
 )
 def test_the_notebook_runs(root, name, said):

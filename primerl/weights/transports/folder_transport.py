@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from primerl._checkpoint_tensors import checkpoint_layout, checkpoint_tensors
+from primerl._checkpoint_tensors import Quantizer, checkpoint_layout, checkpoint_tensors
 from primerl._ranks import is_first_rank, on_first_rank_gathering
 from primerl.weights.transports.publications import DELTA, Manifest, chain, manifest_path
 from primerl.weights.transports.publisher import Publisher
@@ -36,6 +36,8 @@ class Disk:
         folder: that engines see under the same path; may be None on ranks other than 0.
         encoding: ``"full"`` or ``"delta"``.
         dtype: of parameters on the wire, usually the engines' own; None keeps the trainer's.
+        quantize: makes what engines of a quantized checkpoint take: ``fp8.CheckpointQuantizer``.
+            Deltas are between quantized versions.
         snapshot_every: how often a version is published in full with ``"delta"``.
         timeout_s: how long engines may take to load a version.
 
@@ -50,6 +52,7 @@ class Disk:
         folder: str | os.PathLike[str] | None,
         encoding: Literal["full", "delta"] = "full",
         dtype: torch.dtype | None = None,
+        quantize: Quantizer | None = None,
         snapshot_every: int = 16,
         timeout_s: float = 600.0,
     ) -> None:
@@ -60,7 +63,7 @@ class Disk:
                 raise ValueError("folder is None; rank 0 writes the weights, so pass it a path")
             publisher = Publisher(Path(folder), encoding=encoding, snapshot_every=snapshot_every)
         self._transport = FolderTransport(
-            model, engines, publisher, dtype=dtype, timeout_s=timeout_s
+            model, engines, publisher, dtype=dtype, quantize=quantize, timeout_s=timeout_s
         )
 
     def publish(self, version: int) -> Receipt:
@@ -85,11 +88,14 @@ class FolderTransport:
     _engines: Sequence[Fetcher]
     _publisher: Publisher | None
     _dtype: torch.dtype | None
+    _quantize: Quantizer | None
     _timeout_s: float
 
     def publish(self, version: int) -> Receipt:
         """Publish the model's weights; all ranks call it. Ranks other than 0 get an empty one."""
-        tensors = _Timed(checkpoint_tensors(self._model, dtype=self._dtype))
+        tensors = _Timed(
+            checkpoint_tensors(self._model, dtype=self._dtype, quantize=self._quantize)
+        )
         receipt = on_first_rank_gathering(lambda: self._publish(version, tensors), tensors)
         return receipt or Receipt(version=version)
 
@@ -97,7 +103,7 @@ class FolderTransport:
         publisher = self._publisher
         assert publisher is not None, "rank 0 has one"
         started = time.perf_counter()
-        layout = checkpoint_layout(self._model, dtype=self._dtype)
+        layout = checkpoint_layout(self._model, dtype=self._dtype, quantize=self._quantize)
         manifest = publisher.write(version, layout, tensors)
         total = time.perf_counter() - started
         seconds = {"gather": tensors.seconds, "encode": publisher.encode_s}

@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from primerl._checkpoint_tensors import Quantizer
 from primerl._ranks import on_first_rank, on_first_rank_gathering, whole_tensors
 from primerl._shared_folder import SharedFolder
 from primerl.weights.transports.folder_transport import FolderTransport, check_engines
@@ -47,10 +48,12 @@ class SharedMemory:
         engines: that serve it, on rank 0.
         encoding: for servers, ``"full"`` or ``"delta"``.
         dtype: of parameters for servers, usually their own; None keeps the trainer's.
+        quantize: for servers of a quantized checkpoint: ``fp8.CheckpointQuantizer``.
         timeout_s: how long one engine may take.
 
     Raises:
-        ValueError: rank 0 has no engine, or another rank has one.
+        ValueError: rank 0 has no engine, or another rank has one; or an engine in this process,
+            which copies master weights, is to get quantized ones.
     """
 
     def __init__(
@@ -59,11 +62,18 @@ class SharedMemory:
         *engines: Receiver | Fetcher,
         encoding: Literal["full", "delta"] = "full",
         dtype: torch.dtype | None = None,
+        quantize: Quantizer | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         check_engines(engines)
         self._model = model
         self._receivers = [one for one in engines if isinstance(one, Receiver)]
+        if quantize is not None and self._receivers:
+            raise ValueError(
+                "an engine in this process copies the trainer's master weights, and no quantized "
+                "ones: convert its model as the trainer's (fp8.convert_linears), and leave "
+                "quantize out"
+            )
         servers = [one for one in engines if not isinstance(one, Receiver)]
         self._timeout_s = timeout_s
         publisher = None
@@ -71,7 +81,9 @@ class SharedMemory:
             place = SharedFolder(f"publications-{uuid.uuid4().hex}")
             weakref.finalize(self, place.close)
             publisher = Publisher(place.path, encoding=encoding, in_memory=True)
-        self._servers = FolderTransport(model, servers, publisher, dtype=dtype, timeout_s=timeout_s)
+        self._servers = FolderTransport(
+            model, servers, publisher, dtype=dtype, quantize=quantize, timeout_s=timeout_s
+        )
         self._has_servers = bool(servers)
 
     def publish(self, version: int) -> Receipt:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from primerl._checkpoint_tensors import checkpoint_layout, checkpoint_tensors
+from primerl._checkpoint_tensors import Quantizer, checkpoint_layout, checkpoint_tensors
 from primerl._ranks import is_first_rank, on_first_rank, on_first_rank_gathering
 from primerl.weights.verification.probing import Prober, WeightReader, probed
 from primerl.weights.verification.scoring import (
@@ -109,6 +109,8 @@ class Canary:
             difference of at most 1e-4 nats in float32 and 0.3 in bfloat16 and float16: more is
             not noise.
         tolerance: in nats, instead of the calibrated one; also of the first check.
+        quantize: what the transport quantizes with; the tensors that engines read are compared with
+            its, bit for bit.
         timeout_s: of one probe; a busy engine finishes a request first.
         seed: of the default sequences.
 
@@ -130,6 +132,7 @@ class Canary:
         compare_tensors: bool = True,
         dtype: torch.dtype = torch.float32,
         tolerance: float | None = None,
+        quantize: Quantizer | None = None,
         timeout_s: float = 600.0,
         seed: int = 0,
     ) -> None:
@@ -153,6 +156,7 @@ class Canary:
             raise ValueError("expected at least one sequence, each of at least 2 tokens")
         self.model = model
         self.dtype = dtype
+        self._quantize = quantize
         self._engine = engine
         self._new_tokens = new_tokens
         others = [OTHER_TEMPERATURE] * (len(self.sequences) - 1)
@@ -219,7 +223,7 @@ class Canary:
         found, merged = on_first_rank(read)
         if not found:
             return self._base
-        tensors = checkpoint_tensors(self.model, merge_adapters=merged)
+        tensors = checkpoint_tensors(self.model, merge_adapters=merged, quantize=self._quantize)
         compared = on_first_rank_gathering(
             lambda: compare(tensors, readings, wire=self.dtype), tensors
         )
@@ -230,7 +234,7 @@ class Canary:
     def _read(self, version: int) -> dict[str, list[Reading]]:
         assert isinstance(self._engine, WeightReader)
         first = self._names is None
-        self._names = self._names or list(checkpoint_layout(self.model))
+        self._names = self._names or list(checkpoint_layout(self.model, quantize=self._quantize))
         try:
             answers = self._engine.read_weights(
                 self._names, turn=version, timeout_s=self._timeout_s

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from primerl._checkpoint_tensors import SCALES
 from primerl._digests import content_of, digest_of, digest_of_contents
 
 BYTES = "bytes"
@@ -111,7 +112,8 @@ def compare(
     Args:
         tensors: of the trainer, by the names and in the shapes of the checkpoint.
         replicas: the readings of each.
-        wire: the dtype that parameters may have been rounded to when they were sent.
+        wire: the dtype that parameters may have been rounded to when they were sent; the scales of
+            quantized ones may not.
     """
     wanted: dict[str, list[tuple[str, Reading, Part]]] = {}
     for replica, readings in replicas.items():
@@ -124,6 +126,7 @@ def compare(
     published = 0
     for name, tensor in tensors:
         published += 1
+        rounded = None if name.endswith(SCALES) else wire
         known: dict[tuple[str, Part], set[str]] = {}  # replicas ask for the same
         for replica, reading, part in wanted.get(name, ()):
             compared[replica].add(name)
@@ -134,11 +137,13 @@ def compare(
                 if len(parts) < len(reading.parts):
                     continue
                 del gathered[replica, id(reading)]
-                right = reading.digest in _content_digests(parts, reading.dtype, wire)
+                right = reading.digest in _content_digests(parts, reading.dtype, rounded)
             else:
                 key = (reading.dtype, part)
                 if key not in known:
-                    known[key] = {digest_of(one).digest for one in _held(own, reading.dtype, wire)}
+                    known[key] = {
+                        digest_of(one).digest for one in _held(own, reading.dtype, rounded)
+                    }
                 right = reading.digest in known[key]
             if not right:
                 wrong[replica] |= {one.name for one in reading.parts}
@@ -155,15 +160,15 @@ def compare(
     }
 
 
-def _held(own: Tensor, dtype: str, wire: torch.dtype) -> list[Tensor]:
+def _held(own: Tensor, dtype: str, wire: torch.dtype | None) -> list[Tensor]:
     """What an engine may hold of the trainer's tensor in ``dtype``: rounded when sent, or not."""
     held = [own.to(getattr(torch, dtype))]
-    if own.is_floating_point() and wire.itemsize < held[0].dtype.itemsize:
+    if wire is not None and own.is_floating_point() and wire.itemsize < held[0].dtype.itemsize:
         held.append(own.to(wire).to(held[0].dtype))
     return held
 
 
-def _content_digests(parts: Sequence[Tensor], dtype: str, wire: torch.dtype) -> set[str]:
+def _content_digests(parts: Sequence[Tensor], dtype: str, wire: torch.dtype | None) -> set[str]:
     """The digests that a tensor merged of ``parts`` may have."""
     ways = zip(*(_held(one, dtype, wire) for one in parts), strict=True)
     return {digest_of_contents([content_of(one) for one in way]) for way in ways}

@@ -1,0 +1,1 @@
+"""What multiplies two operands in FP8: the reference, and libraries for GPUs."""

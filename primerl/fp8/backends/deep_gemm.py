@@ -1,0 +1,88 @@
+"""DeepGEMM: block-wise products and grouped products, on SM90 and SM100.
+
+It is installed from its repository (PyPI's ``deep-gemm`` is a placeholder), or comes with vLLM.
+"""
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from primerl.fp8.backends.interface import check_operands, check_signature
+from primerl.fp8.backends.layouts import grouped_rows, padded
+from primerl.fp8.format import Format, Quantized
+
+BLOCK = 128
+_MODULE = "deep_gemm"
+# Newer builds multiply FP4 too, and call their functions so.
+_PLAIN = ("fp8_gemm_nt", "fp8_fp4_gemm_nt")
+_GROUPED = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous")
+
+
+class DeepGEMM:
+    """float32 scales on SM90, powers of two on SM100; results are in bfloat16."""
+
+    name = "deep_gemm"
+
+    def refusal(self, form: Format, device: torch.device) -> str | None:
+        """Why it can't multiply in this format there."""
+        if importlib.util.find_spec(_MODULE) is None:
+            return "deep_gemm is not installed (build it from its repository)"
+        if form.block != BLOCK or form.weight_rows != BLOCK:
+            return f"it takes weights in blocks of {BLOCK} x {BLOCK}"
+        major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+        wanted = {9: "float32", 10: "ue8m0"}.get(major)
+        if wanted is None:
+            return f"it needs a GPU of compute capability 9.0 or 10.0, the device is {device}"
+        if form.scale != wanted:
+            return f"on compute capability {major}.0 it takes {wanted} scales, not {form.scale}"
+        return None
+
+    def multiply(self, a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Float[Tensor, "m n"]:
+        """``a b^T``."""
+        check_operands(a, b)
+        product = _function(_PLAIN)
+        out = a.values.new_empty(a.values.shape[0], b.values.shape[0], dtype=torch.bfloat16)
+        recipe = {"recipe": (1, 1, BLOCK)} if b.rows == 1 else {}
+        product(_pair(a), _pair(b), out, **recipe, disable_ue8m0_cast=a.scale == "float32")
+        return out.to(dtype)
+
+    def multiply_grouped(
+        self, a: Quantized, b: Quantized, ends: Int[Tensor, " e"], *, dtype: torch.dtype
+    ) -> Float[Tensor, "m n"]:
+        """Each group of rows, padded to a multiple of 128, times its matrix."""
+        places, group_of_row = grouped_rows(ends, multiple=BLOCK)
+        rows = len(group_of_row)
+        own, own_scales = _pair(a)
+        values = own.new_zeros(rows, own.shape[1])
+        values.view(torch.uint8)[places] = own.view(torch.uint8)
+        scales = own_scales.new_ones(rows, own_scales.shape[1])
+        scales[places] = own_scales
+        out = values.new_empty(rows, b.values.shape[-2], dtype=torch.bfloat16)
+        product = _function(_GROUPED)
+        product(
+            (values, scales),
+            _pair(b),
+            out,
+            group_of_row,
+            disable_ue8m0_cast=a.scale == "float32",
+        )
+        return out[places].to(dtype)
+
+
+def _pair(quantized: Quantized) -> tuple[Tensor, Tensor]:
+    """Values and float32 scales; the sum's length is padded to a multiple of 128."""
+    return padded(quantized.values, columns=BLOCK), quantized.scales.float().contiguous()
+
+
+def _function(names: tuple[str, ...]) -> Any:
+    library = importlib.import_module(_MODULE)
+    for name in names:
+        function = getattr(library, name, None)
+        if function is not None:
+            check_signature(function, ["disable_ue8m0_cast"])
+            return function
+    raise RuntimeError(f"this deep_gemm has none of {', '.join(names)}; use another backend")

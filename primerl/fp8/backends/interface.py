@@ -1,0 +1,94 @@
+"""What every backend does, and what it refuses."""
+
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from primerl.fp8.format import Format, Quantized
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Multiplies operands whose rows are contiguous along the sum: ``a b^T``."""
+
+    name: str
+
+    def refusal(self, form: Format, device: torch.device) -> str | None:
+        """Why it can't multiply in this format there; None if it can."""
+        ...
+
+    def multiply(self, a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Float[Tensor, "m n"]:
+        """``a[m, k] b[n, k]^T``."""
+        ...
+
+    def multiply_grouped(
+        self, a: Quantized, b: Quantized, ends: Int[Tensor, " e"], *, dtype: torch.dtype
+    ) -> Float[Tensor, "m n"]:
+        """Rows of ``a[m, k]`` up to ``ends[0]`` times ``b[0, n, k]^T``, and so on."""
+        ...
+
+
+def check_operands(a: Quantized, b: Quantized) -> None:
+    """Refuse operands that can't be multiplied, or whose scales are of different types.
+
+    Raises:
+        ValueError: the types of their scales, their blocks or their sums' lengths differ.
+    """
+    if a.scale != b.scale:
+        raise ValueError(
+            f"scales of type {a.scale!r} and {b.scale!r} can't be multiplied: quantize both "
+            "operands with the same scale= (the sampler's)"
+        )
+    if a.block != b.block or a.values.shape[-1] != b.values.shape[-1]:
+        raise ValueError(
+            f"operands of shapes {tuple(a.values.shape)} and {tuple(b.values.shape)}, in blocks "
+            f"of {a.block} and {b.block}, have no sum in common"
+        )
+
+
+def by_group(
+    backend: Backend, a: Quantized, b: Quantized, ends: Tensor, *, dtype: torch.dtype
+) -> Float[Tensor, "m n"]:
+    """``multiply_grouped`` by one product for each group that has rows."""
+    begins = [0, *ends.tolist()]
+    parts = [
+        backend.multiply(_rows(a, begin, end), _matrix(b, index), dtype=dtype)
+        for index, (begin, end) in enumerate(itertools.pairwise(begins))
+        if end > begin
+    ]
+    return torch.cat(parts) if parts else a.values.new_zeros(0, b.values.shape[-2], dtype=dtype)
+
+
+def _rows(a: Quantized, begin: int, end: int) -> Quantized:
+    return Quantized(
+        values=a.values[begin:end], scales=a.scales[begin:end], rows=a.rows, block=a.block
+    )
+
+
+def _matrix(b: Quantized, index: int) -> Quantized:
+    return Quantized(values=b.values[index], scales=b.scales[index], rows=b.rows, block=b.block)
+
+
+def check_signature(function: Callable[..., Any], parameters: list[str]) -> None:
+    """Refuse a function of a library that has other parameters than this code was written for.
+
+    Raises:
+        RuntimeError: it lacks some; the message names them.
+    """
+    try:
+        found = inspect.signature(function).parameters
+    except ValueError:  # a function of an extension that doesn't describe itself
+        return
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found.values()):
+        return
+    missing = [name for name in parameters if name not in found]
+    if missing:
+        raise RuntimeError(
+            f"{function.__module__}.{function.__name__} has no parameter {', '.join(missing)}; "
+            f"it has {', '.join(found)}: this version is not supported, use another backend"
+        )

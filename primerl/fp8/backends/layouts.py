@@ -1,0 +1,49 @@
+"""How libraries want operands and scales to lie in memory."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def padded(x: Tensor, *, rows: int = 1, columns: int = 1) -> Tensor:
+    """A matrix with zeros up to a multiple of ``rows`` and ``columns``; FP8 too."""
+    more = (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows)
+    if not any(more):
+        return x.contiguous()
+    if x.dtype.itemsize == 1:  # torch pads no FP8: pad its bytes, of which zero is zero
+        return F.pad(x.contiguous().view(torch.uint8), more).view(x.dtype)
+    return F.pad(x, more)
+
+
+def outer_major(scales: Float[Tensor, "m k"]) -> Float[Tensor, "m k"]:
+    """Scales of 1 x 128 as cuBLAS wants them: stride 1 along the rows, ``(1, m)``."""
+    return scales.t().contiguous().t()
+
+
+def k_major(scales: Float[Tensor, "n k"]) -> Float[Tensor, "k4 n"]:
+    """Scales of 128 x 128 as cuBLAS wants them: ``[k, n]`` with strides ``(1, k4)``.
+
+    k4 is k rounded up to a multiple of 4, so that columns begin at multiples of 16 bytes.
+    """
+    return F.pad(scales, (0, -scales.shape[1] % 4), value=1.0).contiguous().t()
+
+
+def grouped_rows(ends: Int[Tensor, " e"], *, multiple: int) -> tuple[Tensor, Tensor]:
+    """Where rows go when each group is padded to a multiple of rows: ``(places, group_of_row)``.
+
+    ``places[i]`` is the new row of row i; ``group_of_row`` gives each new row's group, and -1 for
+    padding, as DeepGEMM's contiguous layout wants it.
+    """
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
+    room = (counts + multiple - 1) // multiple * multiple
+    firsts = room.cumsum(0) - room
+    rows = int(counts.sum())
+    group = torch.repeat_interleave(
+        torch.arange(len(counts), device=ends.device), counts, output_size=rows
+    )
+    before = counts.cumsum(0) - counts
+    places = firsts[group] + torch.arange(rows, device=ends.device) - before[group]
+    of_row = torch.full((int(room.sum()),), -1, dtype=torch.int32, device=ends.device)
+    of_row[places] = group.int()
+    return places, of_row

@@ -1,0 +1,165 @@
+"""From a tensor to FP8 with a scale for each block, and back."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from primerl.fp8.format import EPSILON, FP8, LARGEST, Format, Quantized, ScaleType, scale_type
+
+_MANTISSA_BITS = 23
+_MANTISSA = (1 << _MANTISSA_BITS) - 1
+
+
+def quantize(
+    x: Float[Tensor, "*t h"], *, block: int = 128, scale: ScaleType = "float32"
+) -> tuple[Float[Tensor, "*t h"], Shaped[Tensor, "*t blocks"]]:
+    """Activations in FP8: ``(q, scales)``, one scale for each ``block`` entries of a row.
+
+        scale = max(amax, 1e-10) / 448,   q = cast(clamp(x / scale))
+
+    In float32, as vLLM's ``per_token_group_quant_fp8`` does; see ``format``.
+
+    Args:
+        x: of 16 bits or more. The last block of a row may be shorter.
+        block: entries that share a scale: 128; 32 with ``"ue8m0"`` is MXFP8.
+        scale: ``"float32"``, or ``"ue8m0"``: rounded up to a power of two. The scales' dtype tells
+            it: ``torch.float32``, or ``torch.float8_e8m0fnu``.
+
+    Raises:
+        ValueError: ``x`` has an infinity or a NaN, is no floating-point tensor of at least 16 bits,
+            or has no dimension; ``block`` or ``scale`` is none.
+    """
+    if x.ndim < 1:
+        raise ValueError("x has no dimension; expected [..., h]")
+    _require_finite(x)
+    form = Format(scale=scale, block=block, weight_rows=block)
+    found = activations(x.reshape(-1, x.shape[-1]), form)
+    return found.values.view(x.shape), found.scales.view(*x.shape[:-1], -(-x.shape[-1] // block))
+
+
+def quantize_weight(
+    w: Float[Tensor, "*e o i"],
+    *,
+    block: int = 128,
+    scale: ScaleType = "float32",
+    rows: int | None = None,
+) -> tuple[Float[Tensor, "*e o i"], Shaped[Tensor, "*e row_blocks column_blocks"]]:
+    """A weight in FP8: ``(q, scales)``, one scale for each ``block`` x ``block`` entries.
+
+    The arithmetic is that of ``quantize``.
+
+    Args:
+        w: a matrix, or one for each expert, of 16 bits or more. Blocks at its edges may be smaller.
+        block: size of a block.
+        scale: ``"float32"`` or ``"ue8m0"``.
+        rows: of a block; ``block`` by default, and 1 for MXFP8.
+
+    Raises:
+        ValueError: as ``quantize``; or ``w`` is no matrix.
+    """
+    if w.ndim < 2:
+        raise ValueError(f"w has shape {tuple(w.shape)}; expected a matrix [..., o, i]")
+    _require_finite(w)
+    form = Format(scale=scale, block=block, weight_rows=block if rows is None else rows)
+    found = weight(w, form)
+    return found.values, found.scales
+
+
+def dequantize(
+    q: Float[Tensor, "*m k"],
+    scales: Shaped[Tensor, "*m_blocks k_blocks"],
+    *,
+    block: int = 128,
+    scale: ScaleType | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "*m k"]:
+    """The values that FP8 stands for: ``q * scale``, in float32, then cast to ``dtype``.
+
+    Args:
+        q: of ``quantize`` or ``quantize_weight``.
+        scales: that came with it. Their shape tells whether blocks have one row or ``block``.
+        block: as it was quantized.
+        scale: the type that the scales must have; None takes either.
+        dtype: of the result.
+
+    Raises:
+        ValueError: the scales are of another type than ``scale``, or don't fit ``q``.
+    """
+    if scale is not None and scale_type(scales) != scale:
+        raise ValueError(
+            f"scales are of type {scale_type(scales)!r}, expected {scale!r}; quantize again with "
+            "the scale type that the other side uses: rounding these would change every value"
+        )
+    rows = 1 if q.ndim < 2 or scales.shape[-2:-1] == q.shape[-2:-1] else block
+    whole = Quantized(
+        values=q if q.ndim > 1 else q[None],
+        scales=scales if q.ndim > 1 else scales[None],
+        rows=rows,
+        block=block,
+    )
+    return values_of(whole).to(dtype).view(q.shape)
+
+
+def activations(x: Float[Tensor, "m k"], form: Format) -> Quantized:
+    """``quantize`` as an operand, without looking for infinities: they become NaN in a product."""
+    return quantize_blocks(x, rows=1, block=form.block, scale=form.scale)
+
+
+def weight(w: Float[Tensor, "*e o i"], form: Format) -> Quantized:
+    """``quantize_weight`` as an operand, without looking for infinities."""
+    return quantize_blocks(w, rows=form.weight_rows, block=form.block, scale=form.scale)
+
+
+def quantize_blocks(
+    x: Float[Tensor, "*e m k"], *, rows: int, block: int, scale: ScaleType
+) -> Quantized:
+    """Each block of ``rows`` x ``block``, by the formula in ``format``."""
+    *experts, m, k = x.shape
+    m_blocks, k_blocks = -(-m // rows), -(-k // block)
+    padded = F.pad(x.detach().float(), (0, k_blocks * block - k, 0, m_blocks * rows - m))
+    blocks = padded.reshape(*experts, m_blocks, rows, k_blocks, block)
+    amax = blocks.abs().amax((-3, -1)).clamp(min=EPSILON)
+    # By a tensor: CUDA multiplies by the reciprocal of a number, which rounds otherwise.
+    scales = amax / torch.full_like(amax, LARGEST)
+    if scale == "ue8m0":
+        stored = _rounded_up_to_power_of_two(scales)
+        scales = stored.float()
+    else:
+        stored = scales
+    scaled = blocks / scales[..., :, None, :, None]
+    q = scaled.clamp(-LARGEST, LARGEST).to(FP8).view(padded.shape)[..., :m, :k].contiguous()
+    return Quantized(values=q, scales=stored, rows=rows, block=block)
+
+
+def values_of(quantized: Quantized) -> Float[Tensor, "*e m k"]:
+    """The values of an operand, in float32."""
+    *_, m, k = quantized.values.shape
+    scales = quantized.scales.float()
+    scales = scales.repeat_interleave(quantized.rows, -2)[..., :m, :]
+    scales = scales.repeat_interleave(quantized.block, -1)[..., :k]
+    return quantized.values.float() * scales
+
+
+def _rounded_up_to_power_of_two(scales: Float[Tensor, "*n"]) -> Shaped[Tensor, "*n"]:
+    """Positive float32 as float8_e8m0fnu, which is the exponent field of float32.
+
+    Exact, where ``exp2(ceil(log2(x)))`` rounds a number just above a power of two down to it.
+    """
+    bits = scales.contiguous().view(torch.int32)
+    exponent = (bits >> _MANTISSA_BITS) + ((bits & _MANTISSA) != 0).int()
+    return exponent.clamp(max=255).to(torch.uint8).view(torch.float8_e8m0fnu)  # 255 is NaN
+
+
+def _require_finite(x: Tensor) -> None:
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
+        raise ValueError(f"cannot quantize {x.dtype}; expected floating point of 16 bits or more")
+    if x.is_meta:
+        return
+    bad = ~torch.isfinite(x.detach().float())
+    if bad.any():
+        first = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"{int(bad.sum())} of {x.numel()} values are infinite or NaN in float32, the first at "
+            f"{first}; an FP8 block would lose all its values. Look for the step that made them"
+        )

@@ -1,0 +1,201 @@
+"""Linear layers and experts in FP8, forward and backward, against float64."""
+
+import pytest
+import torch
+from torch import nn
+
+from primerl import fp8
+from primerl.fp8.backends.choice import BACKENDS
+from primerl.fp8.linear import linear
+from primerl.fp8.quantization import values_of, weight
+from primerl.parallel.expert_parallel.experts import grouped_matmul
+
+hypothesis = pytest.importorskip("hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+COSINE = 0.998
+"""The least of a layer's outputs and gradients with those in float64; a product's is 0.9993."""
+REFERENCE = BACKENDS["reference"]
+FORMS = {
+    "float32": fp8.BLOCK_FP8,
+    "ue8m0": fp8.BLOCK_FP8_UE8M0,
+    "mxfp8": fp8.MXFP8,
+    "blocks of 16": fp8.Format.of_blocks(16),
+}
+
+
+def drawn(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def cosine(a, b):
+    return torch.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0).item()
+
+
+def relative(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def gradients(function, *inputs):
+    inputs = [one.clone().requires_grad_() for one in inputs]
+    out = function(*inputs)
+    dy = drawn(out.shape, 99).to(out.dtype)
+    return out.detach(), *torch.autograd.grad(out, inputs, dy)
+
+
+def rounded(x, rows, block, scale):
+    """To FP8 and back, by the public quantizers."""
+    q, scales = fp8.quantize_weight(x, block=block, scale=scale, rows=rows)
+    return fp8.dequantize(q, scales, block=block)
+
+
+@pytest.mark.parametrize("weight_gradient", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_layer_is_close_to_float64(name, weight_gradient):
+    form = FORMS[name]
+    x, w = drawn((3, 50, 320)), drawn((200, 320), 1)
+
+    def ours(x, w):
+        return linear(x, w, form=form, weight_gradient=weight_gradient, backend=REFERENCE)
+
+    found = gradients(ours, x, w)
+    expected = gradients(lambda x, w: x.double() @ w.double().T, x, w)
+    for one, exact in zip(found, expected, strict=True):
+        assert cosine(one, exact) > COSINE
+    y, dx, dw = (relative(a, b) for a, b in zip(found, expected, strict=True))
+    assert 0.02 < y < 0.045  # two operands with a relative error of 0.026 each
+    assert 0.02 < dx < 0.045
+    assert 0.02 < dw < 0.045 if weight_gradient == "fp8" else dw < 0.004
+
+
+def test_each_product_is_that_of_its_dequantized_operands():
+    """To the rounding of float32: the formula of the module, operand by operand."""
+    form = fp8.Format.of_blocks(32)
+    x, w, dy = drawn((40, 70)), drawn((50, 70), 1), drawn((40, 50), 99)
+
+    def ours(x, w):
+        return linear(x, w, form=form, weight_gradient="fp8", backend=REFERENCE)
+
+    y, dx, dw = gradients(ours, x, w)
+
+    def product(a, b):
+        return a.double() @ b.double()
+
+    row, square = (1, 32, "float32"), (32, 32, "float32")
+    torch.testing.assert_close(
+        y.double(), product(rounded(x, *row), rounded(w, *square).T), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        dx.double(), product(rounded(dy, *row), rounded(w, *square)), rtol=1e-5, atol=1e-5
+    )
+    columns = product(rounded(dy.t(), *row), rounded(x.t(), *row).T)
+    torch.testing.assert_close(dw.double(), columns, rtol=1e-5, atol=1e-5)
+
+
+def test_the_bytes_of_the_weight_are_the_same_in_both_directions():
+    w = drawn((200, 320))
+    operand = weight(w, fp8.BLOCK_FP8)
+    assert torch.equal(values_of(operand).t(), values_of(operand.transposed()))
+    other = weight(w.t().contiguous(), fp8.BLOCK_FP8)
+    assert torch.equal(values_of(other), values_of(operand.transposed()))
+    with pytest.raises(ValueError, match="not square"):
+        weight(w, fp8.MXFP8).transposed()
+
+
+def test_a_layer_takes_over_the_parameters_of_another():
+    plain = nn.Linear(96, 40)
+    layer = fp8.Fp8Linear(plain, form=fp8.Format.of_blocks(32))
+    assert layer.weight is plain.weight
+    assert layer.bias is plain.bias
+    assert dict(layer.named_parameters()).keys() == {"weight", "bias"}
+    assert "float32 scales of 32, backend=auto" in repr(layer)
+    x = drawn((5, 96))
+    without = linear(x, plain.weight, form=layer.form, weight_gradient="bf16", backend=REFERENCE)
+    assert torch.equal(layer(x), without + plain.bias)
+    layer(x).sum().backward()
+    torch.testing.assert_close(plain.bias.grad, torch.full((40,), 5.0))
+    assert plain.weight.grad.dtype == torch.float32
+
+
+def test_it_computes_in_16_bits_under_autocast():
+    layer = fp8.Fp8Linear(nn.Linear(96, 40), form=fp8.Format.of_blocks(32))
+    x = drawn((5, 96))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    half = linear(
+        x.bfloat16(), layer.weight.bfloat16(), form=layer.form, weight_gradient="bf16",
+        backend=REFERENCE,
+    )  # fmt: skip
+    assert torch.equal(y, half + layer.bias.bfloat16())
+    y.float().sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
+
+
+def test_a_frozen_weight_keeps_no_input():
+    layer = fp8.Fp8Linear(nn.Linear(96, 40), form=fp8.Format.of_blocks(32))
+    layer.weight.requires_grad_(False)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        y = layer(drawn((5, 96)).requires_grad_())
+    assert kept == [(40, 96)]
+    y.sum().backward()
+    assert layer.weight.grad is None
+
+
+def test_a_value_that_is_no_number_reaches_the_loss():
+    layer = fp8.Fp8Linear(nn.Linear(96, 40), form=fp8.Format.of_blocks(32))
+    for value in (float("nan"), float("inf")):
+        x = drawn((5, 96))
+        x[2, 40] = value
+        assert layer(x)[2].isnan().all()
+        assert layer(x)[[0, 1, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("weight_gradient", ["bf16", "fp8"])
+@pytest.mark.parametrize("counts", [[40, 0, 60], [0, 0, 0], [3, 5, 1]])
+def test_experts_are_layers_of_their_own_rows(counts, weight_gradient):
+    form = fp8.Format.of_blocks(32)
+    x, w = drawn((sum(counts), 70)), drawn((3, 50, 70), 1)
+    ends = torch.tensor(counts).cumsum(0).int()
+    matmul = fp8.GroupedMatmul(form=form, weight_gradient=weight_gradient)
+    y, dx, dw = gradients(lambda x, w: matmul(x, w.transpose(1, 2), ends), x, w)
+    assert y.shape == (sum(counts), 50)
+    dy = drawn(y.shape, 99)
+    for expert, (end, count) in enumerate(zip(ends.tolist(), counts, strict=True)):
+        rows = slice(end - count, end)
+        mine, own = x[rows].clone().requires_grad_(), w[expert].clone().requires_grad_()
+        alone = linear(mine, own, form=form, weight_gradient=weight_gradient, backend=REFERENCE)
+        alone.backward(dy[rows])
+        assert torch.equal(y[rows], alone)
+        assert torch.equal(dx[rows], mine.grad)
+        assert torch.equal(dw[expert], own.grad)
+
+
+@settings(max_examples=25)
+@given(
+    counts=st.lists(st.integers(0, 20), min_size=1, max_size=5),
+    sizes=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    scale=st.sampled_from(["float32", "ue8m0"]),
+    seed=st.integers(0, 2**16),
+)
+def test_experts_are_close_to_float64(counts, sizes, scale, seed):
+    x, w = drawn((sum(counts), sizes[0]), seed), drawn((len(counts), *sizes), seed + 1)
+    ends = torch.tensor(counts).cumsum(0).int()
+    matmul = fp8.GroupedMatmul(form=fp8.Format.of_blocks(16, scale=scale))
+    found = gradients(lambda x, w: matmul(x, w, ends), x, w)
+    expected = gradients(lambda x, w: grouped_matmul(x.double(), w.double(), ends), x, w)
+    # A factor is off by 1 / 16 of itself at most, or by less than 1 / 900 of the largest.
+    largest = x.abs().amax() * w.abs().amax() if x.numel() else torch.tensor(0.0)
+    bound = 0.13 * grouped_matmul(x.abs().double(), w.abs().double(), ends)
+    bound = bound + largest * sizes[0] / 400 + 1e-6
+    assert ((found[0] - expected[0]).abs() <= bound).all()
+    for one, exact in zip(found, expected, strict=True):
+        assert one.shape == exact.shape
+        assert one.isfinite().all()
+
+
+def test_an_unknown_weight_gradient_is_refused():
+    with pytest.raises(ValueError, match='weight_gradient is \'fp32\'; expected "bf16" or "fp8"'):
+        fp8.GroupedMatmul(weight_gradient="fp32")

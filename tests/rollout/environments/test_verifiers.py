@@ -156,12 +156,12 @@ def test_a_branch_has_the_routes_of_all_replies_on_its_path():
     assert [one.routes for one in samples] == [("a", "b", "c"), ("a", "b", "d"), ("e",)]
 
 
-def test_a_branch_with_nothing_new_to_train_gives_no_sample():
+def test_what_follows_the_last_reply_is_no_sample_and_in_none():
     nodes = [node(None, [1]), node(0, [2], [3]), node(1, [4]), node(1, [5])]
 
     (sample,) = trace_samples(SimpleNamespace(nodes=nodes), temperature=1.0)
 
-    assert sample.token_ids.tolist() == [1, 2, 3, 4]
+    assert sample.token_ids.tolist() == [1, 2, 3]
 
 
 def test_changed_tokens_are_refused():

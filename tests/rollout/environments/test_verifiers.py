@@ -19,11 +19,11 @@ import pytest
 
 pytest.importorskip("verifiers")
 from primerl import rollout, testing
-from primerl.rollout.environments.verifiers_adapter.template_renderer import TemplateRenderer
 from primerl.rollout.environments.verifiers_adapter.trace_samples import (
     SampledLogprobs,
     trace_samples,
 )
+from primerl.rollout.renderers.template import TemplateRenderer
 from primerl.types import NOT_SAMPLED, Completion, SamplingParams
 
 HERE = Path(__file__).parents[2] / "helpers/verifiers_environments"
@@ -459,8 +459,9 @@ def test_calls_are_parsed_only_where_there_are_tools(tokenizer):
     assert [(c.name, c.arguments) for c in parsed.tool_calls] == [("look", {"at": "door"})]
     assert renderer.parse_response(tokens).tool_calls == []
     broken = tokenizer.encode('<tool_call>{"name": 3}</tool_call>')
-    assert renderer.parse_response(broken, tools=tools).tool_calls == []
-    assert "tool_call" in renderer.parse_response(broken, tools=tools).content
+    parsed = renderer.parse_response(broken, tools=tools)
+    assert [one.status for one in parsed.tool_calls] == ["the call is not an object with a 'name'"]
+    assert "tool_call" in parsed.content
 
 
 def test_a_bridge_adds_what_the_template_would(tokenizer):

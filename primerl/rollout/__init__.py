@@ -7,6 +7,12 @@ The only package that is asynchronous. ``TransformersEngine``, its one torch-dep
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from primerl.rollout.agents.context import drop_tool_results, summarise
+from primerl.rollout.agents.history import History
+from primerl.rollout.agents.limits import AgentLimits
+from primerl.rollout.agents.loop import AgentRun, run_agent, tool_agent
+from primerl.rollout.agents.stitching import Call, link_calls, stitch
+from primerl.rollout.agents.tools import Tool, shell
 from primerl.rollout.collection.buffer import Buffer
 from primerl.rollout.collection.groups import run_group
 from primerl.rollout.collection.playing import play_tasks
@@ -18,6 +24,7 @@ from primerl.rollout.environments.conversation import Conversation
 from primerl.rollout.environments.environment import Environment, RewardError, route, single_turn
 from primerl.rollout.environments.isolation import isolated
 from primerl.rollout.environments.verifiers_adapter import verifiers
+from primerl.rollout.renderers.loading import load_renderer
 from primerl.rollout.scoring import NoScores, score_samples, with_scores
 from primerl.rollout.tasks.difficulty_pools import DifficultyPools
 from primerl.rollout.tasks.mixtures import Mixture
@@ -30,14 +37,18 @@ if TYPE_CHECKING:
     from primerl.rollout.engines.vllm.client.engine import VLLMEngine
 
 __all__ = [
+    "AgentLimits",
+    "AgentRun",
     "BadCompletion",
     "Buffer",
+    "Call",
     "ChatEndpoint",
     "Conversation",
     "DifficultyPools",
     "Engine",
     "Environment",
     "Evaluation",
+    "History",
     "InOrder",
     "Mixture",
     "NoScores",
@@ -45,19 +56,28 @@ __all__ = [
     "RouteStore",
     "Shuffled",
     "TaskStream",
+    "Tool",
     "TransformersEngine",
     "VLLMEngine",
     "VLLMServer",
     "Worker",
+    "drop_tool_results",
     "isolated",
+    "link_calls",
     "load_groups",
+    "load_renderer",
     "play_tasks",
     "route",
+    "run_agent",
     "run_group",
     "save_groups",
     "score_samples",
     "serve_vllm",
+    "shell",
     "single_turn",
+    "stitch",
+    "summarise",
+    "tool_agent",
     "verifiers",
     "with_scores",
     "worker",

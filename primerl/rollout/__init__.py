@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from primerl.rollout.engines.chat_endpoint import ChatEndpoint
     from primerl.rollout.engines.transformers.engine import TransformersEngine
     from primerl.rollout.engines.vllm.client.engine import VLLMEngine
+    from primerl.rollout.gateways.server import Gateway, gateway
 
 __all__ = [
     "AgentLimits",
@@ -48,6 +49,7 @@ __all__ = [
     "Engine",
     "Environment",
     "Evaluation",
+    "Gateway",
     "History",
     "InOrder",
     "Mixture",
@@ -62,6 +64,7 @@ __all__ = [
     "VLLMServer",
     "Worker",
     "drop_tool_results",
+    "gateway",
     "isolated",
     "link_calls",
     "load_groups",
@@ -86,7 +89,9 @@ __all__ = [
 _LAZY = {
     "ChatEndpoint": "engines.chat_endpoint",
     "TransformersEngine": "engines.transformers.engine",
+    "Gateway": "gateways.server",
     "VLLMEngine": "engines.vllm.client.engine",
+    "gateway": "gateways.server",
 }
 
 

@@ -23,22 +23,6 @@ class ContextFull(ValueError):
     """The prompt leaves no room for a reply."""
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Reply:
-    """The policy's reply to a request.
-
-    ``finish_reason`` is ``"stop"``, ``"length"``, or ``"context"`` where the context ended it.
-    ``malformed`` says what is wrong with function calls that can't be executed.
-    """
-
-    message: dict[str, Any]
-    call: Call
-    finish_reason: str
-    malformed: list[str]
-    prompt_tokens: int
-    origin: str
-
-
 @attrs.define(eq=False)
 class _Place:
     """A message in the tree of conversations; as a reply of the policy, with its engine call."""
@@ -70,6 +54,28 @@ class _Place:
             found.append(place.message)
             place = place.above
         return found[::-1]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Reply:
+    """The policy's reply to a request.
+
+    ``finish_reason`` is ``"stop"``, ``"length"``, or ``"context"`` where the context ended it.
+    ``malformed`` says what is wrong with function calls that can't be executed.
+    """
+
+    message: dict[str, Any]
+    call: Call
+    finish_reason: str
+    malformed: list[str]
+    prompt_tokens: int
+    origin: str
+    _place: _Place
+
+    @property
+    def conversation(self) -> list[Message]:
+        """The messages up to this reply."""
+        return self._place.messages
 
 
 class History:
@@ -275,6 +281,7 @@ class History:
             malformed=malformed,
             prompt_tokens=prompt_tokens,
             origin=origin,
+            place=end,
         )
 
     def _message(self, parsed: Any, *, with_calls: bool) -> tuple[dict[str, Any], list[str]]:

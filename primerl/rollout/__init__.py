@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from primerl.rollout.engines.chat_endpoint import ChatEndpoint
     from primerl.rollout.engines.transformers.engine import TransformersEngine
     from primerl.rollout.engines.vllm.client.engine import VLLMEngine
+    from primerl.rollout.gateways.commands import CommandAgent, CommandRun, command_agent
     from primerl.rollout.gateways.server import Gateway, gateway
 
 __all__ = [
@@ -44,6 +45,8 @@ __all__ = [
     "Buffer",
     "Call",
     "ChatEndpoint",
+    "CommandAgent",
+    "CommandRun",
     "Conversation",
     "DifficultyPools",
     "Engine",
@@ -63,6 +66,7 @@ __all__ = [
     "VLLMEngine",
     "VLLMServer",
     "Worker",
+    "command_agent",
     "drop_tool_results",
     "gateway",
     "isolated",
@@ -89,8 +93,11 @@ __all__ = [
 _LAZY = {
     "ChatEndpoint": "engines.chat_endpoint",
     "TransformersEngine": "engines.transformers.engine",
+    "CommandAgent": "gateways.commands",
+    "CommandRun": "gateways.commands",
     "Gateway": "gateways.server",
     "VLLMEngine": "engines.vllm.client.engine",
+    "command_agent": "gateways.commands",
     "gateway": "gateways.server",
 }
 

@@ -14,6 +14,7 @@ from primerl.rollout.agents.loop import AgentRun, run_agent, tool_agent
 from primerl.rollout.agents.stitching import Call, link_calls, stitch
 from primerl.rollout.agents.tools import Tool, shell
 from primerl.rollout.collection.buffer import Buffer
+from primerl.rollout.collection.concurrency import AdaptiveConcurrency
 from primerl.rollout.collection.groups import run_group
 from primerl.rollout.collection.playing import play_tasks
 from primerl.rollout.collection.recording import load_groups, save_groups
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from primerl.rollout.gateways.server import Gateway, gateway
 
 __all__ = [
+    "AdaptiveConcurrency",
     "AgentLimits",
     "AgentRun",
     "BadCompletion",

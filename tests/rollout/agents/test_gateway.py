@@ -27,7 +27,6 @@ from primerl.rollout.gateways.chat_completions import ChatCompletions
 from primerl.rollout.gateways.server import APIS
 from primerl.types import SamplingParams
 
-
 TOKENIZER = chat_tokenizer()
 PARAMS = SamplingParams(max_tokens=256)
 WAIT_S = 60.0

@@ -12,6 +12,9 @@ from primerl.rollout.agents.stitching import Call, stitch
 from primerl.rollout.engines.protocol import Engine
 from primerl.types import Completion, Sample, SamplingParams
 
+_Keyed = tuple[Message, Any, tuple[Any, ...]]
+"""A message, its content, and its key."""
+
 ORIGINS = ("start", "extends", "fork", "edited", "unbridged")
 """How a request relates to those before it: it begins a conversation; continues one, token for
 token; continues one at a place from which another goes on, too; has a history that the agent
@@ -116,6 +119,8 @@ class History:
         self._reasoning = not keep_reasoning
         self._roots: dict[tuple[str, str], _Place] = {}
         self._tools: tuple[Tools | None, str] = (None, "null")
+        # Of the last request: agents in this process send the same objects again.
+        self._keys: list[_Keyed] = []
         self._ends: list[tuple[_Place, str, Tools | None]] = []  # of each call
 
     async def reply(
@@ -200,11 +205,17 @@ class History:
             self._tools = (tools, json.dumps(tools, sort_keys=True))
         place = self._roots.setdefault((agent, self._tools[1]), _Place())
         known, count = None, 0
+        before, self._keys = self._keys, []
         for number, message in enumerate(messages, start=1):
-            place = place.next(message, message_key(message, reasoning=self._reasoning))
+            key = _known_key(message, before, number - 1) or self._key(message)
+            self._keys.append((message, message.get("content"), key))
+            place = place.next(message, key)
             if place.call is not None:
                 known, count = place, number
         return place, known, count
+
+    def _key(self, message: Message) -> tuple[Any, ...]:
+        return message_key(message, reasoning=self._reasoning)
 
     def _origin(
         self, place: _Place, known: _Place | None, tail: Sequence[Message], *, bridged: bool
@@ -268,7 +279,7 @@ class History:
         parsed = self._renderer.parse_response(sampled, tools=tools, prompt_ids=tokens)
         message, malformed = self._message(parsed, with_calls=bool(tools))
         tokens += sampled
-        end = place.next(message, message_key(message, reasoning=self._reasoning))
+        end = place.next(message, self._key(message))
         end.call, end.tokens, end.extended = call, tokens, False
         self.calls.append(call)
         self._ends.append((end, origin, tools))
@@ -303,3 +314,11 @@ class History:
         if calls:
             message["tool_calls"] = calls
         return message, malformed
+
+
+def _known_key(message: Message, before: Sequence[_Keyed], index: int) -> tuple[Any, ...] | None:
+    """The key of a message that stood in this place before, and has not been changed since."""
+    if index < len(before) and before[index][0] is message:
+        _, content, key = before[index]
+        return key if message.get("content") is content else None
+    return None

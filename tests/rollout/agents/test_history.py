@@ -225,3 +225,18 @@ def test_routes_are_asked_for_from_where_they_are_unknown():
         sum(len(one) for one in (engine.requests[0][0], first.call.completion.token_ids)) - 1,
     ]
     assert history.samples()[0].routes == ("call 1", "call 2")
+
+
+def test_a_message_that_is_changed_in_place_is_another():
+    engine = RecordingEngine(TOKENIZER, lambda *_: "Yes.")
+    history = history_of(engine)
+    messages = [user("a")]
+    (first,) = ask(history, messages)
+    messages += [first.message, user("b")]
+    ask(history, messages)
+
+    messages[0]["content"] = "changed"
+    ask(history, messages)
+
+    assert history.origins["edited"] == 1
+    assert "changed" in TOKENIZER.decode(engine.requests[-1][0])

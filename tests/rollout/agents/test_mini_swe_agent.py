@@ -61,6 +61,7 @@ def test_what_it_was_told_and_did_is_one_sample():
         TOKENIZER,
         reward=fixed,
         variables={
+            "LITELLM_LOCAL_MODEL_COST_MAP": "true",
             "MSWEA_CONFIGURED": "true",
             "MSWEA_SILENT_STARTUP": "true",
             "PYTHONPATH": ":".join(filter(None, sys.path)),

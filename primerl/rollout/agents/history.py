@@ -12,9 +12,6 @@ from primerl.rollout.agents.stitching import Call, stitch
 from primerl.rollout.engines.protocol import Engine
 from primerl.types import Completion, Sample, SamplingParams
 
-_Keyed = tuple[Message, Any, tuple[Any, ...]]
-"""A message, its content, and its key."""
-
 ORIGINS = ("start", "extends", "fork", "edited", "unbridged")
 """How a request relates to those before it: it begins a conversation; continues one, token for
 token; continues one at a place from which another goes on, too; has a history that the agent
@@ -57,6 +54,10 @@ class _Place:
             found.append(place.message)
             place = place.above
         return found[::-1]
+
+
+_Keyed = tuple[Message, Any, _Place]
+"""A message, its content, and its place."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -120,7 +121,7 @@ class History:
         self._roots: dict[tuple[str, str], _Place] = {}
         self._tools: tuple[Tools | None, str] = (None, "null")
         # Of the last request: agents in this process send the same objects again.
-        self._keys: list[_Keyed] = []
+        self._keyed: list[_Keyed] = []
         self._ends: list[tuple[_Place, str, Tools | None]] = []  # of each call
 
     async def reply(
@@ -205,11 +206,12 @@ class History:
             self._tools = (tools, json.dumps(tools, sort_keys=True))
         place = self._roots.setdefault((agent, self._tools[1]), _Place())
         known, count = None, 0
-        before, self._keys = self._keys, []
+        before, self._keyed = self._keyed, []
         for number, message in enumerate(messages, start=1):
-            key = _known_key(message, before, number - 1) or self._key(message)
-            self._keys.append((message, message.get("content"), key))
-            place = place.next(message, key)
+            place = _same_place(place, message, before, number - 1) or place.next(
+                message, self._key(message)
+            )
+            self._keyed.append((message, message.get("content"), place))
             if place.call is not None:
                 known, count = place, number
         return place, known, count
@@ -316,9 +318,12 @@ class History:
         return message, malformed
 
 
-def _known_key(message: Message, before: Sequence[_Keyed], index: int) -> tuple[Any, ...] | None:
-    """The key of a message that stood in this place before, and has not been changed since."""
-    if index < len(before) and before[index][0] is message:
-        _, content, key = before[index]
-        return key if message.get("content") is content else None
-    return None
+def _same_place(
+    above: _Place, message: Message, before: Sequence[_Keyed], index: int
+) -> _Place | None:
+    """Where a message stood in the last request, if neither it nor what is above has changed."""
+    if index >= len(before):
+        return None
+    said, content, place = before[index]
+    same = said is message and content is message.get("content") and place.above is above
+    return place if same else None

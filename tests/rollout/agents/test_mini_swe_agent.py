@@ -83,4 +83,4 @@ def test_what_it_was_told_and_did_is_one_sample():
     assert trained([sample]) == engine.sampled
     assert played.metrics["turns"] == len(engine.requests) == 3
     text = TOKENIZER.decode(sample.token_ids)
-    assert "fixed\n" in text.split("cat result.txt")[1]
+    assert '"output": "fixed\\n"' in text.split("cat result.txt")[1]

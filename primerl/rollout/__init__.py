@@ -7,7 +7,14 @@ The only package that is asynchronous. ``TransformersEngine``, its one torch-dep
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from primerl.rollout.agents.context import drop_tool_results, summarise
+from primerl.rollout.agents.history import History
+from primerl.rollout.agents.limits import AgentLimits
+from primerl.rollout.agents.loop import AgentRun, run_agent, tool_agent
+from primerl.rollout.agents.stitching import Call, link_calls, stitch
+from primerl.rollout.agents.tools import Tool, shell
 from primerl.rollout.collection.buffer import Buffer
+from primerl.rollout.collection.concurrency import AdaptiveConcurrency
 from primerl.rollout.collection.groups import run_group
 from primerl.rollout.collection.playing import play_tasks
 from primerl.rollout.collection.recording import load_groups, save_groups
@@ -18,6 +25,7 @@ from primerl.rollout.environments.conversation import Conversation
 from primerl.rollout.environments.environment import Environment, RewardError, route, single_turn
 from primerl.rollout.environments.isolation import isolated
 from primerl.rollout.environments.verifiers_adapter import verifiers
+from primerl.rollout.renderers.loading import load_renderer
 from primerl.rollout.scoring import NoScores, score_samples, with_scores
 from primerl.rollout.tasks.difficulty_pools import DifficultyPools
 from primerl.rollout.tasks.mixtures import Mixture
@@ -28,16 +36,26 @@ if TYPE_CHECKING:
     from primerl.rollout.engines.chat_endpoint import ChatEndpoint
     from primerl.rollout.engines.transformers.engine import TransformersEngine
     from primerl.rollout.engines.vllm.client.engine import VLLMEngine
+    from primerl.rollout.gateways.commands import CommandAgent, CommandRun, command_agent
+    from primerl.rollout.gateways.server import Gateway, gateway
 
 __all__ = [
+    "AdaptiveConcurrency",
+    "AgentLimits",
+    "AgentRun",
     "BadCompletion",
     "Buffer",
+    "Call",
     "ChatEndpoint",
+    "CommandAgent",
+    "CommandRun",
     "Conversation",
     "DifficultyPools",
     "Engine",
     "Environment",
     "Evaluation",
+    "Gateway",
+    "History",
     "InOrder",
     "Mixture",
     "NoScores",
@@ -45,19 +63,30 @@ __all__ = [
     "RouteStore",
     "Shuffled",
     "TaskStream",
+    "Tool",
     "TransformersEngine",
     "VLLMEngine",
     "VLLMServer",
     "Worker",
+    "command_agent",
+    "drop_tool_results",
+    "gateway",
     "isolated",
+    "link_calls",
     "load_groups",
+    "load_renderer",
     "play_tasks",
     "route",
+    "run_agent",
     "run_group",
     "save_groups",
     "score_samples",
     "serve_vllm",
+    "shell",
     "single_turn",
+    "stitch",
+    "summarise",
+    "tool_agent",
     "verifiers",
     "with_scores",
     "worker",
@@ -66,7 +95,12 @@ __all__ = [
 _LAZY = {
     "ChatEndpoint": "engines.chat_endpoint",
     "TransformersEngine": "engines.transformers.engine",
+    "CommandAgent": "gateways.commands",
+    "CommandRun": "gateways.commands",
+    "Gateway": "gateways.server",
     "VLLMEngine": "engines.vllm.client.engine",
+    "command_agent": "gateways.commands",
+    "gateway": "gateways.server",
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from primerl._progress import report
 from primerl.rollout.collection.buffer import ON_STALE
+from primerl.rollout.collection.concurrency import AdaptiveConcurrency
 from primerl.rollout.collection.plan import Plan
 from primerl.rollout.collection.staleness import check_schedule
 from primerl.rollout.engines.protocol import Engine
@@ -43,6 +44,7 @@ def worker(
     group_timeout_s: float = 1800.0,
     timeout_s: float = 600.0,
     await_verification: bool | None = None,
+    concurrency: AdaptiveConcurrency | None = None,
     state: bytes | None = None,
     isolation: Literal["process", "thread"] = "process",
     threads: int = 1,
@@ -81,6 +83,8 @@ def worker(
         await_verification: whether a version is provisional until ``Worker.mark_version`` has named
             it, the one that is served at the start included. None: from the first call of it on,
             which a transport that verifies makes (``weights.transport_to(..., worker=)``).
+        concurrency: how many rollouts may be in flight within the staleness bound, by the load of
+            the engine, which needs ``metrics()`` (``VLLMEngine`` has it); by default, all.
         state: what ``Worker.state`` returned, to resume from there; refused where its groups or
             tasks are not what this worker would make (another ``group_size``, say).
         isolation: ``"process"``: in a process of its own, so that environments never take the
@@ -112,8 +116,14 @@ def worker(
         group_timeout_s=group_timeout_s,
         timeout_s=timeout_s,
         await_verification=await_verification,
+        concurrency=concurrency,
     )
     _check(plan, engine, tasks, isolation)
+    if concurrency is not None and not hasattr(engine, "metrics"):
+        raise ValueError(
+            f"concurrency follows the engine's load, and a {type(engine).__name__} has no "
+            "metrics(); leave it out"
+        )
     arguments: dict[str, Any] = {
         "environment": environment,
         "tasks": as_task_stream(tasks),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from primerl.rollout.collection.buffer import Buffer
+from primerl.rollout.collection.concurrency import follow_load
 from primerl.rollout.collection.groups import cancel_all
 from primerl.rollout.collection.plan import Plan, decode_state, encode_state
 from primerl.rollout.collection.playing import evaluate
@@ -90,6 +91,14 @@ class Collector:
             asyncio.create_task(self.lag.run()),
             asyncio.create_task(self._scheduler.run()),
         ]
+        if self._plan.concurrency is not None:
+            following = follow_load(
+                self._engine,
+                self._plan.concurrency,
+                in_flight=lambda: self._scheduler.rollouts_in_flight,
+                apply=self._scheduler.limit_rollouts,
+            )
+            self._background.append(asyncio.create_task(following))
         if self._channel is not None:
             self._background.append(asyncio.create_task(_send_heartbeats(self._channel)))
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import attrs
 import msgspec
 
+from primerl.rollout.collection.concurrency import AdaptiveConcurrency
 from primerl.types import SamplingParams
 
 STATE_FORMAT = 3
@@ -26,6 +27,7 @@ class Plan:
     group_timeout_s: float
     timeout_s: float
     await_verification: bool | None = None
+    concurrency: AdaptiveConcurrency | None = None
 
 
 def encode_state(plan: Plan, parts: Mapping[str, Any]) -> bytes:

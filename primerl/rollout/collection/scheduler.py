@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -40,6 +41,8 @@ class GroupScheduler:
     ) -> None:
         self.error: Exception | None = None
         """What has stopped the run, if anything has."""
+        self.max_rollouts = math.inf
+        """The most rollouts in flight; at least one group always is."""
         self.idle_s = 0.0
         """Time in which no group was in flight."""
         self.counters = Counters(
@@ -61,6 +64,16 @@ class GroupScheduler:
     def in_flight(self) -> list["asyncio.Task[None]"]:
         """The groups that are being run."""
         return list(self._in_flight)
+
+    @property
+    def rollouts_in_flight(self) -> int:
+        """Of all groups that are being run."""
+        return len(self._in_flight) * self._plan.group_size
+
+    def limit_rollouts(self, most: float) -> None:
+        """Start no group beyond ``most`` rollouts in flight."""
+        self.max_rollouts = most
+        self.notify_change()
 
     @property
     def tasks_exhausted(self) -> bool:
@@ -152,6 +165,9 @@ class GroupScheduler:
     def _next_task(self) -> Task | None:
         if self._buffer.verification.newest_rejected:
             return None  # nothing that engines sample now could be trained
+        size = self._plan.group_size
+        if self._in_flight and (len(self._in_flight) + 1) * size > self.max_rollouts:
+            return None
         if not self._buffer.may_start(served=self._engine.version):
             return None
         return self._again.popleft() if self._again else self._draw()

@@ -1,16 +1,14 @@
 """Token-exact conversations: sampled tokens are never decoded and tokenized again."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 
 from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.renderers.between_turns import Messages, between_turns, without_closing
 from primerl.types import NOT_SAMPLED, Completion, Rollout, Sample, SamplingParams
-
-Messages = Sequence[Mapping[str, Any]]
-_PLACEHOLDER = "reply-7c1e9b04d2"
 
 
 class Conversation:
@@ -134,13 +132,18 @@ class Conversation:
         if not self.token_ids:
             self._opening = list(messages)
             return self._encode(self._render(self._opening))
-        between = self._encode(text_after_reply(self._render, self._opening, messages))
-        return without_stop(between, self.token_ids[-1], self.params.stop_token_ids)
+        between = between_turns(self._render, self._opening, messages)
+        return without_closing(
+            self._encode(between.text),
+            self.token_ids[-1],
+            closing=self._encode(between.closing),
+            stop_token_ids=self.params.stop_token_ids,
+        )
 
-    def _render(self, messages: Messages) -> str:
+    def _render(self, messages: Messages, reply_next: bool = True) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                list(messages), tokenize=False, add_generation_prompt=reply_next
             )
         )
 
@@ -155,18 +158,3 @@ def known_routes(completion: Completion | None, length: int) -> int:
     the routes that were not known before, so all are.
     """
     return length - 1 if completion is not None and completion.routes else 0
-
-
-def text_after_reply(
-    render: Callable[[Messages], str], opening: Messages, messages: Messages
-) -> str:
-    """A chat template's text between the reply to ``opening`` and that to ``messages``."""
-    reply = {"role": "assistant", "content": _PLACEHOLDER}
-    text = render([*opening, reply, *messages])
-    return text[text.rindex(_PLACEHOLDER) + len(_PLACEHOLDER) :]
-
-
-def without_stop(token_ids: list[int], last: int, stop_token_ids: Collection[int]) -> list[int]:
-    """The tokens after a reply that ends with ``last``, without repeating its stop token."""
-    repeated = last in stop_token_ids and token_ids[:1] == [last]
-    return token_ids[1:] if repeated else token_ids

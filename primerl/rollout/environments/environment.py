@@ -41,15 +41,20 @@ def single_turn(tokenizer: Any, *, reward: Reward) -> Environment:
             raise ValueError(f"the task has no 'prompt', only {sorted(task)}")
         chat = Conversation(engine, tokenizer, params)
         reply = await chat.turn(task["prompt"])
-        return chat.rollout(reward=await _reward(reward, task, reply))
+        return chat.rollout(reward=await reward_of(reward, task, reply))
 
     return environment
 
 
-async def _reward(reward: Reward, task: Task, reply: str) -> float:
+async def reward_of(reward: Callable[..., Any], task: Task, played: Any) -> float:
+    """What a reward function or coroutine function returns for what was played.
+
+    Raises:
+        RewardError: it raised, or returned something other than a finite number.
+    """
     where = f"the reward function {getattr(reward, '__name__', reward)!r} for the task {dict(task)}"
     try:
-        value: Any = reward(task, reply)
+        value: Any = reward(task, played)
         if inspect.isawaitable(value):
             value = await value
         number = float(value)

@@ -19,11 +19,11 @@ import pytest
 
 pytest.importorskip("verifiers")
 from primerl import rollout, testing
-from primerl.rollout.environments.verifiers_adapter.template_renderer import TemplateRenderer
 from primerl.rollout.environments.verifiers_adapter.trace_samples import (
     SampledLogprobs,
     trace_samples,
 )
+from primerl.rollout.renderers.template import TemplateRenderer
 from primerl.types import NOT_SAMPLED, Completion, SamplingParams
 
 HERE = Path(__file__).parents[2] / "helpers/verifiers_environments"
@@ -156,12 +156,12 @@ def test_a_branch_has_the_routes_of_all_replies_on_its_path():
     assert [one.routes for one in samples] == [("a", "b", "c"), ("a", "b", "d"), ("e",)]
 
 
-def test_a_branch_with_nothing_new_to_train_gives_no_sample():
+def test_what_follows_the_last_reply_is_no_sample_and_in_none():
     nodes = [node(None, [1]), node(0, [2], [3]), node(1, [4]), node(1, [5])]
 
     (sample,) = trace_samples(SimpleNamespace(nodes=nodes), temperature=1.0)
 
-    assert sample.token_ids.tolist() == [1, 2, 3, 4]
+    assert sample.token_ids.tolist() == [1, 2, 3]
 
 
 def test_changed_tokens_are_refused():
@@ -459,8 +459,9 @@ def test_calls_are_parsed_only_where_there_are_tools(tokenizer):
     assert [(c.name, c.arguments) for c in parsed.tool_calls] == [("look", {"at": "door"})]
     assert renderer.parse_response(tokens).tool_calls == []
     broken = tokenizer.encode('<tool_call>{"name": 3}</tool_call>')
-    assert renderer.parse_response(broken, tools=tools).tool_calls == []
-    assert "tool_call" in renderer.parse_response(broken, tools=tools).content
+    parsed = renderer.parse_response(broken, tools=tools)
+    assert [one.status for one in parsed.tool_calls] == ["the call is not an object with a 'name'"]
+    assert "tool_call" in parsed.content
 
 
 def test_a_bridge_adds_what_the_template_would(tokenizer):

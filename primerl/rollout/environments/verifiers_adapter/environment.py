@@ -10,7 +10,7 @@ import attrs
 
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Task
-from primerl.rollout.environments.verifiers_adapter.loading import load, load_renderer
+from primerl.rollout.environments.verifiers_adapter.loading import load
 from primerl.rollout.environments.verifiers_adapter.running_environment import RunningEnvironment
 from primerl.rollout.environments.verifiers_adapter.trace_samples import (
     branch,
@@ -18,6 +18,7 @@ from primerl.rollout.environments.verifiers_adapter.trace_samples import (
     trace_samples,
 )
 from primerl.rollout.errors import EnvironmentFailed
+from primerl.rollout.renderers.loading import load_renderer
 from primerl.types import Rollout, SamplingParams
 
 # Verifiers' errors name what was raised in their text: "task setup: KeyError: 'no such room'".

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from primerl._optional import install_command, require
-from primerl.rollout.environments.verifiers_adapter.template_renderer import TemplateRenderer
 
 
 def load(
@@ -49,22 +48,6 @@ def load(
     if agent is not None and agent not in agents:
         raise ValueError(f"{name!r} has no agent {agent!r} to train, only {agents}")
     return env
-
-
-def load_renderer(tokenizer: Any, chosen: Any) -> Any:
-    """``chosen``, or by default the model's own if ``renderers`` knows it by its name.
-
-    None without a tokenizer, which engines that take messages do not need.
-    """
-    if tokenizer is None:
-        return None
-    if chosen is None:
-        base = require("renderers.base", extra="verifiers")
-        known = getattr(tokenizer, "name_or_path", "") in base.MODEL_RENDERER_MAP
-        return base.create_renderer(tokenizer) if known else TemplateRenderer(tokenizer)
-    if hasattr(chosen, "bridge_to_next_turn"):
-        return chosen
-    return require("renderers", extra="verifiers").create_renderer(tokenizer, chosen)
 
 
 def _check_version() -> None:

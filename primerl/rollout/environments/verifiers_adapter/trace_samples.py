@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from primerl.types import NOT_SAMPLED, Completion, Sample
+from primerl.rollout.agents.stitching import Call, stitch
+from primerl.types import Completion, Sample
 
 
 class SampledLogprobs(list[float]):
@@ -26,27 +25,38 @@ class SampledLogprobs(list[float]):
 
 
 def trace_samples(trace: Any, *, temperature: float) -> list[Sample]:
-    """One sample for each branch of ``trace`` that has something to train.
-
-    A reply that several branches share is trained only in the first of them; its expert routes are
-    those of its tokens in all of them.
+    """The fewest samples that train each reply of ``trace`` once; see ``stitch``.
 
     Raises:
         ValueError: a reply's tokens are not those that the engine sampled.
     """
-    nodes = trace.nodes
-    parents = {node.parent for node in nodes}
-    trained: set[int] = set()
-    samples = []
-    for leaf in range(len(nodes)):
-        if leaf in parents:
-            continue
-        path = branch(nodes, leaf)
-        new = {index for index in path if reply_completion(nodes[index]) is not None} - trained
-        if new:
-            trained |= new
-            samples.append(_sample(nodes, path, new, temperature))
-    return samples
+    return stitch(trace_calls(trace.nodes), temperature=temperature)
+
+
+def trace_calls(nodes: Sequence[Any]) -> list[Call]:
+    """The engine calls of a trace, whose nodes come after their parents.
+
+    Raises:
+        ValueError: a reply's tokens are not those that the engine sampled.
+    """
+    calls: list[Call] = []
+    ends: list[tuple[Call | None, list[int]]] = []  # of each node: the last call, the tokens since
+    for index, node in enumerate(nodes):
+        call, before = (None, []) if node.parent is None else ends[node.parent]
+        completion = reply_completion(node)
+        tokens = [*before, *node.token_ids]
+        if completion is not None:
+            start = len(tokens) - len(completion.token_ids)
+            if tokens[start:] != completion.token_ids.tolist():
+                raise ValueError(
+                    f"reply {index} of the trace does not end with the tokens that were sampled; "
+                    "a hook of the environment changed them"
+                )
+            call = Call(new_ids=tokens[:start], completion=completion, parent=call)
+            calls.append(call)
+            tokens = []
+        ends.append((call, tokens))
+    return calls
 
 
 def last_reply(trace: Any) -> SampledLogprobs | None:
@@ -70,36 +80,3 @@ def reply_completion(node: Any) -> Completion | None:
     """The completion of a reply that an engine sampled; None for any other message."""
     sampled = node.sampled and isinstance(node.logprobs, SampledLogprobs)
     return node.logprobs.completion if sampled and len(node.logprobs) else None
-
-
-def _sample(nodes: Sequence[Any], path: list[int], new: set[int], temperature: float) -> Sample:
-    token_ids = np.concatenate([np.asarray(nodes[index].token_ids, np.int32) for index in path])
-    mask = np.zeros(len(token_ids), np.bool_)
-    logprobs = np.zeros(len(token_ids), np.float32)
-    versions = np.full(len(token_ids), NOT_SAMPLED, np.int32)
-    routes: list[str] = []
-    end = 0
-    for index in path:
-        end += len(nodes[index].token_ids)
-        completion = reply_completion(nodes[index])
-        if completion is not None:
-            routes += completion.routes
-        if index not in new or completion is None:
-            continue
-        reply = slice(end - len(completion.token_ids), end)  # after the prompt's last tokens
-        if not np.array_equal(token_ids[reply], completion.token_ids):
-            raise ValueError(
-                f"reply {index} of the trace does not end with the tokens that were sampled; "
-                "a hook of the environment changed them"
-            )
-        mask[reply] = True
-        logprobs[reply] = completion.logprobs
-        versions[reply] = completion.versions
-    return Sample(
-        token_ids=token_ids,
-        loss_mask=mask,
-        behavior_logprobs=logprobs,
-        versions=versions,
-        temperature=temperature,
-        routes=routes,
-    )

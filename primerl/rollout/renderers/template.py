@@ -1,20 +1,20 @@
 """From messages to tokens and back, through a tokenizer's own chat template."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from primerl.rollout.environments.conversation import text_after_reply, without_stop
+from primerl.rollout.renderers.between_turns import Between, between_turns, without_closing
+from primerl.rollout.renderers.tool_calls import Parsed, parse_tool_calls
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
 _CACHED_TEXTS = 512  # rollouts of a task share their prompt
 _CACHED_CHARACTERS = 20_000  # longer texts rarely occur twice
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_THOUGHT = "<think>\nthought\n</think>\n\n"
 _TOOLS = """You may call these functions; each line describes one:
 {tools}
 
@@ -29,25 +29,6 @@ class Rendered:
     """A prompt's tokens."""
 
     token_ids: list[int]
-
-
-@attrs.frozen
-class ParsedToolCall:
-    """One function call of a reply; ``arguments`` by name."""
-
-    name: str
-    arguments: dict[str, Any]
-    id: str | None = None
-    status: str = "ok"
-
-
-@attrs.frozen
-class Parsed:
-    """A reply as text and function calls."""
-
-    content: str
-    tool_calls: list[ParsedToolCall] = attrs.field(factory=list)
-    reasoning_content: str | None = None
 
 
 class TemplateRenderer:
@@ -92,19 +73,51 @@ class TemplateRenderer:
         *,
         tools: Tools | None = None,
     ) -> Rendered | None:
-        """The conversation so far and ``new_messages``; None if one of them is an assistant's."""
-        if any(message["role"] == "assistant" for message in new_messages):
+        """The conversation so far and ``new_messages``; None where ``tokens_after`` is."""
+        between = self.tokens_after(previous_completion_ids, new_messages, tools=tools)
+        if between is None:
+            return None
+        return Rendered(previous_prompt_ids + previous_completion_ids + between)
+
+    def tokens_after(
+        self, reply_ids: list[int], new_messages: Sequence[Message], *, tools: Tools | None = None
+    ) -> list[int] | None:
+        """The tokens between a reply and the reply to new messages.
+
+        None if the conversation has to be rendered anew: one of the messages is an assistant's, or
+        the template renders the prompt, or a reply to it, otherwise once a turn follows.
+        """
+        if not new_messages or any(one["role"] == "assistant" for one in new_messages):
             return None
         if self._template is None:
-            between = self._encode(_concatenated(new_messages))
-        else:
-            opening = [{"role": "user", "content": "-"}]
-            text = text_after_reply(
-                lambda messages: self._text(messages, tools, True), opening, new_messages
+            return self._encode(_concatenated(new_messages))
+        thought = "</think>" in self._template and "</think>" in self._decode(reply_ids)
+        between = self._between(new_messages, tools, begins=_THOUGHT if thought else "")
+        if between is None or not between.extends:
+            return None
+        return without_closing(
+            self._encode(between.text),
+            reply_ids[-1],
+            closing=self._encode(between.closing),
+            stop_token_ids=self.get_stop_token_ids(),
+        )
+
+    def _between(
+        self, new_messages: Sequence[Message], tools: Tools | None, begins: str
+    ) -> Between | None:
+        """What the template has between turns, shown by a conversation that stands for any."""
+        import jinja2  # chat templates are written in it: transformers needs it to render them
+
+        opening = [{"role": "user", "content": "-"}]
+        try:
+            return between_turns(
+                lambda messages, reply_next: self._text(messages, tools, reply_next),
+                opening,
+                new_messages,
+                begins=begins,
             )
-            stops = self.get_stop_token_ids()
-            between = without_stop(self._encode(text), previous_completion_ids[-1], stops)
-        return Rendered(previous_prompt_ids + previous_completion_ids + between)
+        except (jinja2.TemplateError, TypeError, ValueError):
+            return None  # such as a template that wants a call before a tool's result
 
     def parse_response(
         self,
@@ -113,20 +126,9 @@ class TemplateRenderer:
         tools: Tools | None = None,
         prompt_ids: list[int] | None = None,  # noqa: ARG002 - renderers' protocol
     ) -> Parsed:
-        """The reply's text; with ``tools``, its function calls too.
-
-        A call that isn't valid JSON with a name stays in the text.
-        """
+        """The reply's text; with ``tools``, its function calls too."""
         text = self._decode(token_ids)
-        if not tools or "<tool_call>" not in text:
-            return Parsed(text)
-        calls = []
-        for match in _TOOL_CALL.finditer(text):
-            call = _tool_call(match[1])
-            if call is not None:
-                calls.append(call)
-                text = text.replace(match[0], "", 1)
-        return Parsed(text.strip() if calls else text, calls)
+        return parse_tool_calls(text) if tools else Parsed(text)
 
     def _text(self, messages: Sequence[Message], tools: Tools | None, reply_next: bool) -> str:
         template = self._template or ""
@@ -167,17 +169,6 @@ class TemplateRenderer:
 
 def _concatenated(messages: Sequence[Message]) -> str:
     return "".join(str(message.get("content") or "") for message in messages)
-
-
-def _tool_call(text: str) -> ParsedToolCall | None:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    return ParsedToolCall(call["name"], arguments) if isinstance(arguments, dict) else None
 
 
 def _with_calls_as_text(message: Message) -> Message:

@@ -1,0 +1,329 @@
+"""The conversations of one rollout, as the messages of an agent and as the engine's tokens."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from primerl.rollout.agents.messages import Message, Tools, message_key
+from primerl.rollout.agents.stitching import Call, stitch
+from primerl.rollout.engines.protocol import Engine
+from primerl.types import Completion, Sample, SamplingParams
+
+ORIGINS = ("start", "extends", "fork", "edited", "unbridged")
+"""How a request relates to those before it: it begins a conversation; continues one, token for
+token; continues one at a place from which another goes on, too; has a history that the agent
+altered; or one whose next turn the renderer can't add to the tokens that were sampled. The last
+three begin a branch."""
+
+
+class ContextFull(ValueError):
+    """The prompt leaves no room for a reply."""
+
+
+@attrs.define(eq=False)
+class _Place:
+    """A message in the tree of conversations; as a reply of the policy, with its engine call."""
+
+    message: Message | None = None
+    above: "_Place | None" = None
+    below: dict[tuple[Any, ...], "_Place"] = attrs.Factory(dict)
+    call: Call | None = None
+    tokens: list[int] | None = None  # up to the end of the call, until another call takes the list
+    asked: int = 0  # requests that ended here
+    extended: bool = False
+
+    def next(self, message: Message, key: tuple[Any, ...]) -> "_Place":
+        place = self.below.get(key)
+        if place is None:
+            place = self.below[key] = _Place(message, self)
+        return place
+
+    def take_tokens(self) -> list[int]:
+        """The tokens up to the end of the call, as a list that the caller may extend."""
+        assert self.call is not None
+        tokens, self.tokens = self.tokens, None
+        return self.call.token_ids.tolist() if tokens is None else tokens
+
+    @property
+    def messages(self) -> list[Message]:
+        place, found = self, []
+        while place.above is not None and place.message is not None:
+            found.append(place.message)
+            place = place.above
+        return found[::-1]
+
+
+_Keyed = tuple[Message, Any, _Place]
+"""A message, its content, and its place."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Reply:
+    """The policy's reply to a request.
+
+    ``finish_reason`` is ``"stop"``, ``"length"``, or ``"context"`` where the context ended it.
+    ``malformed`` says what is wrong with function calls that can't be executed.
+    """
+
+    message: dict[str, Any]
+    call: Call
+    finish_reason: str
+    malformed: list[str]
+    prompt_tokens: int
+    origin: str
+    _place: _Place
+
+    @property
+    def conversation(self) -> list[Message]:
+        """The messages up to this reply."""
+        return self._place.messages
+
+
+class History:
+    """Samples replies to messages, and feeds back what was sampled token for token.
+
+    Each request is a whole conversation, as clients of chat APIs send it. It is matched to the
+    longest one that was recorded; of the messages after that only the tokens are added. Where that
+    can't be done, the conversation is rendered anew: a branch, which ``origins`` counts.
+
+    Args:
+        engine: samples the replies.
+        renderer: as ``load_renderer`` returns it; its stop tokens are added to those of ``params``.
+        params: of every reply.
+        session: an id of the rollout, for engines of several replicas.
+        keep_reasoning: whether a reply is the same without its reasoning, so that reasoning stays
+            in the context of clients that do not send it back. By default it is left out there, as
+            the client does: a branch.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Any,
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        keep_reasoning: bool = False,
+    ) -> None:
+        stops = dict.fromkeys((*params.stop_token_ids, *renderer.get_stop_token_ids()))
+        self.params = attrs.evolve(params, stop_token_ids=tuple(stops))
+        self.calls: list[Call] = []
+        self.origins: Counter[str] = Counter()
+        self.resent = 0
+        """Requests that were sent before, and were sampled again."""
+        self._engine = engine
+        self._renderer = renderer
+        self._session = session
+        self._reasoning = not keep_reasoning
+        self._roots: dict[tuple[str, str], _Place] = {}
+        self._tools: tuple[Tools | None, str] = (None, "null")
+        # Of the last request: agents in this process send the same objects again.
+        self._keyed: list[_Keyed] = []
+        self._ends: list[tuple[_Place, str, Tools | None]] = []  # of each call
+
+    async def reply(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Tools | None = None,
+        agent: str = "policy",
+        max_tokens: int | None = None,
+    ) -> Reply:
+        """The policy's reply to ``messages``; cancelling the awaiting task records nothing.
+
+        Messages are in OpenAI's form, with their content as text.
+
+        Raises:
+            ContextFull: the prompt leaves no room for a reply.
+            Exception: what the engine raises.
+        """
+        tools = tools or None
+        wanted = min(self.params.max_tokens, max_tokens or self.params.max_tokens)
+        place, known, count = self._find(messages, tools, agent)
+        new = None
+        if known is not None:
+            new = self._tokens_after(known, messages[count:], tools)
+        origin = self._origin(place, known, messages[count:], bridged=new is not None)
+        if new is None or known is None:
+            known = None
+            rendered = self._renderer.render(messages, tools=tools, add_generation_prompt=True)
+            tokens = new = list(rendered.token_ids)
+        else:
+            tokens = known.take_tokens()
+            tokens += new
+        prompt_tokens = len(tokens)
+        try:
+            completion = await self._sample(tokens, known, len(new), wanted)
+        except BaseException:  # cancelled, too: the list is as it was
+            if known is not None:
+                del tokens[prompt_tokens - len(new) :]
+                known.tokens = tokens
+            raise
+        parent = None if known is None else known.call
+        call = Call(new_ids=new, completion=completion, parent=parent, agent=agent)
+        self.resent += place.asked > 0
+        place.asked += 1
+        self.origins[origin] += 1
+        if known is not None:
+            known.extended = True
+        return self._record(place, call, tokens, tools, origin, wanted)
+
+    def samples(self, agents: Sequence[str] | None = None) -> list[Sample]:
+        """The fewest samples of what these agents were given; of all agents by default."""
+        calls = [call for call in self.calls if agents is None or call.agent in agents]
+        return stitch(calls, temperature=self.params.temperature)
+
+    def forget(self, call: Call) -> None:
+        """Leave out the last call of a conversation, whose reply nobody has seen."""
+        index = self.calls.index(call)
+        place, origin, _ = self._ends.pop(index)
+        del self.calls[index]
+        self.origins[origin] -= 1
+        place.call = place.tokens = None
+
+    def conversation(self) -> dict[str, Any]:
+        """The last conversation, as ``primerl.data`` reads it, and every one as ``branches``."""
+        extended = {id(call.parent) for call in self.calls}
+        branches = [
+            {"agent": call.agent, "origin": origin, "messages": place.messages, "tools": tools}
+            for call, (place, origin, tools) in zip(self.calls, self._ends, strict=True)
+            if id(call) not in extended
+        ]
+        last = branches[-1] if branches else {"messages": [], "tools": None}
+        conversation: dict[str, Any] = {"messages": last["messages"], "branches": branches}
+        if last["tools"]:
+            conversation["tools"] = list(last["tools"])
+        return conversation
+
+    def _find(
+        self, messages: Sequence[Message], tools: Tools | None, agent: str
+    ) -> tuple[_Place, _Place | None, int]:
+        """Where ``messages`` end, the last recorded reply among them, and its message's number."""
+        if tools is not self._tools[0]:
+            self._tools = (tools, json.dumps(tools, sort_keys=True))
+        place = self._roots.setdefault((agent, self._tools[1]), _Place())
+        known, count = None, 0
+        before, self._keyed = self._keyed, []
+        for number, message in enumerate(messages, start=1):
+            place = _same_place(place, message, before, number - 1) or place.next(
+                message, self._key(message)
+            )
+            self._keyed.append((message, message.get("content"), place))
+            if place.call is not None:
+                known, count = place, number
+        return place, known, count
+
+    def _key(self, message: Message) -> tuple[Any, ...]:
+        return message_key(message, reasoning=self._reasoning)
+
+    def _origin(
+        self, place: _Place, known: _Place | None, tail: Sequence[Message], *, bridged: bool
+    ) -> str:
+        if bridged and known is not None:
+            return "fork" if known.extended else "extends"
+        said = any(message["role"] == "assistant" for message in tail)
+        if known is not None:
+            return "edited" if said or not tail else "unbridged"
+        if place.asked:
+            return "fork"
+        return "edited" if said and self.calls else "start"
+
+    def _tokens_after(
+        self, known: _Place, messages: Sequence[Message], tools: Tools | None
+    ) -> list[int] | None:
+        """The tokens of ``messages`` after a reply; None if they can't be added to it."""
+        if not messages or any(message["role"] == "assistant" for message in messages):
+            return None
+        assert known.call is not None
+        reply: list[int] = known.call.completion.token_ids.tolist()
+        if hasattr(self._renderer, "tokens_after"):
+            added: list[int] | None = self._renderer.tokens_after(reply, messages, tools=tools)
+            return added
+        before = known.tokens if known.tokens is not None else known.call.token_ids.tolist()
+        prompt = before[: -len(reply)]
+        rendered = self._renderer.bridge_to_next_turn(prompt, reply, list(messages), tools=tools)
+        if rendered is None or list(rendered.token_ids[: len(before)]) != before:
+            return None
+        return list(rendered.token_ids[len(before) :])
+
+    async def _sample(
+        self, tokens: list[int], known: _Place | None, new: int, wanted: int
+    ) -> Completion:
+        room = self._engine.context_length - len(tokens)
+        if room < 1:
+            raise ContextFull(
+                f"the prompt's {len(tokens)} tokens fill the engine's context of "
+                f"{self._engine.context_length}"
+            )
+        has_routes = known is not None and known.call is not None and known.call.completion.routes
+        params = attrs.evolve(
+            self.params,
+            max_tokens=min(wanted, room),
+            # The last token of the reply before went through no forward pass yet.
+            routes_start=len(tokens) - new - 1 if has_routes else 0,
+        )
+        return await self._engine.generate(tokens, params, session=self._session)
+
+    def _record(
+        self,
+        place: _Place,
+        call: Call,
+        tokens: list[int],
+        tools: Tools | None,
+        origin: str,
+        wanted: int,
+    ) -> Reply:
+        prompt_tokens = len(tokens)
+        sampled: list[int] = call.completion.token_ids.tolist()
+        parsed = self._renderer.parse_response(sampled, tools=tools, prompt_ids=tokens)
+        message, malformed = self._message(parsed, with_calls=bool(tools))
+        tokens += sampled
+        end = place.next(message, self._key(message))
+        end.call, end.tokens, end.extended = call, tokens, False
+        self.calls.append(call)
+        self._ends.append((end, origin, tools))
+        filled = self._engine.context_length - prompt_tokens < wanted
+        cut = call.completion.finish_reason == "length"
+        return Reply(
+            message=message,
+            call=call,
+            finish_reason="context" if cut and filled else call.completion.finish_reason,
+            malformed=malformed,
+            prompt_tokens=prompt_tokens,
+            origin=origin,
+            place=end,
+        )
+
+    def _message(self, parsed: Any, *, with_calls: bool) -> tuple[dict[str, Any], list[str]]:
+        """The reply in OpenAI's form, and what is wrong with its malformed calls."""
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}
+        if parsed.reasoning_content:
+            message["reasoning_content"] = parsed.reasoning_content
+        calls, malformed = [], []
+        for number, call in enumerate(parsed.tool_calls if with_calls else ()):
+            if str(call.status) != "ok" or not call.name:
+                malformed.append(str(call.status))
+                continue
+            arguments = call.arguments
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments or {})
+            function = {"name": call.name, "arguments": arguments}
+            name = call.id or f"call_{len(self.calls)}_{number}"
+            calls.append({"id": name, "type": "function", "function": function})
+        if calls:
+            message["tool_calls"] = calls
+        return message, malformed
+
+
+def _same_place(
+    above: _Place, message: Message, before: Sequence[_Keyed], index: int
+) -> _Place | None:
+    """Where a message stood in the last request, if neither it nor what is above has changed."""
+    if index >= len(before):
+        return None
+    said, content, place = before[index]
+    same = said is message and content is message.get("content") and place.above is above
+    return place if same else None

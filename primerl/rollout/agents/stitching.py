@@ -1,0 +1,139 @@
+"""From the engine calls of a rollout to the fewest samples that train each sampled token once."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import xxhash
+from jaxtyping import Int32
+
+from primerl.types import NOT_SAMPLED, Completion, Sample
+
+
+def _int32(values: Any) -> np.ndarray:
+    array: np.ndarray = np.array(values, np.int32)
+    array.setflags(write=False)
+    return array
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Call:
+    """One engine call: the prompt's tokens that are new, and the completion.
+
+    The engine saw the tokens of ``parent``, its completion, and then ``new_ids``; without a parent,
+    ``new_ids`` are the whole prompt. Calls that share a parent are branches. ``agent`` names who
+    asked, in rollouts of several agents.
+    """
+
+    new_ids: Int32[np.ndarray, " t"] = attrs.field(converter=_int32)
+    completion: Completion
+    parent: "Call | None" = None
+    agent: str = "policy"
+
+    @property
+    def path(self) -> list["Call"]:
+        """The calls whose tokens the prompt holds, from the first one to this one."""
+        path, call = [self], self.parent
+        while call is not None:
+            path.append(call)
+            call = call.parent
+        return path[::-1]
+
+    @property
+    def token_ids(self) -> Int32[np.ndarray, " t"]:
+        """The prompt and the completion."""
+        parts = [part for call in self.path for part in (call.new_ids, call.completion.token_ids)]
+        tokens: np.ndarray = np.concatenate(parts)
+        return tokens
+
+    @property
+    def prompt_ids(self) -> Int32[np.ndarray, " t"]:
+        """What the engine saw."""
+        return self.token_ids[: -len(self.completion.token_ids)]
+
+
+def stitch(calls: Sequence[Call], *, temperature: float) -> list[Sample]:
+    """The fewest samples in which every completion of ``calls`` follows what the engine saw.
+
+    One sample for each call that no other one extends, with the calls that it extends. What several
+    samples share is trained in the first of them only, so each sampled token is trained once, with
+    its own logprob and version. Expert routes are those of all of a sample's calls. A parent that
+    is not in ``calls`` is context, and not trained.
+
+    Raises:
+        ValueError: a completion is empty, so that there is nothing to train; or two calls are one.
+    """
+    if len({id(call) for call in calls}) < len(calls):
+        raise ValueError("a call is listed twice; its tokens would be trained twice")
+    untrained = {id(call) for call in calls}
+    return [_sample(leaf, untrained, temperature) for leaf in _leaves(calls)]
+
+
+def link_calls(requests: Iterable[tuple[Any, Completion]]) -> list[Call]:
+    """Calls in their order, each after the longest earlier one that its prompt begins with.
+
+    For environments that record each prompt as a whole. Every prompt is read once.
+    """
+    calls: list[Call] = []
+    ended: dict[tuple[int, int], tuple[Call, np.ndarray]] = {}  # by length and digest
+    for prompt_ids, completion in requests:
+        prompt = _int32(prompt_ids)
+        parent, shared = _longest_prefix(prompt, ended)
+        call = Call(new_ids=prompt[shared:], completion=completion, parent=parent)
+        whole = np.concatenate([prompt, completion.token_ids])
+        ended[len(whole), xxhash.xxh64_intdigest(whole.tobytes())] = (call, whole)
+        calls.append(call)
+    return calls
+
+
+def _longest_prefix(
+    prompt: np.ndarray, ended: dict[tuple[int, int], tuple[Call, np.ndarray]]
+) -> tuple[Call | None, int]:
+    """The longest of ``ended`` that ``prompt`` begins with, and its length."""
+    longest: tuple[Call | None, int] = (None, 0)
+    digest, read = xxhash.xxh64(), 0
+    for length in sorted({length for length, _ in ended if length <= len(prompt)}):
+        digest.update(prompt[read:length].tobytes())
+        read = length
+        found = ended.get((length, digest.intdigest()))
+        if found is not None and np.array_equal(found[1], prompt[:length]):
+            longest = (found[0], length)
+    return longest
+
+
+def _leaves(calls: Sequence[Call]) -> Iterator[Call]:
+    """The calls that no other of ``calls`` extends."""
+    extended: set[int] = set()
+    for call in calls:
+        parent = call.parent
+        while parent is not None and id(parent) not in extended:
+            extended.add(id(parent))
+            parent = parent.parent
+    return (call for call in calls if id(call) not in extended)
+
+
+def _sample(leaf: Call, untrained: set[int], temperature: float) -> Sample:
+    """The tokens of ``leaf``'s path; those of ``untrained`` are trained, and leave the set."""
+    path = leaf.path
+    token_ids = leaf.token_ids
+    mask = np.zeros(len(token_ids), np.bool_)
+    logprobs = np.zeros(len(token_ids), np.float32)
+    versions = np.full(len(token_ids), NOT_SAMPLED, np.int32)
+    end = 0
+    for call in path:
+        start = end + len(call.new_ids)
+        end = start + len(call.completion.token_ids)
+        if id(call) in untrained:
+            untrained.remove(id(call))
+            mask[start:end] = True
+            logprobs[start:end] = call.completion.logprobs
+            versions[start:end] = call.completion.versions
+    return Sample(
+        token_ids=token_ids,
+        loss_mask=mask,
+        behavior_logprobs=logprobs,
+        versions=versions,
+        temperature=temperature,
+        routes=[reference for call in path for reference in call.completion.routes],
+    )

@@ -1,0 +1,1 @@
+"""A gateway: agents that speak the APIs of OpenAI or Anthropic, sampled by an engine."""

@@ -1,0 +1,258 @@
+"""Rollouts of command-line agents, which reach the policy through the gateway."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from primerl.rollout.agents.limits import AgentLimits
+from primerl.rollout.agents.messages import clipped
+from primerl.rollout.agents.tools import Runtime
+from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.environments.environment import Task, reward_of
+from primerl.rollout.gateways.server import Gateway, gateway
+from primerl.rollout.gateways.sessions import Session
+from primerl.types import Rollout, SamplingParams
+
+KILL_S = 5.0
+PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
+
+Command = Callable[[Task, Session], Sequence[str]]
+CommandReward = Callable[[Task, "CommandRun"], float | Awaitable[float]]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class CommandRun:
+    """How a command-line agent ended.
+
+    ``exit_code`` is None if it was ended by a limit of time. ``output`` is the beginning and end of
+    what it printed. ``folder`` is where it ran, unless that was a runtime.
+    """
+
+    session: Session
+    exit_code: int | None
+    output: str
+    folder: Path | None
+    runtime: Runtime | None
+
+
+def command_agent(
+    command: Command,
+    tokenizer: Any,
+    *,
+    reward: CommandReward,
+    prepare: Callable[[Task, Path], None] | None = None,
+    runtime: Callable[[Task], contextlib.AbstractAsyncContextManager[Runtime]] | None = None,
+    variables: Mapping[str, str] | None = None,
+    renderer: Any = None,
+    limits: AgentLimits | None = None,
+    keep_conversation: bool = False,
+) -> "CommandAgent":
+    """An environment in which a program is the agent: any that takes a base URL and a key.
+
+        def command(task, session):
+            return ["mini", "--yolo", "--task", task["prompt"], "--model", "openai/policy"]
+
+        environment = rollout.command_agent(command, tokenizer, reward=tests_pass)
+
+    The program finds the gateway in ``OPENAI_BASE_URL`` and ``ANTHROPIC_BASE_URL`` with their keys;
+    ``command`` may also use ``session.base_url`` and ``session.key``. It runs in a new folder, as a
+    process of this machine with few of its environment variables, or in a ``runtime``. That is no
+    protection from what a model writes: for untrusted commands pass a runtime that isolates. A
+    runtime on another machine needs a route to the gateway, which listens on 127.0.0.1 only.
+
+    Args:
+        command: ``(task, session) -> argv``.
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        reward: ``(task, run) -> number``, while the folder or runtime is there.
+        prepare: ``(task, folder)``: writes the files that the agent works on.
+        runtime: ``(task) -> async context manager`` of a place to run it, such as a sandbox with
+            verifiers' ``Runtime`` methods.
+        variables: further environment variables.
+        renderer: as of ``rollout.verifiers``.
+        limits: of turns, tokens, time, and characters of output that are kept.
+        keep_conversation: whether rollouts have their ``conversation``.
+    """
+    return CommandAgent(
+        command=command,
+        tokenizer=tokenizer,
+        reward=reward,
+        prepare=prepare,
+        runtime=runtime,
+        variables=dict(variables or {}),
+        renderer=renderer,
+        limits=limits or AgentLimits(),
+        keep_conversation=keep_conversation,
+    )
+
+
+@attrs.define(kw_only=True, eq=False, slots=False)
+class CommandAgent:
+    """``async (task, engine, params) -> Rollout``: made by ``command_agent``.
+
+    It can be pickled: a gateway is started on the first call, once for each event loop, and closed
+    by ``aclose``.
+    """
+
+    command: Command
+    tokenizer: Any
+    reward: CommandReward
+    prepare: Callable[[Task, Path], None] | None
+    runtime: Callable[[Task], contextlib.AbstractAsyncContextManager[Runtime]] | None
+    variables: Mapping[str, str]
+    renderer: Any
+    limits: AgentLimits
+    keep_conversation: bool
+    _gateways: dict[asyncio.AbstractEventLoop, "asyncio.Task[Gateway]"] = attrs.field(
+        init=False, factory=dict
+    )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_gateways": {}}
+
+    async def __call__(self, task: Task, engine: Engine, params: SamplingParams) -> Rollout:
+        """Play ``task``.
+
+        Raises:
+            Exception: what the engine, ``prepare`` or the runtime raises.
+        """
+        served = await self._gateway()
+        async with (
+            served.open(engine=engine, params=params, limits=self.limits) as session,
+            self._place(task) as (folder, runtime),
+        ):
+            argv = list(self.command(task, session))
+            variables = {**session.variables, **self.variables}
+            if runtime is None:
+                exit_code, output = await _run_here(argv, variables, folder, self.limits)
+            else:
+                exit_code, output = await _run_there(argv, variables, runtime, self.limits)
+            await session.close()
+            run = CommandRun(
+                session=session,
+                exit_code=exit_code,
+                output=output,
+                folder=folder,
+                runtime=runtime,
+            )
+            return session.rollout(
+                reward=await reward_of(self.reward, task, run),
+                stop=_stop(session, exit_code),
+                keep_conversation=self.keep_conversation,
+            )
+
+    async def aclose(self) -> None:
+        """Close the gateway of this event loop, if there is one."""
+        starting = self._gateways.pop(asyncio.get_running_loop(), None)
+        if starting is not None:
+            await (await starting).__aexit__()
+
+    async def _gateway(self) -> Gateway:
+        loop = asyncio.get_running_loop()
+        if loop not in self._gateways:
+            self._gateways = {k: v for k, v in self._gateways.items() if not k.is_closed()}
+            served = gateway(None, self.tokenizer, renderer=self.renderer)
+            self._gateways[loop] = loop.create_task(served.__aenter__())
+        return await asyncio.shield(self._gateways[loop])
+
+    @contextlib.asynccontextmanager
+    async def _place(self, task: Task) -> AsyncIterator[tuple[Path | None, Runtime | None]]:
+        if self.runtime is not None:
+            async with self.runtime(task) as runtime:
+                yield None, runtime
+            return
+        folder = Path(tempfile.mkdtemp(prefix="primerl-agent-"))
+        try:
+            if self.prepare is not None:
+                self.prepare(task, folder)
+            yield folder, None
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _stop(session: Session, exit_code: int | None) -> str:
+    if exit_code is None:
+        return "timeout"
+    if session.outcomes["limited"] or session.outcomes["context"] or exit_code == 0:
+        return session.stop
+    return f"exit_code_{exit_code}"
+
+
+async def _run_there(
+    argv: list[str], variables: dict[str, str], runtime: Runtime, limits: AgentLimits
+) -> tuple[int | None, str]:
+    try:
+        async with asyncio.timeout(limits.timeout_s):
+            result = await runtime.run(argv, variables)
+    except TimeoutError:
+        return None, ""
+    return result.exit_code, clipped(result.stdout + result.stderr, limits.max_output)
+
+
+async def _run_here(
+    argv: list[str], variables: dict[str, str], folder: Path | None, limits: AgentLimits
+) -> tuple[int | None, str]:
+    """Run a program in its own process group, which is killed in the end."""
+    passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    # A pipe of our own: asyncio would wait for those who hold its pipes after the program's end.
+    source, sink = os.pipe()
+    reader, pipe = await _opened(source)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            cwd=folder,
+            env={**passed_on, **variables},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+        )
+    except BaseException:
+        pipe.close()
+        raise
+    finally:
+        os.close(sink)
+    reading = asyncio.create_task(_ends_of(reader, limits.max_output))
+    exit_code: int | None = None
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limits.timeout_s):
+                exit_code = await process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILL_S):
+                await process.wait()
+                await asyncio.wait([reading])
+        pipe.close()
+        output = await reading  # ends with the pipe
+    return exit_code, output
+
+
+async def _opened(source: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
+    reader = asyncio.StreamReader()
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(source, "rb")
+    )
+    return reader, pipe
+
+
+async def _ends_of(stream: asyncio.StreamReader, limit: int) -> str:
+    """The beginning and end of all that a program prints."""
+    head, tail, size = b"", b"", 0
+    while chunk := await stream.read(1 << 16):
+        size += len(chunk)
+        room = max(0, limit // 2 - len(head))
+        head += chunk[:room]
+        tail = (tail + chunk[room:])[-(limit - limit // 2) :]
+    left_out = size - len(head) - len(tail)
+    note = f"\n[... {left_out:,} bytes left out ...]\n".encode() if left_out else b""
+    return (head + note + tail).decode(errors="replace")

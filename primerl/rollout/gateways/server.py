@@ -1,0 +1,240 @@
+"""The gateway's HTTP server, on the loopback interface of the machine that plays rollouts."""
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import xxhash
+from aiohttp import web
+
+from primerl.rollout.agents.history import ContextFull, History, Reply
+from primerl.rollout.agents.limits import AgentLimits, LimitReached
+from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.gateways.anthropic_messages import AnthropicMessages
+from primerl.rollout.gateways.apis import Api, BadRequest, Request
+from primerl.rollout.gateways.chat_completions import ChatCompletions
+from primerl.rollout.gateways.responses import Responses
+from primerl.rollout.gateways.sessions import Session
+from primerl.rollout.renderers.loading import load_renderer
+from primerl.types import SamplingParams
+
+MAX_BODY = 1 << 26  # bytes of one request
+CLOSE_S = 5.0
+APIS: tuple[Api, ...] = (ChatCompletions(), Responses(), AnthropicMessages())
+
+
+def gateway(
+    engine: Engine | None,
+    tokenizer: Any,
+    *,
+    params: SamplingParams | None = None,
+    renderer: Any = None,
+    keep_reasoning: bool = False,
+) -> "Gateway":
+    """A server at which agents that we did not write sample from ``engine``.
+
+        async with rollout.gateway(engine, tokenizer, params=params) as gateway:
+            async with gateway.open() as agent:
+                client = openai.AsyncOpenAI(base_url=agent.base_url, api_key=agent.key)
+                ...
+            played = agent.rollout(reward=1.0)
+
+    It speaks OpenAI's Chat Completions and Responses and Anthropic's Messages, streamed or not, on
+    127.0.0.1. Each rollout has a key; see ``History`` for how its requests become samples. What a
+    client asks of the sampling itself (``temperature``, ``top_p``, ``seed``) is ignored, since
+    ``params`` decide; ``max_tokens`` may lower theirs, and what would change the reply's text, such
+    as ``stop``, is refused.
+
+    Args:
+        engine: samples; may be given to ``Gateway.open`` instead.
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        params: of every reply, as with ``engine``.
+        renderer: as of ``rollout.verifiers``; by default the one that fits the tokenizer best.
+        keep_reasoning: see ``History``.
+    """
+    return Gateway(
+        load_renderer(tokenizer, renderer),
+        engine=engine,
+        params=params,
+        keep_reasoning=keep_reasoning,
+    )
+
+
+class Gateway:
+    """A running gateway: made by ``gateway``, an asynchronous context manager."""
+
+    def __init__(
+        self,
+        renderer: Any,
+        *,
+        engine: Engine | None,
+        params: SamplingParams | None,
+        keep_reasoning: bool,
+    ) -> None:
+        self.url = ""
+        self._renderer = renderer
+        self._engine = engine
+        self._params = params
+        self._keep_reasoning = keep_reasoning
+        self._sessions: dict[str, Session] = {}
+        self._runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> "Gateway":
+        app = web.Application(client_max_size=MAX_BODY)
+        for api in APIS:
+            app.router.add_post(api.path, _handler(self, api))
+        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
+        app.router.add_get("/v1/models", self._models)
+        # A client that leaves cancels its handler, and so its request to the engine.
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(*(session.close() for session in self._sessions.values()))
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        *,
+        engine: Engine | None = None,
+        params: SamplingParams | None = None,
+        limits: AgentLimits | None = None,
+    ) -> AsyncIterator[Session]:
+        """The base URL and key of one rollout, until the context is left.
+
+        Raises:
+            ValueError: no engine or no ``params`` were given, here or to ``gateway``.
+        """
+        engine, params = engine or self._engine, params or self._params
+        if engine is None or params is None:
+            raise ValueError("the gateway has no engine or no params; pass them to open()")
+        history = History(
+            engine,
+            self._renderer,
+            params,
+            session=secrets.token_hex(8),
+            keep_reasoning=self._keep_reasoning,
+        )
+        session = Session(history, limits or AgentLimits(), url=self.url)
+        self._sessions[session.name] = session
+        try:
+            yield session
+        finally:
+            await session.close()
+            del self._sessions[session.name]
+
+    def _authorised(self, headers: Mapping[str, str]) -> tuple[Session, str] | None:
+        """The rollout and agent whose key a request has."""
+        bearer = headers.get("Authorization", "").removeprefix("Bearer ")
+        name, _, secret = (headers.get("x-api-key") or bearer).partition(".")
+        session = self._sessions.get(name)
+        agent = None if session is None else session.agent_of(secret)
+        return None if session is None or agent is None else (session, agent)
+
+    async def _serve(self, http: web.Request, api: Api) -> web.StreamResponse:
+        known = self._authorised(http.headers)
+        if known is None:
+            message = "the key is none of a rollout that is being played"
+            return _error(api, 401, "authentication", "invalid_api_key", message)
+        session, agent = known
+        try:
+            content = await http.read()
+            request = api.parse(_parsed(content), session.replies)
+        except web.HTTPRequestEntityTooLarge:
+            session.outcomes["refused"] += 1
+            too_large = f"the request has more than {MAX_BODY:,} bytes"
+            return _error(api, 413, "invalid", "request_too_large", too_large)
+        except ValueError as error:
+            session.outcomes["refused"] += 1
+            return _error(api, 400, "invalid", "invalid_request", str(error))
+        digest = xxhash.xxh3_128_digest(agent.encode() + b"\0" + content)
+        try:
+            reply = await session.reply(request, agent, digest)
+        except LimitReached as limit:  # 400: clients try others again
+            return _error(api, 400, "invalid", limit.reason, str(limit))
+        except ContextFull as error:
+            return _error(api, 400, "invalid", "context_length_exceeded", str(error))
+        except Exception as error:  # the session has it, and raises it when the rollout is made
+            said = f"{type(error).__name__}: {error}"
+            return _error(api, 500, "engine", "engine_error", said)
+        return await self._deliver(http, api, session, request, reply, digest)
+
+    async def _deliver(
+        self,
+        http: web.Request,
+        api: Api,
+        session: Session,
+        request: Request,
+        reply: Reply,
+        digest: bytes,
+    ) -> web.StreamResponse:
+        name = f"resp_{secrets.token_hex(12)}"
+        session.replies[name] = reply
+        answer = api.answer(name, request, reply)
+        response = web.StreamResponse()
+        response.content_type = "text/event-stream" if request.stream else "application/json"
+        try:
+            await response.prepare(http)
+            if request.stream:
+                for event in api.events(answer, request):
+                    await response.write(event)
+            else:
+                await response.write(json.dumps(answer).encode())
+            await response.write_eof()
+        except (ConnectionError, asyncio.CancelledError):
+            session.lost(reply, digest)
+            raise
+        session.outcomes["answered"] += 1
+        return response
+
+    async def _models(self, http: web.Request) -> web.StreamResponse:
+        if self._authorised(http.headers) is None:
+            return _error(APIS[0], 401, "authentication", "invalid_api_key", "the key is not known")
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "primerl"}
+        return web.json_response({"object": "list", "data": [model], "has_more": False})
+
+    async def _count_tokens(self, http: web.Request) -> web.StreamResponse:
+        api = APIS[2]
+        known = self._authorised(http.headers)
+        if known is None:
+            return _error(api, 401, "authentication", "invalid_api_key", "the key is not known")
+        try:
+            request = api.parse(_parsed(await http.read()), {})
+        except ValueError as error:
+            return _error(api, 400, "invalid", "invalid_request", str(error))
+        rendered = self._renderer.render(
+            request.messages, tools=request.tools, add_generation_prompt=True
+        )
+        return web.json_response({"input_tokens": len(rendered.token_ids)})
+
+
+def _handler(server: Gateway, api: Api) -> Any:
+    async def handle(http: web.Request) -> web.StreamResponse:
+        return await server._serve(http, api)
+
+    return handle
+
+
+def _parsed(content: bytes) -> Mapping[str, Any]:
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:  # invalid UTF-8, too
+        raise BadRequest(f"the request is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest("the request is not an object")
+    return body
+
+
+def _error(api: Api, status: int, kind: str, code: str, message: str) -> web.StreamResponse:
+    return web.json_response(api.error(kind, code, message), status=status)

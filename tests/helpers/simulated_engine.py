@@ -1,0 +1,49 @@
+"""An engine in discrete steps, whose rollouts grow until they are done or do not fit its memory."""
+
+import numpy as np
+
+
+def simulate(cap, *, capacity, length, seconds=4000.0, every=10.0, seed=0, drift=1.0):
+    """Tokens a second of finished rollouts, and the caps that were used.
+
+    Args:
+        cap: a number, or ``load -> number``, called every ``every`` seconds.
+        capacity: tokens of all rollouts that fit the memory.
+        length: the mean length of a rollout, in tokens.
+        seconds: simulated.
+        every: seconds between observations.
+        seed: of the lengths.
+        drift: by how much rollouts are longer in the end.
+    """
+    draw = np.random.default_rng(seed)
+    limit = cap if isinstance(cap, (int, float)) else cap(None)
+    now = next_look = 0.0
+    tokens, goals = np.zeros(0), np.zeros(0)
+    started, done, preempted, caps, lost = 0, 0.0, 0, [], 0
+    waiting = []  # goals of rollouts that were preempted
+    while now < seconds:
+        mean = length * drift ** (now / seconds)
+        while len(tokens) + len(waiting) < int(limit):
+            waiting.append(mean * draw.lognormal(-0.32, 0.8))
+            started += 1
+        while waiting and tokens.sum() + 16 * (len(tokens) + 1) < capacity:
+            tokens, goals = np.append(tokens, 0.0), np.append(goals, waiting.pop(0))
+        tokens += 16  # tokens of a step
+        now += 16 * (0.01 + 0.0004 * len(tokens))  # memory traffic, and each sequence's part
+        finished = tokens >= goals
+        done += goals[finished].sum()
+        tokens, goals = tokens[~finished], goals[~finished]
+        while tokens.sum() > capacity:  # the youngest gives way, and starts again
+            youngest = int(tokens.argmin())
+            waiting.insert(0, goals[youngest])
+            now += 0.0002 * tokens[youngest]  # its tokens are computed again
+            lost += 1
+            preempted += 1
+            tokens, goals = np.delete(tokens, youngest), np.delete(goals, youngest)
+        if now >= next_look and callable(cap):
+            next_look = now + every
+            use = min(1.0, tokens.sum() / capacity)
+            limit = cap((len(tokens) + len(waiting), len(waiting), preempted, use))
+            preempted = 0
+            caps.append(limit)
+    return done / now, np.array(caps), started - len(tokens) - len(waiting), lost

@@ -1,0 +1,448 @@
+"""The gateway, driven by the clients of OpenAI and Anthropic."""
+
+import asyncio
+import contextlib
+import io
+
+import aiohttp
+import hypothesis.strategies as st
+import pytest
+from api_clients import (
+    CLIENTS,
+    Chat,
+    Continued,
+    Messages,
+    Responses,
+    anthropic,
+    connections,
+    httpx,
+    openai,
+)
+from chat_tokenizer import RecordingEngine, chat_tokenizer, tool_call, trained
+from hypothesis import given, settings
+
+from primerl import rollout
+from primerl.rollout import AgentLimits
+from primerl.rollout.gateways.chat_completions import ChatCompletions
+from primerl.rollout.gateways.server import APIS
+from primerl.types import SamplingParams
+
+TOKENIZER = chat_tokenizer()
+PARAMS = SamplingParams(max_tokens=256)
+WAIT_S = 60.0
+
+
+@contextlib.asynccontextmanager
+async def gateway_of(engine, **options):
+    async with asyncio.timeout(WAIT_S):
+        async with rollout.gateway(engine, TOKENIZER, params=PARAMS, **options) as gateway:
+            async with connections():
+                yield gateway
+
+
+def run(scenario, engine, *, limits=None, **options):
+    """Play ``scenario(session)`` at a gateway; returns the session and what it returned."""
+
+    async def play():
+        async with gateway_of(engine, **options) as gateway:
+            async with gateway.open(limits=limits) as session:
+                found = await scenario(session)
+            return session, found
+
+    return asyncio.run(play())
+
+
+def script(prompt, number):
+    return [
+        f'Let me see: "ö" {"." * 40}{tool_call("look", at="döor", n=1)}{tool_call("look")}',
+        "It is open.",
+        "Bye \U0001f600",
+    ][number % 3]
+
+
+CALLS = [("look", {"at": "döor", "n": 1}), ("look", {})]
+
+
+async def three_turns(chat):
+    chat.say("Is the door open?")
+    said = [await chat.reply()]
+    for call in said[0][1]:
+        chat.result(call, f"result of {call[1]}")
+    said.append(await chat.reply())
+    chat.say("Bye")
+    said.append(await chat.reply())
+    return [(text, [call[1:] for call in calls], reason) for text, calls, reason in said]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("client", [*CLIENTS, Continued], ids=lambda one: one.name)
+def test_what_was_sampled_is_fed_back_token_for_token(client, stream):
+    engine = RecordingEngine(TOKENIZER, script)
+
+    session, said = run(lambda session: three_turns(client(session, stream=stream)), engine)
+
+    assert said == [
+        (f'Let me see: "ö" {"." * 40}', CALLS, "tool_calls"),
+        ("It is open.", [], "stop"),
+        ("Bye \U0001f600", [], "stop"),
+    ]
+    played = session.rollout(reward=1.0, keep_conversation=True)
+    (sample,) = played.samples
+    assert trained([sample]) == engine.sampled
+    last, completion = engine.requests[-1]
+    assert sample.token_ids.tolist() == [*last, *completion.token_ids]
+    assert played.metrics["requests_answered"] == played.metrics["turns"] == 3
+    roles = [message["role"] for message in played.conversation["messages"]]
+    opening = ["system"] if client is Continued else []
+    assert roles == [*opening, "user", "assistant", *["tool"] * 2, "assistant", "user", "assistant"]
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda one: one.name)
+def test_bytes_that_are_no_text_are_one_sample_too(client):
+    engine = RecordingEngine(TOKENIZER)
+
+    async def talk(session):
+        chat = client(session)
+        for turn in range(8):
+            chat.say(f"Turn {turn}")
+            await chat.reply()
+
+    session, _ = run(talk, engine)
+    assert trained(session.rollout(reward=0.0).samples) == engine.sampled
+    assert session.history.origins == {"start": 1, "extends": 7}
+
+
+def test_history_that_a_client_alters_is_a_counted_branch():
+    engine = RecordingEngine(TOKENIZER, lambda _, number: f"Reply {number}.")
+
+    async def talk(session):
+        chat = Chat(session)
+        for turn in range(3):
+            chat.say(f"Turn {turn}")
+            await chat.reply()
+        chat.messages[1] = {"role": "assistant", "content": "Something else."}
+        chat.say("And now?")
+        await chat.reply()
+
+    session, _ = run(talk, engine)
+    played = session.rollout(reward=0.0)
+    assert (played.metrics["edited"], len(played.samples)) == (1, 2)
+    assert trained(played.samples) == engine.sampled
+
+
+def test_agents_of_one_rollout_have_keys_and_conversations_of_their_own():
+    engine = RecordingEngine(TOKENIZER, lambda _, number: f"Reply {number}.")
+
+    async def talk(session):
+        both = Chat(session), Messages(session, key=session.key_for("reviewer"))
+        for chat in both * 2:
+            chat.say("Hello")
+            await chat.reply()
+
+    session, _ = run(talk, engine)
+    played = session.rollout(reward=0.0)
+    assert (played.metrics["agents"], len(played.samples)) == (2, 2)
+    reviewer = session.rollout(reward=0.0, agents=["reviewer"])
+    assert len(reviewer.samples) == 1
+    assert reviewer.samples[0].versions.max() == 4
+
+
+async def refused(chat, **options):
+    """The error that a client raises: its status, and what it says."""
+    with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as caught:
+        await chat.reply(**options)
+    error = caught.value
+    body = error.body.get("error", error.body)
+    return error.status_code, body["type"], f"{body.get('code')} {body['message']}"
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda one: one.name)
+def test_a_wrong_key_is_refused(client):
+    engine = RecordingEngine(TOKENIZER)
+
+    async def talk(session):
+        answers = []
+        for key in ("wrong", f"{session.name}.wrong", f"{session.name}.", session.key[:-1]):
+            chat = client(session, key=key)
+            chat.say("Hello")
+            answers.append(await refused(chat))
+        return answers
+
+    _, answers = run(talk, engine)
+    assert {(status, kind) for status, kind, _ in answers} == {(401, "authentication_error")}
+    assert engine.requests == []
+
+
+LIMITS = {
+    "max_turns": AgentLimits(max_turns=2),
+    "max_tokens": AgentLimits(max_tokens=24),
+    "timeout": AgentLimits(timeout_s=0.5),
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda one: one.name)
+@pytest.mark.parametrize("reason", LIMITS)
+def test_limits_are_answered_as_the_api_answers_errors(client, reason):
+    async def pause(number):
+        if reason == "timeout" and number == 2:
+            await asyncio.sleep(WAIT_S)
+
+    engine = RecordingEngine(TOKENIZER, lambda *_: "Hello there.", pause=pause)
+
+    async def talk(session):
+        chat = client(session)
+        for _ in range(2):
+            chat.say("Hello")
+            await chat.reply()
+        chat.say("Hello")
+        return await refused(chat)
+
+    session, (status, kind, said) = run(talk, engine, limits=LIMITS[reason])
+    assert (status, kind) == (400, "invalid_request_error")
+    assert reason in said
+    played = session.rollout(reward=0.0)
+    assert (played.stop, played.metrics["requests_limited"]) == (reason, 1)
+    assert trained(played.samples) == engine.sampled
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda one: one.name)
+def test_a_full_context_and_an_engine_that_fails_are_errors_of_the_api(client):
+    async def fail(number):
+        raise ConnectionError("the engine is gone")
+
+    engine = RecordingEngine(TOKENIZER, pause=fail)
+
+    async def talk(session):
+        chat = client(session)
+        chat.say("Hello")
+        failed = await refused(chat)
+        with pytest.raises(ConnectionError):
+            session.rollout(reward=0.0)
+        engine.context_length = 10
+        return failed, await refused(chat)
+
+    session, (failed, full) = run(talk, engine)
+    assert failed[0] == 500
+    assert "the engine is gone" in failed[2]
+    assert full[0] == 400
+    assert "context_length_exceeded" in full[2]
+    assert session.outcomes["failed"] == session.outcomes["context"] == 1
+    assert session.stop == "context"
+
+
+def test_what_a_reply_can_not_have_is_refused():
+    engine = RecordingEngine(TOKENIZER, lambda *_: "Hello.")
+
+    async def talk(session):
+        chat, other, third = Chat(session), Messages(session), Responses(session)
+        for one in (chat, other, third):
+            one.say("Hello")
+        image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+        return [
+            await refused(chat, n=2),
+            await refused(chat, stop=["x"]),
+            await refused(chat, messages=[image]),
+            await refused(chat, tool_choice="required"),
+            await refused(other, stop_sequences=["x"]),
+            await refused(third, previous_response_id="resp_0"),
+        ]
+
+    session, answers = run(talk, engine)
+    assert {answer[0] for answer in answers} == {400}
+    named = ["n=2", "stop=", "'image_url'", "tool_choice=", "stop_sequences=", "none of this"]
+    assert all(part in answer[2] for part, answer in zip(named, answers, strict=True))
+    assert session.outcomes["refused"] == 6
+    assert engine.requests == []
+
+
+async def post(session, body, **options):
+    headers = {"Authorization": f"Bearer {session.key}"}
+    async with aiohttp.ClientSession() as http:
+        url = f"{session.base_url}/chat/completions"
+        async with http.post(url, data=body, headers=headers, **options) as answer:
+            return answer.status, await answer.json()
+
+
+HOSTILE = {
+    "no JSON": b"{",
+    "no UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+    "deep": b"[" * 200_000,
+    "no object": b"[]",
+    "no messages": b"{}",
+    "no role": b'{"messages": [{"content": "a"}]}',
+    "a number": b'{"messages": [{"role": "user", "content": 3}]}',
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_body_that_is_no_request_is_refused(name):
+    session, (status, answer) = run(
+        lambda session: post(session, HOSTILE[name]), RecordingEngine(TOKENIZER)
+    )
+    assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert session.outcomes["refused"] == 1
+
+
+def test_a_hundred_megabytes_are_refused_and_half_a_surrogate_is_not():
+    engine = RecordingEngine(TOKENIZER, lambda *_: "Hello.")
+    half = b'{"messages": [{"role": "user", "content": "a \\ud800 b"}]}'
+
+    async def talk(session):
+        with contextlib.suppress(aiohttp.ClientError):  # it may hang up while it is sent
+            assert (await post(session, io.BytesIO(b"x" * 100_000_000)))[0] == 413
+        return await post(session, half)
+
+    session, (status, _) = run(talk, engine)
+    assert status == 200
+    assert "a ? b" in TOKENIZER.decode(engine.requests[0][0])
+    assert session.outcomes["refused"] == 1
+
+
+def test_a_client_that_leaves_while_it_waits_cancels_its_request():
+    async def pause(number):
+        if number == 0:
+            await asyncio.sleep(WAIT_S)
+
+    engine = RecordingEngine(TOKENIZER, lambda *_: "Hello.", pause=pause)
+
+    async def talk(session):
+        chat = Chat(session)
+        chat.say("Hello")
+        with pytest.raises(openai.APITimeoutError):
+            await chat.reply(timeout=0.3)
+        while not session.outcomes["disconnected"]:
+            await asyncio.sleep(0.01)
+        engine._pause = None
+        return await chat.reply()
+
+    session, (text, _, _) = run(talk, engine)
+    assert text == "Hello."
+    assert len(session.rollout(reward=0.0).samples) == 1
+    assert (session.outcomes["disconnected"], session.outcomes["answered"]) == (1, 1)
+
+
+def hang_up_once(monkeypatch):
+    """The next stream breaks off as it does when the client has left."""
+    events = ChatCompletions.events
+    broken = iter([True])
+
+    def some(api, answer, request):
+        for event in events(api, answer, request):
+            yield event
+            if next(broken, False):
+                raise ConnectionResetError("the client has left")
+
+    monkeypatch.setattr(ChatCompletions, "events", some)
+
+
+BROKEN_OFF = (openai.APIConnectionError, httpx.TransportError)
+
+
+def test_a_reply_that_does_not_arrive_is_delivered_to_the_next_attempt(monkeypatch):
+    engine = RecordingEngine(TOKENIZER, lambda _, number: f"Reply {number}.")
+
+    async def talk(session):
+        chat = Chat(session, stream=True)
+        chat.say("Hello")
+        first = list(chat.messages)
+        hang_up_once(monkeypatch)
+        with pytest.raises(BROKEN_OFF):
+            await chat.reply()
+        retried = await chat.reply()
+        chat.messages = first
+        return retried, await chat.reply()
+
+    session, (retried, again) = run(talk, engine)
+    assert (retried[0], again[0]) == ("Reply 0.", "Reply 1.")
+    outcomes = {name: count for name, count in session.outcomes.items() if count}
+    assert outcomes == {"disconnected": 1, "redelivered": 1, "answered": 2}
+    played = session.rollout(reward=0.0)
+    assert trained(played.samples) == engine.sampled
+    assert (played.metrics["resent"], played.metrics["forks"], len(played.samples)) == (1, 1, 2)
+
+
+def test_a_reply_that_never_arrives_is_not_trained(monkeypatch):
+    engine = RecordingEngine(TOKENIZER, lambda _, number: f"Reply {number}.")
+
+    async def talk(session):
+        chat = Chat(session, stream=True)
+        chat.say("Hello")
+        await chat.reply()
+        chat.say("More")
+        hang_up_once(monkeypatch)
+        with pytest.raises(BROKEN_OFF):
+            await chat.reply()
+
+    session, _ = run(talk, engine)
+    assert session.outcomes["undelivered"] == 1
+    played = session.rollout(reward=0.0)
+    assert (played.metrics["turns"], played.samples[0].versions.max()) == (1, 1)
+
+
+def test_fifty_rollouts_at_once_are_kept_apart():
+    engine = RecordingEngine(TOKENIZER)
+
+    async def one(gateway, number):
+        async with gateway.open() as session:
+            chat = CLIENTS[number % 3](session, stream=number % 2 == 0)
+            for turn in range(2):
+                chat.say(f"Rollout {number}, turn {turn}")
+                await chat.reply()
+        return session.rollout(reward=number)
+
+    async def play():
+        async with gateway_of(engine) as gateway:
+            return await asyncio.gather(*(one(gateway, number) for number in range(50)))
+
+    played = asyncio.run(play())
+    assert [len(one.samples) for one in played] == [1] * 50
+    for number, one in enumerate(played):
+        text = TOKENIZER.decode(one.samples[0].token_ids)
+        assert text.count(f"Rollout {number}, turn") == text.count("Rollout") == 2
+    assert trained([sample for one in played for sample in one.samples]) == engine.sampled
+
+
+def test_a_key_is_worth_nothing_when_its_rollout_is_over():
+    engine = RecordingEngine(TOKENIZER, lambda *_: "Hello.")
+
+    async def play():
+        async with gateway_of(engine) as gateway:
+            async with gateway.open() as session:
+                models = await Chat(session).client.models.list()
+                counted = await Messages(session).client.messages.count_tokens(
+                    model="policy", messages=[{"role": "user", "content": "Hello"}]
+                )
+            chat = Chat(session)
+            chat.say("Hello")
+            return [one.id for one in models.data], counted.input_tokens, await refused(chat)
+
+    models, counted, answer = asyncio.run(play())
+    assert models == ["policy"]
+    assert counted > 5
+    assert answer[0] == 401
+
+
+FIELDS = ["role", "content", "type", "text", "messages", "input", "tools", "function", "name"]
+FIELDS += ["tool_calls", "id", "system", "arguments", "output", "thinking", "summary", "format"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(FIELDS),
+            inner
+            | st.sampled_from(["user", "assistant", "tool", "function", "tool_use", "message"]),
+            max_size=5,
+        )
+    ),
+    max_leaves=20,
+)
+
+
+@pytest.mark.parametrize("api", APIS, ids=lambda api: type(api).__name__)
+@settings(max_examples=40, deadline=None)
+@given(body=st.dictionaries(st.sampled_from(["messages", "input", "tools", "system"]), JSON))
+def test_any_json_is_a_request_or_is_refused_with_a_reason(api, body):
+    with contextlib.suppress(ValueError):
+        assert api.parse(body, {}).messages

@@ -46,5 +46,6 @@ def test_the_whole_training_run(root, smollm2_folder, tmp_path, monkeypatch, cap
 def test_the_documentation_has_no_broken_python(page, root, monkeypatch):
     for environment in root.glob("recipes/environments/*"):
         monkeypatch.syspath_prepend(str(environment))  # docs/environments.md installs them
+    names: dict = {}  # a page's examples are read one after the other
     for example in examples(root / "docs" / page):
-        exec(compile(example, page, "exec"), {})
+        exec(compile(example, page, "exec"), names)

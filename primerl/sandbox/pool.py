@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import attrs
 
@@ -52,7 +52,7 @@ class SandboxPool:
     def __init__(
         self,
         *,
-        min_isolation: str = "namespaces",
+        min_isolation: Literal["namespaces"] = "namespaces",
         limits: Limits | None = None,
         concurrency: int | None = None,
         warm: int | None = None,

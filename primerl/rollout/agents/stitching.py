@@ -73,32 +73,52 @@ def stitch(calls: Sequence[Call], *, temperature: float) -> list[Sample]:
 def link_calls(requests: Iterable[tuple[Any, Completion]]) -> list[Call]:
     """Calls in their order, each after the longest earlier one that its prompt begins with.
 
-    For environments that record each prompt as a whole. Every prompt is read once.
+    For environments that record each prompt as a whole. Of several calls with the same tokens, one
+    that no other call follows yet is taken. Every prompt is read once.
     """
     calls: list[Call] = []
-    ended: dict[tuple[int, int], tuple[Call, np.ndarray]] = {}  # by length and digest
+    ended: dict[tuple[int, int], list[_Ended]] = {}  # by length and digest
     for prompt_ids, completion in requests:
         prompt = _int32(prompt_ids)
-        parent, shared = _longest_prefix(prompt, ended)
+        before = _longest_prefix(prompt, ended)
+        shared = 0
+        if before is not None:
+            shared = len(before.token_ids)
+            before.followed = True
+        parent = None if before is None else before.call
         call = Call(new_ids=prompt[shared:], completion=completion, parent=parent)
         whole = np.concatenate([prompt, completion.token_ids])
-        ended[len(whole), xxhash.xxh64_intdigest(whole.tobytes())] = (call, whole)
+        key = len(whole), xxhash.xxh64_intdigest(whole.tobytes())
+        ended.setdefault(key, []).append(_Ended(call, whole))
         calls.append(call)
     return calls
 
 
+@attrs.define(eq=False)
+class _Ended:
+    """A call, the tokens up to its end, and whether another call follows it."""
+
+    call: Call
+    token_ids: np.ndarray
+    followed: bool = False
+
+
 def _longest_prefix(
-    prompt: np.ndarray, ended: dict[tuple[int, int], tuple[Call, np.ndarray]]
-) -> tuple[Call | None, int]:
-    """The longest of ``ended`` that ``prompt`` begins with, and its length."""
-    longest: tuple[Call | None, int] = (None, 0)
+    prompt: np.ndarray, ended: dict[tuple[int, int], list[_Ended]]
+) -> _Ended | None:
+    """The longest of ``ended`` that ``prompt`` begins with."""
+    longest: _Ended | None = None
     digest, read = xxhash.xxh64(), 0
     for length in sorted({length for length, _ in ended if length <= len(prompt)}):
         digest.update(prompt[read:length].tobytes())
         read = length
-        found = ended.get((length, digest.intdigest()))
-        if found is not None and np.array_equal(found[1], prompt[:length]):
-            longest = (found[0], length)
+        same = [
+            one
+            for one in ended.get((length, digest.intdigest()), [])
+            if np.array_equal(one.token_ids, prompt[:length])
+        ]
+        if same:
+            longest = next((one for one in same if not one.followed), same[0])
     return longest
 
 

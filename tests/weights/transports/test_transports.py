@@ -207,8 +207,8 @@ def test_a_tensor_that_is_not_sent(tmp_path, servers, monkeypatch):
     """A gather that loses a tensor: the names that the model's layout has are the measure."""
     whole = folder_transport.checkpoint_tensors
 
-    def lossy(model, *, dtype=None):
-        return ((n, t) for n, t in whole(model, dtype=dtype) if n != "model.norm.weight")
+    def lossy(model, **settings):
+        return ((n, t) for n, t in whole(model, **settings) if n != "model.norm.weight")
 
     transport = weights.Disk(testing.tiny_model("llama"), servers, folder=tmp_path)
     monkeypatch.setattr(folder_transport, "checkpoint_tensors", lossy)

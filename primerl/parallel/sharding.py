@@ -40,7 +40,7 @@ def shard(
     the layers with the whole model (``torch.distributed.fsdp.fully_shard``). Every rank starts
     from rank 0's values. Gradients are *summed* over ranks, not averaged: each rank's loss is
     already divided by the global number of trained tokens. Make the optimizer afterwards. In a
-    world of one, the model is left as it is, but for ``dtype``.
+    world of one, the model is left as it is, but for ``dtype`` and ``matmul``.
 
     Args:
         model: on this rank's device, the same architecture on every rank. On the ``meta`` device:
@@ -66,6 +66,8 @@ def shard(
     if dtype == next(model.parameters()).dtype:
         dtype = None
     if mesh.parameters is None:
+        if matmul is not None:
+            divide_experts(model, matmul=matmul)
         if dtype is not None:
             _compute_in(model, dtype)
         return model

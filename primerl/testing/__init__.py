@@ -13,9 +13,9 @@ from primerl.testing.hostile import (
 )
 from primerl.testing.hostile_server import HostileServer, server_faults
 from primerl.testing.imitation import imitate
-from primerl.testing.models import smollm2, tiny_model
+from primerl.testing.models import smollm2, tiny_chat_model, tiny_model
 from primerl.testing.scripted import ScriptedEngine, lognormal
-from primerl.testing.vocabulary import character_tokenizer, words
+from primerl.testing.vocabulary import character_tokenizer, chat_tokenizer, words
 
 __all__ = [
     "HostileEngine",
@@ -23,6 +23,7 @@ __all__ = [
     "HostileServer",
     "ScriptedEngine",
     "character_tokenizer",
+    "chat_tokenizer",
     "check_engine",
     "engine_faults",
     "environment_faults",
@@ -30,6 +31,7 @@ __all__ = [
     "lognormal",
     "server_faults",
     "smollm2",
+    "tiny_chat_model",
     "tiny_model",
     "words",
 ]

@@ -3,12 +3,15 @@
 torch is imported on first use, so that a process with scripted rollouts starts without it.
 """
 
+import contextlib
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from primerl._optional import require
+from primerl.testing.vocabulary import chat_tokenizer
 
 
 def tiny_model(model_type: str = "qwen3_moe", *, seed: int = 0, **config: Any) -> Any:
@@ -58,6 +61,36 @@ def tiny_model(model_type: str = "qwen3_moe", *, seed: int = 0, **config: Any) -
         return transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(model_type, **accepted)
         )
+
+
+def tiny_chat_model(
+    folder: str | os.PathLike[str], model_type: str = "qwen3_moe", *, seed: int = 0, **config: Any
+) -> Path:
+    """Write a tiny random model and a tokenizer for chats with tools as a Hugging Face folder.
+
+    An existing folder is returned as it is. Several processes may call this at once.
+
+    Args:
+        folder: is made.
+        model_type: as of ``tiny_model``.
+        seed: of the initialization.
+        config: settings that replace the tiny ones, such as ``max_position_embeddings``.
+    """
+    folder = Path(folder)
+    if (folder / "config.json").is_file():
+        return folder
+    tokenizer = chat_tokenizer()
+    settings = {"vocab_size": len(tokenizer), **config}
+    model = tiny_model(model_type, seed=seed, **settings)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
+        written = Path(partial) / folder.name
+        model.save_pretrained(written)
+        tokenizer.save_pretrained(written)
+        with contextlib.suppress(OSError):  # another process was faster
+            written.rename(folder)
+    return folder
 
 
 def smollm2(folder: str | os.PathLike[str]) -> Path:

@@ -1,5 +1,6 @@
-"""Common English words, and a tokenizer with one token per character."""
+"""Common English words, and tokenizers: of characters, and of chats in bytes."""
 
+from collections.abc import Iterable
 from importlib import resources
 from typing import Any
 
@@ -31,5 +32,57 @@ def character_tokenizer(characters: str) -> Any:
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+CHAT_TEMPLATE = (
+    "{% set told = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% if told or tools %}{{ '<|im_start|>system\n' + told }}{% endif %}"
+    "{% if tools %}{{ '\n<tools>' }}{% endif %}"
+    "{% for tool in tools or [] %}{{ '\n' + tool | tojson }}{% endfor %}"
+    "{% if tools %}{{ '\n</tools>' }}{% endif %}"
+    "{% if told or tools %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages if message.role != 'system' %}"
+    "{{ '<|im_start|>' + message.role + '\n' + (message.content or '') }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{% set written = {'name': call.function.name, 'arguments': call.function.arguments} %}"
+    "{{ '<tool_call>' + written | tojson + '</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML, with tools and calls in Hermes' form."""
+
+
+def chat_tokenizer(texts: Iterable[str] = (), *, vocab_size: int = 260) -> Any:
+    """A byte-level BPE tokenizer with a chat template (ChatML) for conversations with tools.
+
+    ``<|im_end|>`` (1) ends a reply, ``<pad>`` is 0. The first 260 tokens are these, ``<|im_start|>``,
+    ``<bos>`` and the bytes; more are merges that are learned from ``texts``, always the same ones.
+
+    Raises:
+        ValueError: ``vocab_size`` is below 260.
+    """
+    if vocab_size < 260:
+        raise ValueError(f"vocab_size is {vocab_size}, expected at least 260")
+    transformers = require("transformers", extra="transformers")
+    tokenizers = require("tokenizers", extra="transformers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=False,
+        special_tokens=["<pad>", "<|im_end|>", "<|im_start|>", "<bos>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )

@@ -1,0 +1,422 @@
+"""A GLM-5-class mixture of experts learns software engineering from the tests of repositories.
+
+The policy reads code, edits it and runs commands in a sandbox, for hundreds of turns; hidden tests give
+the reward. Rollouts, training and weight updates overlap. A rehearsal on a laptop's CPU, with all of its
+parts but a tiny model, and the plan of the run on 28 nodes, for which nothing starts:
+
+    torchrun --nproc-per-node 2 recipes/glm_swe.py --scale debug --steps 3
+    python recipes/glm_swe.py --scale glm5 --dry-run
+
+Copy this file and edit it: ``SCALES`` says where it runs, ``build_environment`` is the problem,
+``prepare`` makes the trainer, ``backward`` is the algorithm. ``recipes/slurm/glm_swe.sbatch`` starts it on
+a cluster. Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+print("importing torch", flush=True)  # which takes seconds
+
+import attrs
+import numpy as np
+import torch
+import transformers
+
+from primerl import (
+    advantage,
+    checkpoint,
+    filters,
+    fp8,
+    loss,
+    models,
+    optim,
+    packing,
+    parallel,
+    replay,
+    rollout,
+    testing,
+    track,
+    weights,
+)
+from primerl.track import number
+from primerl.types import SamplingParams
+
+
+@attrs.frozen(kw_only=True)
+class Scale:
+    """What a laptop and a cluster do not share. The rest of this file is the same for both."""
+
+    # a model folder or hub id; a tiny random model of this family, if it is "tiny:FAMILY"
+    model: str
+    # ranks that train; those that divide the experts of a layer, and the rows of a micro-batch
+    trainer_ranks: int
+    ep: int
+    cp: int
+    # blocks and scales of FP8, in the trainer and the sampler; None: both multiply in 16 bits
+    fp8: fp8.Format | None
+    # send each token to the experts that the sampler chose
+    replay: bool
+    # the most tokens of a rollout, and of one reply; the most turns
+    context: int
+    reply_tokens: int
+    max_turns: int
+    # tasks of a policy step, and rollouts of each; the bound on every trained token, in steps
+    groups_per_step: int
+    group_size: int
+    max_staleness: int
+    # which groups are trained: only those whose rewards differ
+    keep: tuple[Any, ...] = (filters.has_signal,)
+    # states of the optimizer in host memory
+    offload: bool = False
+    # what samples: a copy of the model in this process, or vLLM's servers with these arguments
+    engine: Literal["transformers", "vllm"] = "vllm"
+    server: Mapping[str, Any] = {}
+
+
+SCALES = {
+    "debug": Scale(
+        model="tiny:glm4_moe",
+        trainer_ranks=2,
+        ep=2,
+        cp=2,
+        fp8=fp8.Format.of_blocks(16),
+        replay=True,
+        context=4096,
+        reply_tokens=32,
+        max_turns=4,
+        groups_per_step=2,
+        group_size=4,
+        max_staleness=2,
+        keep=(),  # a random policy never earns a reward
+        engine="transformers",
+    ),
+    "8xh200": Scale(
+        model="zai-org/GLM-4.7-Flash",
+        trainer_ranks=4,
+        ep=4,
+        cp=2,
+        fp8=fp8.BLOCK_FP8,
+        replay=True,
+        context=65_536,
+        reply_tokens=8192,
+        max_turns=100,
+        groups_per_step=8,
+        group_size=8,
+        max_staleness=4,
+        offload=True,
+        server={"tensor_parallel_size": 4, "enable_expert_parallel": True},
+    ),
+    "glm5": Scale(
+        model="zai-org/GLM-5",
+        trainer_ranks=128,
+        ep=8,
+        cp=4,
+        fp8=fp8.BLOCK_FP8,
+        replay=True,
+        context=131_072,
+        reply_tokens=16_384,
+        max_turns=300,
+        groups_per_step=16,
+        group_size=16,
+        max_staleness=8,
+        offload=True,
+        server={
+            "data_parallel_size": 32,
+            "enable_expert_parallel": True,
+            "gpu_memory_utilization": 0.75,
+            "max_num_seqs": 96,
+        },
+    ),
+}
+
+# A resumed run keeps these: its tasks are split alike, and its checkpoint decides the rest.
+FIXED = ("scale", "model", "seed", "lr", "env", "env_config", "eval_tasks")
+
+
+@attrs.frozen
+class Args:
+    """What a run may vary; whatever else is edited in this file."""
+
+    scale: Literal["debug", "8xh200", "glm5"] = "debug"
+    # a model folder or hub id, instead of the scale's
+    model: str | None = None
+    # policy steps
+    steps: int = attrs.field(default=20, validator=number(at_least=1))
+    seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
+    lr: float = attrs.field(default=1e-6, validator=number(at_least=0))
+    # an environment of the verifiers library, and its settings, such as tier easiest
+    env: str = "bugfix"
+    env_config: dict[str, str] = attrs.field(factory=dict)
+    # held-out tasks, played greedily
+    eval_tasks: int = attrs.field(default=8, validator=number(at_least=0))
+    # policy steps from one evaluation to the next; 0: only at the end
+    eval_every: int = attrs.field(default=10, validator=number(at_least=0))
+    # policy steps from one checkpoint to the next; 0: only when told to stop
+    save_every: int = attrs.field(default=10, validator=number(at_least=0))
+    # ranks that divide experts and rows, instead of the scale's
+    ep: int | None = None
+    cp: int | None = None
+    # vLLM's servers that run already
+    engine_urls: tuple[str, ...] = ()
+    # further arguments of a server that is started, such as kv_transfer_config '{...}'
+    vllm: dict[str, str] = attrs.field(factory=dict)
+    # for weights and expert routes, if ranks or servers run on several hosts
+    shared_folder: str | None = None
+    # the control: rewards carry no information
+    permute_rewards: bool = False
+    # print what would run where, and what it would take, and start nothing
+    dry_run: bool = False
+    # of a new run; runs/SCRIPT-NNN by default
+    run_dir: str | None = None
+    # the folder of a run, to resume it there
+    resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
+
+
+def model_folder(args: Args, scale: Scale) -> str:
+    """The policy to begin with. A tiny one is made where there is none."""
+    model = args.model or scale.model
+    if not model.startswith("tiny:"):
+        return model
+    family = model.removeprefix("tiny:")
+    folder = Path("runs") / "models" / f"tiny-{family}-{args.seed}"
+    testing.tiny_chat_model(folder, family, seed=args.seed, max_position_embeddings=scale.context)
+    return str(folder)
+
+
+def build_environment(args: Args, scale: Scale, tokenizer: Any) -> tuple[Any, Any, Any]:
+    """The problem: an environment, tasks to train on, and tasks held out for evaluation."""
+    environment = rollout.verifiers(
+        args.env,
+        tokenizer=tokenizer,
+        config={"taskset": args.env_config},
+        max_turns=scale.max_turns,
+        keep_conversation=True,
+    )
+    eval_tasks, train_tasks = environment.tasks.split(args.eval_tasks)
+    return environment, train_tasks, eval_tasks
+
+
+def multiply_in_fp8(sampler: Any, scale: Scale) -> None:
+    """What a server of an FP8 checkpoint does, for the sampler in this process."""
+    if scale.fp8 is not None:
+        fp8.convert_linears(sampler, form=scale.fp8)
+        parallel.divide_experts(sampler, matmul=fp8.GroupedMatmul(form=scale.fp8))
+
+
+@contextlib.contextmanager
+def open_engine(args: Args, scale: Scale, model: str) -> Iterator[Any]:
+    """What samples: FP8 as in the trainer, and which experts it chose is recorded."""
+    with contextlib.ExitStack() as stack:
+        routes = None
+        if scale.replay:
+            shape = replay.shape(models.empty_model(model))
+            routes = stack.enter_context(replay.Store(shape, folder=args.shared_folder))
+        if args.engine_urls:
+            yield stack.enter_context(rollout.VLLMEngine(args.engine_urls, routes=routes))
+        elif scale.engine == "vllm":
+            settings = {"enable_return_routed_experts": scale.replay, "dtype": "bfloat16"}
+            settings |= {"max_model_len": scale.context, **scale.server, **args.vllm}
+            server = stack.enter_context(rollout.serve_vllm(model, **settings))
+            yield stack.enter_context(rollout.VLLMEngine(server, routes=routes))
+        else:
+            sampler, _ = models.load_pretrained(model)
+            yield stack.enter_context(
+                rollout.TransformersEngine(
+                    sampler,
+                    dtype=torch.bfloat16,
+                    prepare=functools.partial(multiply_in_fp8, scale=scale),
+                    cache_tokens=4 * scale.context,
+                    seed=args.seed,
+                    routes=routes,
+                    capture=replay.capture if scale.replay else None,
+                )
+            )
+
+
+def prepare(model: Any, mesh: parallel.Mesh, scale: Scale) -> None:
+    """Make an empty model into this rank's part of the trainer. The order matters."""
+    matmul = None
+    if scale.fp8 is not None:
+        fp8.convert_linears(model, form=scale.fp8)
+        matmul = fp8.GroupedMatmul(form=scale.fp8)
+    parallel.recompute(model.train())
+    parallel.shard(model, mesh, dtype=torch.bfloat16, matmul=matmul)
+
+
+def make_optimizer(model: Any, args: Args, scale: Scale) -> torch.optim.Optimizer:
+    """GLM-5's. The learning rate is as large as AdamW's would be."""
+    optimizer = optim.Muon(optim.muon_parameters(model), lr=args.lr)
+    return optim.Offload(optimizer) if scale.offload else optimizer
+
+
+def open_transport(args: Args, scale: Scale, model: Any, engine: Any, rollouts: Any) -> Any:
+    """What publishes weights: to servers, the bytes that the trainer multiplies with, as deltas."""
+    if scale.engine == "transformers" and not args.engine_urls:
+        return weights.transport_to(model, engine, worker=rollouts)
+    quantize = None
+    if scale.fp8 is not None:
+        quantize = fp8.CheckpointQuantizer(model, dtype=torch.bfloat16)
+    return weights.transport_to(
+        model,
+        engine,
+        worker=rollouts,
+        folder=args.shared_folder,
+        encoding="delta",
+        quantize=quantize,
+    )
+
+
+def backward(
+    model: Any,
+    batches: list[packing.PackedBatch],
+    *,
+    statistics: loss.Statistics,
+    counts: replay.RouteCounts,
+) -> Any:
+    """The algorithm: add up the gradients of a step; returns this rank's part of the loss.
+
+    A policy gradient whose tokens are weighted by the ratio of trainer and sampler, and dropped
+    where it is far from 1, as GLM-5's (arXiv:2602.15763).
+    """
+    trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
+    total = 0.0
+    for batch, routes in replay.fetch(batches, counts=counts):
+        with replay.forced(model, routes, counts=counts):
+            logprobs, entropy = loss.model_logprobs_and_entropy(
+                model,
+                batch.token_ids,
+                batch.position_ids,
+                batch.labels,
+                temperature=batch.temperature,
+                rows=batch.loss_mask,
+            )
+            weight = loss.icepop(logprobs, batch.behavior_logprobs)
+            per_token, aux = loss.reinforce(logprobs, logprobs.detach(), batch.advantages)
+            objective = loss.token_mean(weight * per_token, batch.loss_mask, denom=trained)
+            objective.backward()
+        statistics.add(
+            logprobs,
+            batch.behavior_logprobs,
+            batch.loss_mask,
+            batch.versions,
+            loss=objective,
+            entropy=entropy.detach(),
+            aux=aux | {"dropped": (weight == 0).to(weight.dtype)},
+        )
+        total += objective.detach()
+    return total
+
+
+@track.interruptible()
+def main(args: Args) -> None:
+    scale = SCALES[args.scale]
+    world = parallel.process_group(seed=args.seed)
+    sinks = [track.LiveView("GLM SWE", steps=args.steps)] if world.is_first else []
+    parallel.settle_cpu()
+    folder = model_folder(args, scale)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    environment, train_tasks, eval_tasks = build_environment(args, scale, tokenizer)
+    sampling = SamplingParams(max_tokens=scale.reply_tokens, temperature=1.0)
+    saved = checkpoint.last_good(args.resume if world.is_first else None)
+    permute = np.random.default_rng(args.seed).permutation if args.permute_rewards else np.array
+    estimator = advantage.of_rewards(lambda rewards: advantage.standardized(permute(rewards)))
+
+    # All ranks train. Rank 0 also samples and keeps records; on the others, the engine is None, and
+    # the worker and the run do nothing.
+    run = track.IdleRun()
+    opened_engine = contextlib.nullcontext()
+    if world.is_first:
+        opened_engine = open_engine(args, scale, folder)
+        run = track.Run(
+            args.resume or args.run_dir,
+            args=args,
+            decode=tokenizer.decode,
+            sinks=sinks,
+            state=saved.get("run"),
+            steps=args.steps,
+            fixed=FIXED,
+        )
+    with (
+        opened_engine as engine,
+        rollout.worker(
+            engine,
+            environment,
+            train_tasks,
+            params=sampling,
+            group_size=scale.group_size,
+            groups_per_step=scale.groups_per_step,
+            max_staleness=scale.max_staleness,
+            min_group=2,
+            keep=scale.keep,
+            state=saved.get("worker"),
+        ) as rollouts,
+        run,
+        world,  # the ranks connect
+    ):
+        mesh = parallel.mesh(ep=args.ep or scale.ep, cp=args.cp or scale.cp)
+        model = models.empty_model(folder)
+        prepare(model, mesh, scale)
+        models.load_shards(model, folder, device=world.device, dequantize=fp8.dequantize)
+        optimizer = make_optimizer(model, args, scale)
+        guard = parallel.UpdateGuard(on_nonfinite="skip")
+        transport = open_transport(args, scale, model, engine, rollouts)
+        checkpoints = checkpoint.Checkpoints(run.folder, model, optimizer, every=args.save_every)
+        with checkpoints:
+            first_step = checkpoints.load(saved)
+            transport.publish(first_step)
+
+            for step in range(first_step, args.steps):
+                if args.eval_every and step % args.eval_every == 0:
+                    run.log_evaluation(step, rollouts.evaluate(eval_tasks, sampling))
+                groups = rollouts.take(version=step)
+                samples = advantage.assign(groups, estimator)
+                packed = packing.pack(
+                    samples,
+                    max_tokens=scale.context,
+                    ranks=mesh.batches,
+                    share_prefixes=True,  # turns that branches have in common are computed once
+                )
+                batches = parallel.scatter(packed, packing.PackedBatch, mesh, device=world.device)
+
+                statistics = loss.Statistics(version=step)
+                counts = replay.RouteCounts()
+                objective = backward(model, batches, statistics=statistics, counts=counts)
+                norm = parallel.clip_gradients(model.parameters(), 1.0)
+                if guard.allows(objective, norm):
+                    optimizer.step()
+                optimizer.zero_grad()
+                rows = parallel.gather(statistics.end_minibatch(), mesh)
+                per_token = packing.unpack(packed, rows, samples)
+                replay.discard(samples)
+                receipt = transport.publish(step + 1)
+
+                metrics = receipt.metrics | statistics.summary(parallel.all_sum)
+                metrics |= counts.summary(parallel.all_sum)
+                metrics["grad_norm"] = norm  # before it was clipped
+                metrics["skipped_updates"] = guard.skipped
+                run.log(
+                    step,
+                    groups,
+                    samples,
+                    metrics=metrics,
+                    totals=rollouts.stats(),
+                    per_token=per_token,
+                )
+                stopping = world.should_stop()
+                if stopping or checkpoints.due(step + 1):
+                    checkpoints.save(step + 1, wait=stopping, worker=rollouts, run=run)
+                if stopping:
+                    raise checkpoint.Stopped(step + 1)
+
+        run.log_evaluation(args.steps, rollouts.evaluate(eval_tasks, sampling))
+        models.save_pretrained(model, run.final_folder, tokenizer=tokenizer)
+        run.finish()
+        if world.is_first:
+            print(run.report())
+
+
+if __name__ == "__main__":
+    main(track.command_line(Args, description=__doc__))

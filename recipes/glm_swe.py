@@ -1,15 +1,15 @@
 """A GLM-5-class mixture of experts learns software engineering from the tests of repositories.
 
-The policy reads code, edits it and runs commands in a sandbox, for hundreds of turns; hidden tests give
-the reward. Rollouts, training and weight updates overlap. A rehearsal on a laptop's CPU, with all of its
-parts but a tiny model, and the plan of the run on 28 nodes, for which nothing starts:
+The policy reads code, edits it and runs commands in a sandbox, for hundreds of turns; hidden tests
+give the reward. Rollouts, training and weight updates overlap. First a rehearsal on a laptop's CPU,
+with all parts but a tiny model; then the plan of the run on 28 nodes, for which nothing starts:
 
     torchrun --nproc-per-node 2 recipes/glm_swe.py --scale debug --steps 3
     python recipes/glm_swe.py --scale glm5 --dry-run
 
 Copy this file and edit it: ``SCALES`` says where it runs, ``build_environment`` is the problem,
-``prepare`` makes the trainer, ``backward`` is the algorithm. ``recipes/slurm/glm_swe.sbatch`` starts it on
-a cluster. Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues.
+``prepare`` makes the trainer, ``backward`` is the algorithm. ``recipes/slurm/glm_swe.sbatch``
+starts it on a cluster. Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues.
 """
 
 import contextlib
@@ -49,8 +49,10 @@ from primerl.types import SamplingParams
 class Scale:
     """What a laptop and a cluster do not share. The rest of this file is the same for both."""
 
-    # a model folder or hub id; a tiny random model of this family, if it is "tiny:FAMILY"
-    model: str
+    # a model folder or hub id; a tiny random one for "tiny:FAMILY"; None: --model says it
+    model: str | None
+    # the learning rate
+    lr: float
     # ranks that train; those that divide the experts of a layer, and the rows of a micro-batch
     trainer_ranks: int
     ep: int
@@ -79,6 +81,7 @@ class Scale:
 SCALES = {
     "debug": Scale(
         model="tiny:glm4_moe",
+        lr=1e-3,
         trainer_ranks=2,
         ep=2,
         cp=2,
@@ -93,8 +96,25 @@ SCALES = {
         keep=(),  # a random policy never earns a reward
         engine="transformers",
     ),
+    "laptop": Scale(
+        model=None,
+        lr=1e-3,
+        trainer_ranks=1,
+        ep=1,
+        cp=1,
+        fp8=fp8.Format.of_blocks(16),
+        replay=True,
+        context=1024,
+        reply_tokens=128,
+        max_turns=4,
+        groups_per_step=8,
+        group_size=8,
+        max_staleness=2,
+        engine="transformers",
+    ),
     "8xh200": Scale(
         model="zai-org/GLM-4.7-Flash",
+        lr=1e-6,
         trainer_ranks=4,
         ep=4,
         cp=2,
@@ -111,6 +131,7 @@ SCALES = {
     ),
     "glm5": Scale(
         model="zai-org/GLM-5",
+        lr=1e-6,
         trainer_ranks=128,
         ep=8,
         cp=4,
@@ -140,13 +161,16 @@ FIXED = ("scale", "model", "seed", "lr", "env", "env_config", "eval_tasks")
 class Args:
     """What a run may vary; whatever else is edited in this file."""
 
-    scale: Literal["debug", "8xh200", "glm5"] = "debug"
+    scale: Literal["debug", "laptop", "8xh200", "glm5"] = "debug"
     # a model folder or hub id, instead of the scale's
     model: str | None = None
     # policy steps
     steps: int = attrs.field(default=20, validator=number(at_least=1))
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    lr: float = attrs.field(default=1e-6, validator=number(at_least=0))
+    # the learning rate, instead of the scale's
+    lr: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(number(at_least=0))
+    )
     # an environment of the verifiers library, and its settings, such as tier easiest
     env: str = "bugfix"
     env_config: dict[str, str] = attrs.field(factory=dict)
@@ -178,12 +202,24 @@ class Args:
 def model_folder(args: Args, scale: Scale) -> str:
     """The policy to begin with. A tiny one is made where there is none."""
     model = args.model or scale.model
+    if model is None:
+        raise ValueError(f"--scale {args.scale} trains a model of yours: pass --model FOLDER")
     if not model.startswith("tiny:"):
         return model
     family = model.removeprefix("tiny:")
     folder = Path("runs") / "models" / f"tiny-{family}-{args.seed}"
     testing.tiny_chat_model(folder, family, seed=args.seed, max_position_embeddings=scale.context)
     return str(folder)
+
+
+def print_swaps(scale: Scale) -> None:
+    """What stands in here for the parts of the run on a cluster."""
+    cluster = SCALES["glm5"]
+    print(f"{'':16}{'here':36}at glm5")
+    for name in attrs.fields_dict(Scale):
+        here, there = getattr(scale, name), getattr(cluster, name)
+        if here != there:
+            print(f"{name:16}{here!s:36}{there}")
 
 
 def build_environment(args: Args, scale: Scale, tokenizer: Any) -> tuple[Any, Any, Any]:
@@ -248,7 +284,9 @@ def prepare(model: Any, mesh: parallel.Mesh, scale: Scale) -> None:
 
 def make_optimizer(model: Any, args: Args, scale: Scale) -> torch.optim.Optimizer:
     """GLM-5's. The learning rate is as large as AdamW's would be."""
-    optimizer = optim.Muon(optim.muon_parameters(model), lr=args.lr)
+    optimizer = optim.Muon(
+        optim.muon_parameters(model), lr=scale.lr if args.lr is None else args.lr
+    )
     return optim.Offload(optimizer) if scale.offload else optimizer
 
 
@@ -316,6 +354,8 @@ def main(args: Args) -> None:
     world = parallel.process_group(seed=args.seed)
     sinks = [track.LiveView("GLM SWE", steps=args.steps)] if world.is_first else []
     parallel.settle_cpu()
+    if world.is_first:
+        print_swaps(scale)
     folder = model_folder(args, scale)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     environment, train_tasks, eval_tasks = build_environment(args, scale, tokenizer)

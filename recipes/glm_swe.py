@@ -274,6 +274,8 @@ def open_engine(args: Args, scale: Scale, model: str) -> Iterator[Any]:
 
 def prepare(model: Any, mesh: parallel.Mesh, scale: Scale) -> None:
     """Make an empty model into this rank's part of the trainer. The order matters."""
+    if hasattr(model.config, "index_topk"):  # which keys it chooses has no gradient
+        parallel.freeze_indexer(model)
     matmul = None
     if scale.fp8 is not None:
         fp8.convert_linears(model, form=scale.fp8)
@@ -296,7 +298,9 @@ def open_transport(args: Args, scale: Scale, model: Any, engine: Any, rollouts: 
         return weights.transport_to(model, engine, worker=rollouts)
     quantize = None
     if scale.fp8 is not None:
-        quantize = fp8.CheckpointQuantizer(model, dtype=torch.bfloat16)
+        quantize = fp8.CheckpointQuantizer(
+            model, experts=fp8.GroupedMatmul(form=scale.fp8), dtype=torch.bfloat16
+        )
     return weights.transport_to(
         model,
         engine,

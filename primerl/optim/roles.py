@@ -12,6 +12,7 @@ import attrs
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from primerl.attention.indexer import DocumentIndexer
 from primerl.optim import layouts
 from primerl.optim.layouts import Matrices, classes, inner, sizes
 from primerl.optim.routers import Routers
@@ -177,6 +178,8 @@ def _role(
     layer, adapter = _adapted_layer(path, modules)
     owner_path, _, layer_name = layer.rpartition(".")
     owner = modules[owner_path]
+    if isinstance(owner, DocumentIndexer):
+        owner = owner.wrapped[0]
     if routers.includes(layer, own):
         return "router", None
     if layouts.is_registered(module) and parameter.ndim == 2 and own.endswith("bias"):

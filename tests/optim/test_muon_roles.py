@@ -10,6 +10,7 @@ from torch import nn
 from uses_of_weights import Uses
 
 from primerl import optim, testing
+from primerl.attention.sparse import attend_sparsely
 from primerl.testing.families import tiny_family
 
 PAGE = (Path(__file__).parents[2] / "docs" / "families.md").read_text().split("## Refused")[0]
@@ -252,3 +253,13 @@ def test_groups_hold_each_parameter_once():
         held = [id(one) for group in groups for one in group["params"]]
         assert sorted(held) == sorted(id(one) for one in model.parameters() if one.requires_grad)
         optim.Muon(groups, lr=0.1)
+
+
+def test_an_indexer_has_the_same_roles_when_it_chooses_by_document():
+    model = testing.tiny_model("glm_moe_dsa")
+    before = str(optim.muon_parameters(model))
+    assert "head gate" in before
+
+    attend_sparsely(model)
+
+    assert str(optim.muon_parameters(model)) == before

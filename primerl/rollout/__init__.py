@@ -12,7 +12,7 @@ from primerl.rollout.agents.history import History
 from primerl.rollout.agents.limits import AgentLimits
 from primerl.rollout.agents.loop import AgentRun, run_agent, tool_agent
 from primerl.rollout.agents.stitching import Call, link_calls, stitch
-from primerl.rollout.agents.tools import Tool, shell
+from primerl.rollout.agents.tools import Tool, editor, shell
 from primerl.rollout.collection.buffer import Buffer
 from primerl.rollout.collection.concurrency import AdaptiveConcurrency
 from primerl.rollout.collection.groups import run_group
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from primerl.rollout.engines.chat_endpoint import ChatEndpoint
     from primerl.rollout.engines.transformers.engine import TransformersEngine
     from primerl.rollout.engines.vllm.client.engine import VLLMEngine
+    from primerl.rollout.environments.verifiers_adapter.tool_harness import ToolHarness
     from primerl.rollout.gateways.commands import CommandAgent, CommandRun, command_agent
     from primerl.rollout.gateways.server import Gateway, gateway
 
@@ -64,12 +65,14 @@ __all__ = [
     "Shuffled",
     "TaskStream",
     "Tool",
+    "ToolHarness",
     "TransformersEngine",
     "VLLMEngine",
     "VLLMServer",
     "Worker",
     "command_agent",
     "drop_tool_results",
+    "editor",
     "gateway",
     "isolated",
     "link_calls",
@@ -98,6 +101,7 @@ _LAZY = {
     "CommandAgent": "gateways.commands",
     "CommandRun": "gateways.commands",
     "Gateway": "gateways.server",
+    "ToolHarness": "environments.verifiers_adapter.tool_harness",
     "VLLMEngine": "engines.vllm.client.engine",
     "command_agent": "gateways.commands",
     "gateway": "gateways.server",

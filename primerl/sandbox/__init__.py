@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from primerl.sandbox.roots import Root
     from primerl.sandbox.sessions import Session, Snapshot
     from primerl.sandbox.verifiers_adapter import verifiers_runtime
+    from primerl.sandbox.verifiers_environment import SandboxEnv, SandboxEnvConfig
 
 _LAZY = {
     "BadReply": "errors",
@@ -26,6 +27,8 @@ _LAZY = {
     "Probe": "errors",
     "Result": "results",
     "Root": "roots",
+    "SandboxEnv": "verifiers_environment",
+    "SandboxEnvConfig": "verifiers_environment",
     "SandboxError": "errors",
     "SandboxPool": "pool",
     "SandboxUnavailable": "errors",
@@ -47,6 +50,8 @@ __all__ = [
     "Probe",
     "Result",
     "Root",
+    "SandboxEnv",
+    "SandboxEnvConfig",
     "SandboxError",
     "SandboxPool",
     "SandboxUnavailable",

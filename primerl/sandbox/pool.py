@@ -133,6 +133,11 @@ class SandboxPool:
             self._tier, landlock=launcher.landlock, user=launcher.user, network=self._proxy
         )
 
+    @property
+    def alive(self) -> bool:
+        """Whether the pool is running: it was entered, and its helpers have not been killed."""
+        return self._launcher is not None and self._launcher.alive
+
     async def run(
         self,
         code: str | Sequence[str],

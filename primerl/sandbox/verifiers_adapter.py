@@ -26,6 +26,7 @@ def verifiers_runtime(
 ) -> "vf.Runtime":
     """A runtime whose commands and files are in one sandbox, made at ``start()``.
 
+    Its ``pool`` is the one given here: what grades a rollout can take new sandboxes from it.
     ``timeout_s`` is for each command; the rollout's own deadline cancels it earlier. ``lifetime_s``
     should exceed the rollout's deadline by the time that scoring takes, which uses the sandbox,
     too.
@@ -40,6 +41,7 @@ def verifiers_runtime(
     class SandboxRuntime(runtimes.Runtime):  # type: ignore[misc]  # a class known at run time only
         def __init__(self) -> None:
             super().__init__()
+            self.pool = pool
             # Traces record one of verifiers' own configurations: the one nearest to this.
             self.config = configs.SubprocessConfig()
             self.info = configs.SubprocessRuntimeInfo(id=self.name)

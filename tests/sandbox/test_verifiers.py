@@ -24,14 +24,14 @@ ENVIRONMENTS = Path(__file__).parents[1] / "helpers/verifiers_environments"
 def _importable(monkeypatch):
     monkeypatch.syspath_prepend(str(ENVIRONMENTS))
     yield
-    sys.modules.pop("bugfix", None)
+    sys.modules.pop("mending", None)
 
 
 def test_environment_runs_in_sandboxes():
     client = vf.TrainClientConfig(base_url="http://127.0.0.1:1", api_key_var="NONE")
     context = vf.ModelContext(model="none", client=client)
-    agent = {"harness": {"id": "bugfix"}, "runtime": {"type": "subprocess"}}
-    config = vf.resolve_env_config({"taskset": {"id": "bugfix"}, "agent": agent})
+    agent = {"harness": {"id": "mending"}, "runtime": {"type": "subprocess"}}
+    config = vf.resolve_env_config({"taskset": {"id": "mending"}, "agent": agent})
     env = vf.load_environment(config)
 
     async def play(pool):

@@ -78,6 +78,51 @@ def shell(runtime: Runtime, *, name: str = "bash", workdir: str | None = None) -
     )
 
 
+class Files(Protocol):
+    """A place with files: what ``editor`` needs of verifiers' ``Runtime``."""
+
+    async def read(self, path: str, max_bytes: int | None = None) -> bytes:
+        """The content of a file."""
+        ...
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Replace the content of a file."""
+        ...
+
+
+def editor(runtime: Files, *, name: str = "edit", max_bytes: int = 1 << 20) -> Tool:
+    """A tool that replaces a text, which has to occur once in a file of ``runtime``.
+
+    An empty ``old`` writes the whole file, which may be new.
+    """
+
+    async def run(arguments: Mapping[str, Any], state: State) -> str:  # noqa: ARG001 - a tool's
+        path, old, new = (arguments[key] for key in ("path", "old", "new"))
+        if not all(isinstance(value, str) for value in (path, old, new)):
+            raise ValueError("'path', 'old' and 'new' have to be text")
+        if not old:
+            await runtime.write(path, new.encode())
+            return f"{path} is written"
+        text = (await runtime.read(path, max_bytes=max_bytes)).decode()
+        count = text.count(old)
+        if count != 1:
+            raise ValueError(f"'old' occurs {count} times in {path}, expected once")
+        await runtime.write(path, text.replace(old, new).encode())
+        return f"{path} is changed"
+
+    text = {"type": "string"}
+    return Tool(
+        name=name,
+        description="Replace a text that occurs once in a file.",
+        parameters={
+            "type": "object",
+            "properties": {"path": text, "old": text, "new": text},
+            "required": ["path", "old", "new"],
+        },
+        call=run,
+    )
+
+
 class Toolbox:
     """The tools of one rollout: results as text, and mistakes of the policy as text, too.
 

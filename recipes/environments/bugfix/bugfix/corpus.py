@@ -1,0 +1,150 @@
+"""The programs into which bugs are seeded, with their checks.
+
+A program is written as Python with examples in docstrings, as doctest reads them. The examples are
+the hidden tests; the repository that an agent sees has only the first line of each such docstring.
+"""
+
+import ast
+import doctest
+import functools
+import hashlib
+import textwrap
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+FOLDER = Path(__file__).parent / "programs"
+Kind = Literal["function", "module", "package"]
+
+
+@attrs.frozen
+class Check:
+    """One hidden test: ``code`` is run after the lines of ``before``, and its value compared.
+
+    ``expected`` is ``("value", v)``, or ``("raised", name)``.
+    """
+
+    before: tuple[str, ...]
+    code: str
+    expected: tuple[str, Any]
+
+
+@attrs.frozen(eq=False)
+class Program:
+    """A correct program: its files by path, and scripts of checks."""
+
+    name: str
+    kind: Kind
+    files: dict[str, str]
+    scripts: tuple[tuple[doctest.Example, ...], ...]
+
+    @property
+    def split(self) -> str:
+        """Whether its tasks are trained on: about a quarter of the programs are held out."""
+        digest = hashlib.sha256(self.name.encode()).digest()
+        return "eval" if digest[0] % 4 == 0 else "train"
+
+    @property
+    def module(self) -> str:
+        """What tests import."""
+        return self.name
+
+    @functools.cached_property
+    def checks(self) -> tuple[Check, ...]:
+        """All hidden tests, in the order in which ``runnable`` runs them."""
+        found = []
+        for script in self.scripts:
+            stateful = any(not example.want for example in script)
+            before: list[str] = []
+            for example in script:
+                code = example.source.strip()
+                if example.want:
+                    found.append(Check(tuple(before), code, expected(example.want)))
+                if stateful:
+                    before.append(code)
+        return tuple(found)
+
+    @property
+    def runnable(self) -> list[list[tuple[str, bool]]]:
+        """The scripts as lines of code, and whether each one's value is compared."""
+        return [
+            [(example.source.strip(), bool(example.want)) for example in script]
+            for script in self.scripts
+        ]
+
+
+def expected(want: str) -> tuple[str, Any]:
+    """What an example wants: the repr of a value, or the name of an exception."""
+    want = want.strip()
+    if want.endswith("Error") and want.isidentifier():
+        return ("raised", want)
+    return ("value", ast.literal_eval(want))
+
+
+@functools.cache
+def programs() -> dict[str, Program]:
+    """All programs by name."""
+    found = [*_functions(FOLDER / "functions.py")]
+    for path in sorted((FOLDER / "modules").glob("*.py")):
+        found.append(_module(path))
+    for folder in sorted(path for path in (FOLDER / "packages").glob("*") if path.is_dir()):
+        found.append(_package(folder))
+    return {program.name: program for program in found}
+
+
+def _functions(path: Path) -> list[Program]:
+    text = path.read_text()
+    found = []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef):
+            lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
+            source = "\n".join(lines) + "\n"
+            scripts = _scripts(ast.get_docstring(node) or "")
+            files = {f"{node.name}.py": _without_examples(source)}
+            found.append(Program(node.name, "function", files, scripts))
+    return found
+
+
+def _module(path: Path) -> Program:
+    text = path.read_text()
+    scripts = _scripts(ast.get_docstring(ast.parse(text)) or "")
+    return Program(path.stem, "module", {path.name: _without_examples(text)}, scripts)
+
+
+def _package(folder: Path) -> Program:
+    files = {}
+    scripts: tuple[tuple[doctest.Example, ...], ...] = ()
+    for path in sorted(folder.glob("*.py")):
+        text = path.read_text()
+        scripts += _scripts(ast.get_docstring(ast.parse(text)) or "")
+        files[f"{folder.name}/{path.name}"] = _without_examples(text)
+    return Program(folder.name, "package", files, scripts)
+
+
+def _scripts(docstring: str) -> tuple[tuple[doctest.Example, ...], ...]:
+    """The examples of a docstring; a blank line ends a script."""
+    scripts: list[tuple[doctest.Example, ...]] = []
+    for block in textwrap.dedent(docstring).split("\n\n"):
+        examples = tuple(doctest.DocTestParser().get_examples(block))
+        if examples:
+            scripts.append(examples)
+    return tuple(scripts)
+
+
+def _without_examples(source: str) -> str:
+    """The source with docstrings cut before their examples."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) or not node.body:
+            continue
+        first = node.body[0]
+        if not (isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)):
+            continue
+        if ">>>" not in str(first.value.value):
+            continue
+        summary = str(first.value.value).split("\n", 1)[0]
+        indent = lines[first.lineno - 1][: first.col_offset]
+        cut = [None] * ((first.end_lineno or first.lineno) - first.lineno)
+        lines[first.lineno - 1 : first.end_lineno] = [f'{indent}"""{summary}"""', *cut]  # type: ignore[list-item]
+    return "\n".join(line for line in lines if line is not None) + "\n"

@@ -1,0 +1,145 @@
+"""A scripted expert, which knows the seeded bugs, and its conversations to learn from.
+
+    python -m bugfix.expert traces.jsonl --tier easiest
+
+It acts through the same tools, harness and sandboxes as a policy does. The conversations, of tasks
+that it solved, are what ``recipes/sft.py --data`` reads, and what the environment ``pivot`` does.
+"""
+
+import argparse
+import asyncio
+import json
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bugfix.mutation import Mutation
+from bugfix.tasks import TIERS
+from primerl import rollout
+from primerl.types import SamplingParams
+
+DONE = "The bug is fixed."
+
+
+def calls(tier: str, seeded: Sequence[Mutation]) -> list[tuple[str, dict[str, str]]]:
+    """What the expert does: looks at what it has not seen, edits, and looks at the result."""
+    edits = [
+        ("edit", {"path": one.path, "old": one.after.strip(), "new": one.before.strip()})
+        for one in seeded
+    ]
+    if tier == "easiest":
+        return edits
+    looks = [("bash", {"command": f"cat {one.path}"}) for one in seeded]
+    steps = [step for pair in zip(looks, edits, strict=True) for step in pair]
+    if tier == "easy":
+        return steps
+    folder = seeded[0].path.split("/")[0]
+    return [("bash", {"command": f"ls {folder}"}), *steps]
+
+
+def written(name: str, arguments: Mapping[str, Any]) -> str:
+    """A call as text, in the form that models without a form of their own are taught."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class Expert:
+    """An engine that replies to each turn of one task with the next of some calls."""
+
+    context_length = 1 << 20
+
+    def __init__(self, steps: Sequence[tuple[str, Mapping[str, Any]]], *, last: str = DONE) -> None:
+        self._steps = list(steps)
+        self._last = last
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,  # noqa: ARG002 - nothing is sampled
+        *,
+        tools: Any = None,  # noqa: ARG002
+    ) -> Any:
+        """The next reply, as an endpoint gives it."""
+        turn = sum(message["role"] == "assistant" for message in messages)
+        message: dict[str, Any] = {"role": "assistant", "content": self._last}
+        if turn < len(self._steps):
+            name, arguments = self._steps[turn]
+            function = {"name": name, "arguments": json.dumps(arguments)}
+            call = {"id": f"call_{turn}", "type": "function", "function": function}
+            message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return types.SimpleNamespace(
+            message=message, finish_reason="stop", prompt_tokens=1, completion_tokens=1
+        )
+
+
+def expert(task: Mapping[str, Any]) -> Expert:
+    """The expert for a task of ``rollout.verifiers("bugfix", ...).tasks``."""
+    data = task["data"]
+    return Expert(calls(data["tier"], [Mutation(*one) for one in data["mutations"]]))
+
+
+async def conversations(tiers: Sequence[str], *, split: str, concurrency: int = 4) -> list[Any]:
+    """The expert's conversations on all tasks of some tiers, in the tasks' order.
+
+    Raises:
+        RuntimeError: a task was not solved.
+    """
+    found: list[Any] = []
+    gate = asyncio.Semaphore(concurrency)
+    for tier in tiers:
+        environment = rollout.verifiers(
+            "bugfix",
+            tokenizer=None,
+            config={"taskset": {"tier": tier, "split": split}},
+            keep_conversation=True,
+        )
+
+        async def play(task: Any, environment: Any = environment) -> Any:
+            async with gate:
+                played = await environment(task, expert(task), SamplingParams(max_tokens=1))
+            if played.reward != 1:
+                raise RuntimeError(f"the expert did not solve {task['id']}")
+            return {"id": task["id"], **played.conversation}
+
+        try:
+            found += await asyncio.gather(*(play(task) for task in environment.tasks))
+        finally:
+            await environment.aclose()
+    return found
+
+
+def as_text(conversation: dict[str, Any]) -> dict[str, Any]:
+    """A conversation whose calls are text, and whose tools are left to the system message."""
+    messages = []
+    for message in conversation["messages"]:
+        content = message["content"] or ""
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            content += written(function["name"], json.loads(function["arguments"]))
+        messages.append({"role": message["role"], "content": content})
+    return {"id": conversation["id"], "messages": messages}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write the expert's conversations to a file."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("file", type=Path, help="the JSON lines file to write")
+    parser.add_argument("--tier", choices=["all", *TIERS], default="all")
+    parser.add_argument("--split", choices=["train", "eval", "all"], default="train")
+    parser.add_argument(
+        "--calls",
+        choices=["fields", "text"],
+        default="fields",
+        help="text: calls as <tool_call> text, for models whose chat template has no tools",
+    )
+    chosen = parser.parse_args(arguments)
+    tiers = TIERS if chosen.tier == "all" else (chosen.tier,)
+    rows = asyncio.run(conversations(tiers, split=chosen.split))
+    if chosen.calls == "text":
+        rows = [as_text(row) for row in rows]
+    chosen.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{len(rows)} conversations")  # noqa: T201 - the command's answer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Runs a repository's hidden tests in a new sandbox, and compares what comes out on the host.
+
+Only the program's own modules go in, so nothing else that an agent left behind does. The inputs go
+in as well, the expected values never: see ``primerl.sandbox.grade``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from bugfix.corpus import Program
+from primerl.sandbox import Case, SandboxPool, grade
+
+# Defines the function that is graded: it imports the repository and evaluates the lines.
+_RUN = """
+import os, sys
+FILES = {files!r}
+for path, text in FILES.items():
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with open(path, "w") as file:
+        file.write(text)
+sys.path.insert(0, os.getcwd())
+
+def run(scripts):
+    results = []
+    for script in scripts:
+        names = {{}}
+        exec("from {module} import *", names)
+        for code, compared in script:
+            try:
+                try:
+                    compiled = compile(code, "check", "eval")
+                except SyntaxError:
+                    result = ("value", exec(compile(code, "check", "exec"), names))
+                else:
+                    result = ("value", eval(compiled, names))
+            except Exception as error:
+                result = ("raised", type(error).__name__)
+            if compared:
+                results.append(result)
+    return results
+"""
+
+
+@attrs.frozen
+class Grade:
+    """How many of the hidden tests passed; ``reason`` says why not all did."""
+
+    passed: int
+    total: int
+    reason: str
+
+    @property
+    def fixed(self) -> bool:
+        """Whether all did."""
+        return self.passed == self.total
+
+
+async def grade_files(
+    pool: SandboxPool, program: Program, files: Mapping[str, str], *, timeout_s: float = 10.0
+) -> Grade:
+    """The hidden tests of a program on files of its modules.
+
+    Raises:
+        SandboxError: no sandbox could be made.
+    """
+    checks = program.checks
+    expected = [check.expected for check in checks]
+    [verdict] = await grade(
+        pool,
+        _RUN.format(files=dict(files), module=program.module),
+        [Case(args=(program.runnable,), expected=expected)],
+        function="run",
+        timeout_s=timeout_s,
+    )
+    if verdict.passed:
+        return Grade(len(checks), len(checks), "")
+    values = verdict.value if isinstance(verdict.value, list) else []
+    passed = [same_as(value, want) for value, want in zip(values, expected, strict=False)]
+    if not values:
+        return Grade(0, len(checks), verdict.reason)
+    # Not all, even if a value of another type counts as equal here.
+    return Grade(min(sum(passed), len(checks) - 1), len(checks), "hidden tests failed")
+
+
+def same_as(value: Any, expected: Any) -> bool:
+    """Whether a value that came out of a sandbox has the form and the repr of the expected one."""
+    return type(value) is type(expected) and repr(value) == repr(expected)

@@ -1,0 +1,195 @@
+"""The tasks, and their scoring."""
+
+import json
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import verifiers.v1 as vf
+
+from bugfix import corpus
+from bugfix.grading import Grade, grade_files
+from bugfix.mutation import Mutation
+from primerl.sandbox import SandboxPool
+
+FILE = Path(__file__).parent / "tasks.jsonl"
+MOST_BYTES = 200_000  # of a module that is graded
+TIERS = ("easiest", "easy", "medium", "hard")
+SYSTEM = (
+    "Fix the bug. edit replaces a text that occurs once in a file; bash runs a command. "
+    "When it is fixed, say so."
+)
+
+
+class Bug(vf.TaskData):
+    """A program with seeded bugs. Only the prompt and the files are seen by an agent."""
+
+    program: str
+    tier: str
+    mutations: list[tuple[str, int, str, str, str]]
+
+
+class Fix(vf.Task[Bug]):
+    """Make the hidden tests pass."""
+
+    @property
+    def program(self) -> corpus.Program:
+        """The correct program."""
+        return corpus.programs()[self.data.program]
+
+    @property
+    def seeded(self) -> list[Mutation]:
+        """The bugs."""
+        return [Mutation(*one) for one in self.data.mutations]
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The repository as the agent finds it."""
+        files = self.program.files
+        for mutation in self.seeded:
+            files = mutation.applied(files)
+        return files
+
+    async def setup(self, runtime: vf.Runtime) -> None:
+        """Write the repository.
+
+        Raises:
+            RuntimeError: the correct programs could be read in the sandbox.
+        """
+        await refuse_readable_programs(runtime)
+        for path, text in self.files.items():
+            await runtime.write(path, text.encode())
+
+    @vf.reward
+    async def fixed(self, trace: vf.Trace, runtime: vf.Runtime) -> float:
+        """1 if all hidden tests pass, else 0; ``trace.info["bugfix"]`` says why."""
+        result = await self.graded(runtime)
+        trace.record_metric("tests_passed", result.passed / result.total)
+        trace.info["bugfix"] = {"passed": result.passed, "of": result.total, "why": result.reason}
+        return float(result.fixed)
+
+    async def validate(self, runtime: vf.Runtime) -> bool:
+        """Whether the task is as it should be: the bug fails tests, and its repair passes all."""
+        before = await self.graded(runtime)
+        for path, text in self.program.files.items():
+            await runtime.write(path, text.encode())
+        after = await self.graded(runtime)
+        return after.fixed and not before.fixed
+
+    async def graded(self, runtime: vf.Runtime) -> Grade:
+        """Read the repository's modules, and run the hidden tests on them elsewhere.
+
+        Raises:
+            SandboxError: the sandboxes are at fault, not the agent.
+        """
+        pool = getattr(runtime, "pool", None)
+        try:
+            files = {
+                path: (await runtime.read(path, max_bytes=MOST_BYTES)).decode()
+                for path in self.program.files
+            }
+        except (vf.SandboxError, OSError, UnicodeDecodeError) as error:
+            # An agent may end its own sandbox, or remove the files; a pool that is gone is no
+            # agent's doing.
+            if pool is not None and not pool.alive:
+                raise
+            return Grade(0, len(self.program.checks), f"the repository can't be read: {error}")
+        if pool is not None:
+            return await grade_files(pool, self.program, files)
+        async with SandboxPool(concurrency=1, warm=0) as own:
+            return await grade_files(own, self.program, files)
+
+
+class Options(vf.TasksetConfig):
+    """Which tasks: ``tier`` "all" has all tiers, the easiest first; ``split`` divides programs."""
+
+    tier: Literal["all", "easiest", "easy", "medium", "hard"] = "all"
+    split: Literal["train", "eval", "all"] = "train"
+
+
+class Bugfix(vf.Taskset[Fix, Options]):
+    """Programs with seeded bugs."""
+
+    def load(self) -> Iterator[Fix]:
+        """The tasks of the tiers and the split, in an order in which programs alternate."""
+        wanted = TIERS if self.config.tier == "all" else (self.config.tier,)
+        made = [self._task(number, row) for number, row in enumerate(rows())]
+        for tier in wanted:
+            for task in made:
+                in_split = self.config.split in ("all", task.program.split)
+                if in_split and task.data.tier == tier:
+                    yield task
+
+    def _task(self, number: int, row: dict[str, Any]) -> Fix:
+        program = corpus.programs()[row["program"]]
+        tier = tier_of(program, row["mutations"])
+        data = Bug(
+            id=f"{program.name}-{number}",
+            system_prompt=SYSTEM,
+            prompt="",
+            program=program.name,
+            tier=tier,
+            mutations=row["mutations"],
+        )
+        task = Fix(data, self.config.task)
+        return task.with_data(prompt=statement(task, row))
+
+
+def rows() -> list[dict[str, Any]]:
+    """What ``bugfix.generation`` made: one of each program, then another one of each, ..."""
+    ranked = []
+    seen: dict[str, int] = {}
+    for line in FILE.read_text().splitlines():
+        row = json.loads(line)
+        rank = seen.get(row["program"], 0)
+        seen[row["program"]] = rank + 1
+        ranked.append((rank, row))
+    return [row for _, row in sorted(ranked, key=lambda one: one[0])]
+
+
+def tier_of(program: corpus.Program, mutations: list[Any]) -> str:
+    """See the README's table."""
+    if program.kind == "function":
+        return "easiest"
+    if program.kind == "module":
+        return "easy"
+    return "medium" if len(mutations) == 1 else "hard"
+
+
+def statement(task: Fix, row: dict[str, Any]) -> str:
+    """What is wrong, from a failing test: what is returned, and what should be."""
+    check = task.program.checks[row["check"]]
+    kind, value = check.expected
+    right = f"return {value!r}" if kind == "value" else f"raise {value}"
+    text = f"{row['seen']}, but should {right}."
+    if check.before:
+        text = "After\n" + "".join(f"    {line}\n" for line in check.before) + text
+    if task.data.tier == "easiest":
+        [(path, source)] = task.files.items()
+        return f"{text}\n\n{path}:\n{source}"
+    if task.data.tier == "easy":
+        return f"{text}\n\nThe module is {next(iter(task.files))}."
+    more = " There may be more than one bug." if task.data.tier == "hard" else ""
+    return f"{text}\n\nThe package is {task.program.module}/.{more}"
+
+
+_CHECKED: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+async def refuse_readable_programs(runtime: Any) -> None:
+    """Raise unless the correct programs are hidden from the sandboxes of a pool.
+
+    Raises:
+        RuntimeError: they are in a folder that sandboxes may read.
+    """
+    pool = getattr(runtime, "pool", None)
+    if pool is None or pool in _CHECKED:
+        return
+    found = await runtime.run(["test", "-e", str(corpus.FOLDER)], {})
+    if found.exit_code == 0:
+        raise RuntimeError(
+            f"sandboxes can read {corpus.FOLDER}, which has the answers; install bugfix into a "
+            "virtual environment, which sandboxes don't see, or pass another python to the pool"
+        )
+    _CHECKED.add(pool)

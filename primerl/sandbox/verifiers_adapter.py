@@ -9,6 +9,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from primerl._optional import require
+from primerl.sandbox.errors import SandboxError
 from primerl.sandbox.pool import SandboxPool
 from primerl.sandbox.roots import Root
 from primerl.sandbox.sessions import Session
@@ -58,7 +59,12 @@ def verifiers_runtime(
 
         async def run(self, argv: list[str], env: dict[str, str]) -> Any:
             environment = self.process_env(env)
-            done = await self._running().run(argv, environment=environment, timeout_s=timeout_s)
+            try:
+                done = await self._running().run(
+                    argv, environment=environment, timeout_s=timeout_s
+                )
+            except SandboxError as error:
+                raise errors.SandboxError(str(error)) from error
             said = done.stderr.decode(errors="replace")
             if done.limits_hit:
                 said += f"\n[sandbox: ended by its limit of {', '.join(done.limits_hit)}]"
@@ -83,17 +89,19 @@ def verifiers_runtime(
                 if max_bytes is None:
                     return await self._running().read(path)
                 command = ["head", "-c", str(max_bytes), "--", path]
-                done = await self._running().run(command, output_bytes=max_bytes + 1)
+                done = await self._running().run(
+                    command, output_bytes=max_bytes + 1, timeout_s=timeout_s
+                )
                 if not done.ok:
                     raise OSError(done.stderr.decode(errors="replace").strip())
                 return done.stdout
-            except OSError as error:
+            except (OSError, SandboxError) as error:
                 raise errors.SandboxError(f"read {path!r}: {error}") from error
 
         async def write(self, path: str, data: bytes) -> None:
             try:
                 await self._running().write(path, data)
-            except OSError as error:
+            except (OSError, SandboxError) as error:
                 raise errors.SandboxError(f"write {path!r}: {error}") from error
 
         def _running(self) -> Session:

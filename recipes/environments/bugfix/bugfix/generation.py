@@ -180,9 +180,7 @@ def tasks_of(program: Program) -> list[dict[str, Any]]:
     """
     if failed := failing(program, program.files):
         raise ValueError(f"{program.name} fails its own checks: {failed}")
-    every = [
-        mutation for path, text in program.files.items() for mutation in mutations(path, text)
-    ]
+    every = [mutation for path, text in program.files.items() for mutation in mutations(path, text)]
     usable = []
     for mutation in every:
         made = _task(program, [mutation])
@@ -212,9 +210,7 @@ def _task(program: Program, seeded: list[Mutation]) -> dict[str, Any] | None:
     number, text = seen
     return {
         "program": program.name,
-        "mutations": [
-            [one.path, one.line, one.kind, one.before, one.after] for one in seeded
-        ],
+        "mutations": [[one.path, one.line, one.kind, one.before, one.after] for one in seeded],
         "check": number,
         "seen": text,
         "failing": len(failed),

@@ -11,6 +11,7 @@ import attrs
 
 from bugfix.corpus import Program
 from primerl.sandbox import Case, SandboxPool, grade
+from primerl.sandbox.grading import same
 
 # Defines the function that is graded: it imports the repository and evaluates the lines.
 _RUN = """
@@ -54,7 +55,7 @@ class Grade:
     @property
     def fixed(self) -> bool:
         """Whether all did."""
-        return self.passed == self.total
+        return not self.reason
 
 
 async def grade_files(
@@ -77,13 +78,7 @@ async def grade_files(
     if verdict.passed:
         return Grade(len(checks), len(checks), "")
     values = verdict.value if isinstance(verdict.value, list) else []
-    passed = [same_as(value, want) for value, want in zip(values, expected, strict=False)]
+    passed = [same(value, want) for value, want in zip(values, expected, strict=False)]
     if not values:
         return Grade(0, len(checks), verdict.reason)
-    # Not all, even if a value of another type counts as equal here.
-    return Grade(min(sum(passed), len(checks) - 1), len(checks), "hidden tests failed")
-
-
-def same_as(value: Any, expected: Any) -> bool:
-    """Whether a value that came out of a sandbox has the form and the repr of the expected one."""
-    return type(value) is type(expected) and repr(value) == repr(expected)
+    return Grade(sum(passed), len(checks), "hidden tests failed")

@@ -30,7 +30,13 @@ class Bug(vf.TaskData):
     mutations: list[tuple[str, int, str, str, str]]
 
 
-class Fix(vf.Task[Bug]):
+class FixConfig(vf.TaskConfig):
+    """``grading_timeout_s`` bounds the hidden tests, all together."""
+
+    grading_timeout_s: float = 10.0
+
+
+class Fix(vf.Task[Bug, vf.State, FixConfig]):
     """Make the hidden tests pass."""
 
     @property
@@ -95,10 +101,11 @@ class Fix(vf.Task[Bug]):
             if pool is not None and not pool.alive:
                 raise
             return Grade(0, len(self.program.checks), f"the repository can't be read: {error}")
+        timeout_s = self.config.grading_timeout_s
         if pool is not None:
-            return await grade_files(pool, self.program, files)
+            return await grade_files(pool, self.program, files, timeout_s=timeout_s)
         async with SandboxPool(concurrency=1, warm=0) as own:
-            return await grade_files(own, self.program, files)
+            return await grade_files(own, self.program, files, timeout_s=timeout_s)
 
 
 class Options(vf.TasksetConfig):
@@ -106,6 +113,7 @@ class Options(vf.TasksetConfig):
 
     tier: Literal["all", "easiest", "easy", "medium", "hard"] = "all"
     split: Literal["train", "eval", "all"] = "train"
+    task: FixConfig = FixConfig()
 
 
 class Bugfix(vf.Taskset[Fix, Options]):

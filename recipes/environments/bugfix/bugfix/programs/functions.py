@@ -1,7 +1,5 @@
 """Small functions: each is a program of the easiest tier, and its examples are the hidden tests."""
 
-# ruff: noqa: C416, FURB, PERF, PLR, RET, SIM, UP
-
 
 def clamp(x, low, high):
     """Limit x to the range from low to high.

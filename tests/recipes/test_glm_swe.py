@@ -1,11 +1,17 @@
 """The flagship recipe at the scale of a laptop."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
+from descendants import descendants
 from forked_ranks import forked_ranks
 from glm_swe_trainer import load, step
+from waiting import until
 
 from primerl import parallel, testing
 
@@ -32,3 +38,80 @@ def test_its_trainer_on_two_ranks_makes_the_step_of_one_process(root, recipe, tm
     assert found["norm"] == pytest.approx(norm, rel=2e-2)
     theirs = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert theirs.keys() == weights.keys()
+
+
+def start(root, folder, *arguments):
+    """The rehearsal on two ranks, in the background; its output is in ``folder.output``."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words += [root / "recipes" / "glm_swe.py", *arguments]
+    output = folder.with_suffix(".output").open("a")
+    with output:
+        return subprocess.Popen(
+            [sys.executable, *map(str, words)], cwd=folder.parent, stdout=output, stderr=output
+        )
+
+
+def steps_logged(folder):
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return text.count("\n")
+
+
+def test_the_rehearsal_survives_its_sandboxes_and_is_resumed_when_a_rank_dies(root, tmp_path):
+    folder = tmp_path / "run"
+    output = folder.with_suffix(".output")
+    few = ["--eval-tasks", 2, "--eval-every", 0, "--save-every", 1, "--run-dir", folder]
+    process = start(root, folder, "--scale", "debug", "--steps", 40, *few)
+    try:
+
+        def logged(steps):
+            assert process.poll() is None, output.read_text()[-5000:]
+            return steps_logged(folder) >= steps
+
+        until(lambda: logged(1), within_s=400)
+        pools = [
+            one for one, words in descendants(process.pid).items() if "primerl.sandbox" in words
+        ]
+        assert pools
+        for one in pools:
+            os.kill(one, signal.SIGKILL)
+        before = steps_logged(folder)
+        until(lambda: logged(before + 3), within_s=400)  # new sandboxes
+
+        ranks = [
+            one
+            for one, words in descendants(process.pid).items()
+            if "glm_swe.py" in words and "torch.distributed" not in words
+        ]
+        os.kill(max(ranks), signal.SIGKILL)
+        assert process.wait(200) != 0
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert "SIGKILL" in output.read_text()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert not summary["finished"]
+
+    done = steps_logged(folder)
+    process = start(root, folder, "--resume", folder, "--steps", done + 2)
+    try:
+        assert process.wait(400) == 0, output.read_text()[-5000:]
+    finally:
+        process.kill()
+    check_rehearsal(folder, output.read_text(), steps=done + 2)
+
+
+def check_rehearsal(folder, said, *, steps):
+    assert "engine" in said.split("at glm5")[1].split("loading")[0]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(steps))
+    for line in lines:
+        assert line["routes_lost"] == 0
+        assert line.get("mismatch_kl", 0.0) < 1e-4
+        assert line["staleness_max"] <= 2
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["finished"]
+    assert (folder / "report.html").is_file()
+    assert (folder / "final" / "config.json").is_file()
+    records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert all(record["reward"] == 0 for record in records)  # of a random policy

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from primerl import optim, parallel
 from primerl._checkpoint_tensors import LAYER
 from primerl._ranks import local_part
+from primerl.planning.activations import Activations, measure_activations
 from primerl.planning.ranks import imagined_ranks
 
 GIB = 2**30
@@ -112,6 +113,7 @@ def plan_trainer(
     prepare: Prepare,
     layout: TrainerLayout,
     *,
+    tokens: int,
     gpu_bytes: int,
     dtype: torch.dtype = torch.bfloat16,
     ranks: Iterable[int] = (0,),
@@ -124,6 +126,7 @@ def plan_trainer(
         build: makes the model, on the ``meta`` device: ``models.empty_model``.
         prepare: what the recipe does to it, up to the optimizer.
         layout: of the ranks.
+        tokens: of a micro-batch, which ``cp`` ranks share; 0 leaves its activations out.
         gpu_bytes: memory of a GPU that may be used.
         dtype: that layers compute in, as in ``parallel.shard``.
         ranks: those to imagine, each of which wires the model once; -1 is the last. Parts are
@@ -131,15 +134,43 @@ def plan_trainer(
     """
     found = []
     try:
+        if tokens % layout.cp:
+            raise ValueError(f"context: {tokens} tokens don't divide by cp={layout.cp}")
+        with imagined_ranks(layout.ranks):
+            activations = _activations(build, prepare, _mesh(layout), tokens=tokens, dtype=dtype)
         for rank in sorted({one % layout.ranks for one in ranks}):
             with imagined_ranks(layout.ranks, rank=rank):
-                mesh = parallel.mesh(replicate=layout.replicate, ep=layout.ep, cp=layout.cp)
                 model = build()
-                optimizer = prepare(model, mesh)
-                found.append(rank_memory(model, optimizer, rank=rank, dtype=dtype))
+                optimizer = prepare(model, _mesh(layout))
+                memory = rank_memory(model, optimizer, rank=rank, dtype=dtype)
+                found.append(
+                    attrs.evolve(
+                        memory, activations=activations.kept, recomputed=activations.recomputed
+                    )
+                )
     except ValueError as error:
         return TrainerPlan(layout=layout, refusal=str(error))
     return TrainerPlan(layout=layout, ranks=tuple(found), refusal=_too_large(found, gpu_bytes))
+
+
+def _mesh(layout: TrainerLayout) -> parallel.Mesh:
+    return parallel.mesh(replicate=layout.replicate, ep=layout.ep, cp=layout.cp)
+
+
+def _activations(
+    build: Callable[[], Any],
+    prepare: Prepare,
+    mesh: parallel.Mesh,
+    *,
+    tokens: int,
+    dtype: torch.dtype,
+) -> Activations:
+    """Of a rank whose parameters are not sharded: while a layer computes, they are gathered."""
+    if not tokens:
+        return Activations(kept=0, recomputed=0)
+    model = build().to(dtype)
+    prepare(model, attrs.evolve(mesh, parameters=None))
+    return measure_activations(model, tokens=tokens // mesh.cp)
 
 
 def _too_large(ranks: list[RankMemory], gpu_bytes: int) -> str | None:

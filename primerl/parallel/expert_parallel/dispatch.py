@@ -96,7 +96,7 @@ def dispatch(
 
 def count_choices(chosen: Int[Tensor, " n"], experts: int) -> Int[Tensor, " experts"]:
     """How often each expert was chosen; unlike ``torch.bincount``, without waiting for a GPU."""
-    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+    counts = chosen.new_zeros(experts, dtype=torch.int64)
     return counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int64))
 
 

@@ -1,7 +1,7 @@
 """The memory of a trainer's ranks, read from what the recipe's own wiring makes of a model."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -108,49 +108,62 @@ class TrainerPlan:
         return self.layout.gpus_per_node * max((one.host for one in self.ranks), default=0)
 
 
-def plan_trainer(
+def plan_trainers(
     build: Callable[[], Any],
     prepare: Prepare,
-    layout: TrainerLayout,
+    layouts: Iterable[TrainerLayout],
     *,
     tokens: int,
     gpu_bytes: int,
     dtype: torch.dtype = torch.bfloat16,
-    ranks: Iterable[int] = (0,),
-) -> TrainerPlan:
-    """Wire a model on imagined ranks, and read what they hold.
+    ranks: Sequence[int] = (0,),
+) -> list[TrainerPlan]:
+    """Wire a model on imagined ranks of each layout, and read what they hold.
 
     A layout that the parts refuse, or whose ranks don't fit a GPU, is a plan with a ``refusal``.
 
     Args:
         build: makes the model, on the ``meta`` device: ``models.empty_model``.
-        prepare: what the recipe does to it, up to the optimizer.
-        layout: of the ranks.
+        prepare: what the recipe does to it, up to the optimizer. With a mesh whose ``parameters``
+            is None, it is asked for a model that computes as a rank does, but is not sharded.
+        layouts: of the ranks.
         tokens: of a micro-batch, which ``cp`` ranks share; 0 leaves its activations out.
         gpu_bytes: memory of a GPU that may be used.
         dtype: that layers compute in, as in ``parallel.shard``.
         ranks: those to imagine, each of which wires the model once; -1 is the last. Parts are
             equal, but where a size is no multiple of the ranks: then the first has most.
     """
-    found = []
-    try:
-        if tokens % layout.cp:
-            raise ValueError(f"context: {tokens} tokens don't divide by cp={layout.cp}")
-        with imagined_ranks(layout.ranks):
-            activations = _activations(build, prepare, _mesh(layout), tokens=tokens, dtype=dtype)
-        for rank in sorted({one % layout.ranks for one in ranks}):
-            with imagined_ranks(layout.ranks, rank=rank):
-                model = build()
-                optimizer = prepare(model, _mesh(layout))
-                memory = rank_memory(model, optimizer, rank=rank, dtype=dtype)
+    activations: dict[tuple[int, int], Activations] = {}
+    plans = []
+    for layout in layouts:
+        found: list[RankMemory] = []
+        refusal = None
+        try:
+            key = (layout.ep, layout.cp)
+            if key not in activations:
+                activations[key] = _activations(build, prepare, layout, tokens=tokens, dtype=dtype)
+            for rank in sorted({one % layout.ranks for one in ranks}):
+                with imagined_ranks(layout.ranks, rank=rank):
+                    model = build()
+                    optimizer = prepare(model, _mesh(layout))
+                    memory = rank_memory(model, optimizer, rank=rank, dtype=dtype)
                 found.append(
                     attrs.evolve(
-                        memory, activations=activations.kept, recomputed=activations.recomputed
+                        memory,
+                        activations=activations[key].kept,
+                        recomputed=activations[key].recomputed,
                     )
                 )
-    except ValueError as error:
-        return TrainerPlan(layout=layout, refusal=str(error))
-    return TrainerPlan(layout=layout, ranks=tuple(found), refusal=_too_large(found, gpu_bytes))
+        except ValueError as error:
+            refusal = str(error)
+        plans.append(
+            TrainerPlan(
+                layout=layout,
+                ranks=tuple(found),
+                refusal=refusal or _too_large(found, gpu_bytes),
+            )
+        )
+    return plans
 
 
 def _mesh(layout: TrainerLayout) -> parallel.Mesh:
@@ -160,17 +173,20 @@ def _mesh(layout: TrainerLayout) -> parallel.Mesh:
 def _activations(
     build: Callable[[], Any],
     prepare: Prepare,
-    mesh: parallel.Mesh,
+    layout: TrainerLayout,
     *,
     tokens: int,
     dtype: torch.dtype,
 ) -> Activations:
     """Of a rank whose parameters are not sharded: while a layer computes, they are gathered."""
+    if tokens % layout.cp:
+        raise ValueError(f"context: {tokens} tokens don't divide by cp={layout.cp}")
     if not tokens:
         return Activations(kept=0, recomputed=0)
-    model = build().to(dtype)
-    prepare(model, attrs.evolve(mesh, parameters=None))
-    return measure_activations(model, tokens=tokens // mesh.cp)
+    with imagined_ranks(layout.ranks):
+        model = build().to(dtype)
+        prepare(model, attrs.evolve(_mesh(layout), parameters=None))
+        return measure_activations(model, tokens=tokens // layout.cp)
 
 
 def _too_large(ranks: list[RankMemory], gpu_bytes: int) -> str | None:

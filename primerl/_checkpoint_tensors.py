@@ -22,7 +22,8 @@ from primerl._ranks import whole
 SCALES = "_scale_inv"
 """What ends the name of a quantized tensor's scales, after the tensor's own."""
 
-_LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
+LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
+"""What begins the name of a layer's tensor: the name of the layer."""
 
 
 @attrs.frozen
@@ -138,7 +139,7 @@ def layers_of(names: Iterable[str]) -> list[list[str]]:
     """Names that are gathered together: those of a layer, or of one module outside the layers."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        layer = _LAYER.match(name)
+        layer = LAYER.match(name)
         groups.setdefault(layer[0] if layer else name.rpartition(".")[0], []).append(name)
     return list(groups.values())
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from primerl.fp8.backends.choice import BackendName, require_backend
-from primerl.fp8.backends.interface import Backend
+from primerl.fp8.backends.interface import Backend, host_ends
 from primerl.fp8.format import BLOCK_FP8, Format
 from primerl.fp8.linear import (
     WeightGradient,
@@ -96,7 +96,7 @@ class _Grouped(torch.autograd.Function):
             )
         if ctx.needs_input_grad[1]:
             dw = torch.zeros_like(w)
-            begins = [0, *ends.tolist()]
+            begins = [0, *host_ends(ends, len(dy))]
             for expert, (begin, end) in enumerate(itertools.pairwise(begins)):
                 if end > begin:
                     dw[expert] = _weight_gradient(ctx, dy[begin:end], x[begin:end], w.dtype)

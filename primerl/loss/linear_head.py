@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from primerl._values import has_values
+
 # Elements of a tile. On a CPU a tile stays in cache; an accelerator wants fewer, larger kernels.
 CPU_TILE, TILE = 2**21, 2**25
 CHUNK_TOKENS = 4096
@@ -265,7 +267,7 @@ def _column(x: Tensor) -> Tensor:
 def _tile(hidden: Tensor, chunk_tokens: int) -> tuple[int, int]:
     """The rows and columns of a tile."""
     tokens = max(1, min(chunk_tokens, len(hidden)))
-    elements = CPU_TILE if hidden.device.type == "cpu" else TILE
+    elements = CPU_TILE if hidden.device.type == "cpu" and has_values(hidden) else TILE
     return tokens, max(128, elements // tokens // 128 * 128)
 
 

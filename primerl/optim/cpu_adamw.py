@@ -77,9 +77,10 @@ class CPUAdamW(Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
+            host = "meta" if parameter.is_meta else "cpu"
             for name in ("weight", "exp_avg", "exp_avg_sq"):
                 state[name] = torch.empty_like(
-                    parameter, dtype=torch.float32, device="cpu", pin_memory=parameter.is_cuda
+                    parameter, dtype=torch.float32, device=host, pin_memory=parameter.is_cuda
                 ).zero_()
             local_part(state["weight"]).copy_(local_part(parameter))
         return state

@@ -167,8 +167,9 @@ class _Copies:
             self._out.synchronize()
 
     def like(self, value: Tensor) -> Tensor:
-        """Host memory for a state."""
-        return torch.empty_like(value, device="cpu", pin_memory=self._cuda)
+        """Host memory for a state; none on the ``meta`` device."""
+        host = "meta" if value.is_meta else "cpu"
+        return torch.empty_like(value, device=host, pin_memory=self._cuda)
 
     def fetched(self, value: Tensor) -> Tensor:
         """A state, on the device."""

@@ -65,29 +65,29 @@ def shard(
     refuse_unpackable(model)
     if dtype == next(model.parameters()).dtype:
         dtype = None
-    if mesh.parameters is None:
-        if matmul is not None:
-            divide_experts(model, matmul=matmul)
-        if dtype is not None:
-            _compute_in(model, dtype)
-        return model
     if isinstance(model, FSDPModule):
         raise ValueError("the model is sharded already; call parallel.shard once")
-    _require_one_dtype(model)
-    layers = _layers(model)
-    _require_own_weights(model, list(layers))
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
-            dist.broadcast(tensor.detach(), src=0)
+    if mesh.parameters is not None:
+        _require_one_dtype(model)
+        _require_own_weights(model, list(_layers(model)))
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                dist.broadcast(tensor.detach(), src=0)
     if mesh.cp > 1:
         share_context(model, mesh, method=context)
     experts: dict[nn.Module, DeviceMesh] = {}
     if mesh.experts is not None and (mesh.ep > 1 or matmul is not None):
         divide_experts(model, mesh.experts["expert"], dispatch=dispatch, matmul=matmul)
         experts = dict.fromkeys(expert_modules(model).values(), _replicated(mesh, "expert_shard"))
+    if mesh.parameters is None:
+        if matmul is not None:
+            divide_experts(model, matmul=matmul)
+        if dtype is not None:
+            _compute_in(model, dtype)
+        return model
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
     whole = _replicated(mesh, "shard")
-    parts: list[nn.Module] = [*layers.values(), model]
+    parts: list[nn.Module] = [*_layers(model).values(), model]
     for part in parts:
         for module in part.modules():
             if module in experts:  # before their layer, whose sharding then skips them
@@ -129,10 +129,10 @@ def _shard_part(part: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy)
     ranks = mesh.size(-1)
 
     def place(parameter: nn.Parameter) -> Shard:
-        # Fewer experts than ranks: shard each matrix, so that every rank has a part.
-        local = local_part(parameter)
-        few = isinstance(parameter, DTensor) and local.shape[0] % ranks
-        return Shard(1) if few and local.ndim > 1 and local.shape[1] % ranks == 0 else Shard(0)
+        # Where ranks can't have equally many experts, shard each matrix.
+        sizes = local_part(parameter).shape if isinstance(parameter, DTensor) else ()
+        equal = (axis for axis, size in enumerate(sizes) if size % ranks == 0)
+        return Shard(next(equal, 0))
 
     sharded = fully_shard(part, mesh=mesh, mp_policy=policy, shard_placement_fn=place)
     sharded.set_gradient_divide_factor(1.0)

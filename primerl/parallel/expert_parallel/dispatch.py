@@ -9,6 +9,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from primerl._values import has_values
 from primerl.parallel.collectives import all_to_all
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -73,7 +74,7 @@ def dispatch(
     """Send each token to its k experts, which are divided equally among the ranks of ``group``."""
     chosen = indices.reshape(-1)
     order = torch.argsort(chosen, stable=True)
-    counts = torch.bincount(chosen, minlength=experts)
+    counts = count_choices(chosen, experts)
     tokens = hidden[order // indices.shape[1]]
     if group is None:
         return Dispatched(tokens, counts, order, None, [], [])
@@ -81,13 +82,22 @@ def dispatch(
     equal = [counts.numel() // ranks] * ranks
     theirs = all_to_all(counts, equal, equal, group)
     by_rank = torch.stack([counts.view(ranks, -1).sum(1), theirs.view(ranks, -1).sum(1)])
-    sent, received = by_rank.tolist()  # the host waits here, once
+    if not has_values(by_rank):  # then, each rank is chosen equally often
+        sent = received = [len(part) for part in order.tensor_split(ranks)]
+    else:
+        sent, received = by_rank.tolist()  # the host waits here, once
     arrived = exchange(tokens, sent, received, group)
     theirs = theirs.view(ranks, -1)
     local = torch.arange(theirs.shape[1], device=theirs.device).repeat(ranks)
     expert = torch.repeat_interleave(local, theirs.reshape(-1), output_size=sum(received))
     arrival = torch.argsort(expert, stable=True)
     return Dispatched(arrived[arrival], theirs.sum(0), order, arrival, sent, received)
+
+
+def count_choices(chosen: Int[Tensor, " n"], experts: int) -> Int[Tensor, " experts"]:
+    """How often each expert was chosen; unlike ``torch.bincount``, without waiting for a GPU."""
+    counts = chosen.new_zeros(experts, dtype=torch.int64)
+    return counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int64))
 
 
 def combine(

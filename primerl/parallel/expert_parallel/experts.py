@@ -22,7 +22,7 @@ from primerl._expert_modules import expert_modules
 from primerl._forward_passes import PassTotal
 from primerl._optional import require
 from primerl._ranks import local_part
-from primerl.parallel.expert_parallel.dispatch import AllToAll, Dispatch
+from primerl.parallel.expert_parallel.dispatch import AllToAll, Dispatch, count_choices
 
 IMPLEMENTATION = "primerl_experts"
 
@@ -118,7 +118,7 @@ def _experts_forward(
         raise ValueError(
             f"this {type(module).__name__} was not prepared; call parallel.shard with the mesh"
         )
-    placement.chosen.add(torch.bincount(indices.detach().reshape(-1), minlength=placement.experts))
+    placement.chosen.add(count_choices(indices.detach().reshape(-1), placement.experts))
     compute = functools.partial(_compute, module, placement.matmul)
     return placement.dispatch(hidden, indices, weights, compute).to(hidden.dtype)
 

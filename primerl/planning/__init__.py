@@ -1,0 +1,67 @@
+"""What a run would take, found on a laptop before anything starts: a recipe's ``--dry-run``.
+
+The recipe's own wiring runs on imagined ranks, with a model on the ``meta`` device, whose tensors
+have shapes and no values; then each rank's parts are read. A recipe has its wiring in one function
+that its run calls too, with whatever ``mesh`` it is given:
+
+    def prepare(model, mesh, args):
+        fp8.convert_linears(model)
+        parallel.recompute(model.train())
+        parallel.shard(model, mesh, dtype=torch.bfloat16, matmul=fp8.GroupedMatmul())
+        return optim.CPUAdamW(model.parameters(), lr=args.lr)  # the optimizer, not a fused one
+
+    def dry_run(args):
+        def build():
+            return models.empty_model("recipes/configs/glm5")
+
+        model = build()
+        plan = planning.Plan(
+            model=planning.model_size(model),
+            trainers=planning.plan_trainers(
+                build,
+                lambda model, mesh: prepare(model, mesh, args),
+                [planning.TrainerLayout(nodes=12, gpus_per_node=8, ep=8, cp=4)],
+                tokens=131072,  # of a micro-batch
+                gpu_bytes=141 * 10**9,
+            ),
+            servers={"decode": planning.plan_server(model, gpus=32, ep=32, ...)},
+            traffic=planning.plan_traffic(model, step_tokens=256 * 131072, published=...),
+            refused_pairs=planning.refused_pairs(),
+        )
+        print(plan.text())
+        raise SystemExit(1 if plan.impossible else 0)
+
+See ``docs/planning.md``.
+"""
+
+from primerl.planning.pairs import Refusal, refused_pairs
+from primerl.planning.ranks import imagined_ranks
+from primerl.planning.report import Plan
+from primerl.planning.server import ServerPlan, plan_server
+from primerl.planning.sizes import ModelSize, model_size
+from primerl.planning.traffic import Traffic, plan_traffic
+from primerl.planning.trainer import (
+    RankMemory,
+    TrainerLayout,
+    TrainerPlan,
+    plan_trainers,
+    rank_memory,
+)
+
+__all__ = [
+    "ModelSize",
+    "Plan",
+    "RankMemory",
+    "Refusal",
+    "ServerPlan",
+    "Traffic",
+    "TrainerLayout",
+    "TrainerPlan",
+    "imagined_ranks",
+    "model_size",
+    "plan_server",
+    "plan_traffic",
+    "plan_trainers",
+    "rank_memory",
+    "refused_pairs",
+]

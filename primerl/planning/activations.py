@@ -1,0 +1,119 @@
+"""The activations of a micro-batch, measured by running the model on tensors without values."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from primerl import loss
+from primerl._ranks import local_part
+
+
+@attrs.frozen(kw_only=True)
+class Activations:
+    """Bytes that a rank keeps for the backward pass of a micro-batch."""
+
+    kept: int
+    """By the forward pass."""
+    recomputed: int
+    """By the layer that keeps most, while it is recomputed; 0 where none is."""
+
+
+@attrs.define(eq=False)
+class _Counter:
+    """Counts what autograd saves, each storage once."""
+
+    ignored: set[int]
+    """Storages of parameters."""
+    seen: dict[int, Tensor] = attrs.field(factory=dict)
+    """By storage; the tensors are held, so that no storage gets the place of another."""
+    taken: int = 0
+
+    def save(self, tensor: Tensor) -> Tensor:
+        place = _storage(tensor)
+        if place not in self.ignored:
+            self.seen.setdefault(place, tensor)
+        return tensor
+
+    def take(self) -> int:
+        """The bytes since the last call."""
+        total = sum(local_part(one).untyped_storage().nbytes() for one in self.seen.values())
+        since, self.taken = total - self.taken, total
+        return since
+
+
+def measure_activations(model: Any, *, tokens: int) -> Activations:
+    """Run the forward pass of a micro-batch, and add up what autograd saves.
+
+    Of layers with equal parameters, one is run and counts for all. What is computed and not saved,
+    such as the workspace of a kernel, is not counted.
+
+    Args:
+        model: wired as for training, but not sharded by FSDP, on the ``meta`` device, in the dtype
+            that it computes in. It is used up: some layers are taken out.
+        tokens: this rank's rows.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+    decoder = model.get_decoder()
+    kinds: dict[Any, list[nn.Module]] = {}
+    for layer in decoder.layers:
+        kinds.setdefault(_kind(layer), []).append(layer)
+    counts = [len(layers) for layers in kinds.values()]
+    decoder.set_submodule("layers", nn.ModuleList(layers[0] for layers in kinds.values()))
+
+    by_layer, around = _saved(model, tokens)
+    kept = around + sum(count * size for count, size in zip(counts, by_layer, strict=True))
+    if not getattr(model, "is_gradient_checkpointing", False):
+        return Activations(kept=kept, recomputed=0)
+    model.gradient_checkpointing_disable()
+    whole, _ = _saved(model, tokens)
+    return Activations(kept=kept, recomputed=max(whole))
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    shapes = tuple((name, one.shape) for name, one in layer.named_parameters())
+    return (getattr(layer, "gradient_checkpointing", None), *shapes)
+
+
+def _saved(model: Any, tokens: int) -> tuple[list[int], int]:
+    """Bytes saved by each layer, and by what is around them."""
+    counter = _Counter({_storage(one) for one in (*model.parameters(), *model.buffers())})
+    by_layer: list[int] = []
+    layers = model.get_decoder().layers
+    with _after_each(layers, lambda: by_layer.append(counter.take())):
+        token_ids = torch.zeros(tokens, dtype=torch.int64)
+        position_ids = torch.arange(tokens) % _document_length(model, tokens)
+        with saved_tensors_hooks(counter.save, lambda tensor: tensor):
+            logprobs = loss.model_logprobs(model, token_ids, position_ids, token_ids)
+        around = counter.take()
+    del logprobs
+    return by_layer, around
+
+
+def _document_length(model: Any, tokens: int) -> int:
+    """One document; where attention is sparse, documents short enough to be attended in full.
+
+    They keep the same tensors as long ones, without the choice of keys, which has no gradient.
+    """
+    longest: int = getattr(model.config.get_text_config(), "index_topk", None) or tokens
+    return min(longest, tokens)
+
+
+@contextmanager
+def _after_each(layers: nn.ModuleList, call: Any) -> Iterator[None]:
+    handles = [layer.register_forward_hook(lambda *_: call()) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _storage(tensor: Tensor) -> int:
+    return local_part(tensor).untyped_storage()._cdata

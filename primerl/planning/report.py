@@ -1,0 +1,128 @@
+"""All of a plan: as a value, as JSON, and as text."""
+
+import io
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+
+from primerl._optional import require
+from primerl.planning.pairs import Refusal
+from primerl.planning.server import ServerPlan
+from primerl.planning.sizes import ModelSize
+from primerl.planning.traffic import Traffic
+from primerl.planning.trainer import RankMemory, TrainerPlan
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """What a run would take, where, and what of it is impossible."""
+
+    model: ModelSize
+    trainers: tuple[TrainerPlan, ...] = attrs.field(default=(), converter=tuple)
+    servers: dict[str, ServerPlan] = attrs.field(factory=dict)
+    """By a name for each."""
+    traffic: Traffic | None = None
+    refused_pairs: tuple[Refusal, ...] = attrs.field(default=(), converter=tuple)
+
+    @property
+    def impossible(self) -> list[str]:
+        """The constraint that each layout or server breaks; empty: all fit."""
+        trainers = [f"{one.layout}: {one.refusal}" for one in self.trainers if one.refusal]
+        servers = [f"{name}: {one.refusal}" for name, one in self.servers.items() if one.refusal]
+        return trainers + servers
+
+    def json(self) -> str:
+        """All values, for other programs."""
+        return json.dumps({**attrs.asdict(self), "impossible": self.impossible}, indent=2)
+
+    def text(self, *, width: int = 120) -> str:
+        """Tables for people, by ``rich``; sizes are in GB, 10^9 bytes."""
+        console = require("rich.console", extra="recipes")
+        out = io.StringIO()
+        page = console.Console(file=out, width=width, highlight=False)
+        page.print(
+            f"{self.model.total / 1e9:.1f}B parameters, {self.model.active / 1e9:.1f}B active"
+        )
+        for title, columns, rows in self._tables():
+            if rows:
+                page.print(_table(title, columns, rows))
+        for one in self.impossible:
+            page.print(f"refused: {one}", markup=False)
+        return out.getvalue()
+
+    def _tables(self) -> Iterable[tuple[str, list[str], list[list[str]]]]:
+        names = [*attrs.fields_dict(RankMemory)]
+        sizes = [one for one in names if one not in ("rank", "parts", "host")]
+        yield (
+            "Trainer, GB of a GPU",
+            ["layout", "rank", *sizes, "total", "host of a node"],
+            [
+                [
+                    str(plan.layout),
+                    str(one.rank),
+                    *(_gb(size) for size in one.by_name.values()),
+                    _gb(one.device),
+                    _gb(plan.host_per_node),
+                ]
+                for plan in self.trainers
+                for one in plan.ranks
+            ],
+        )
+        yield (
+            "Parts of the first rank",
+            ["parameter", "layers", "shape", "on this rank", "dtype"],
+            [
+                [part.name, str(part.count), str(part.shape), str(part.local_shape), part.dtype]
+                for plan in self.trainers[:1]
+                for one in plan.ranks[:1]
+                for part in one.parts
+            ],
+        )
+        yield (
+            "Servers, GB of a GPU",
+            ["server", "GPUs", "ep", "weights", "KV room", "tokens that fit", "KV asked", "KB/token"],
+            [
+                [
+                    name,
+                    str(one.gpus),
+                    str(one.ep),
+                    _gb(one.weights),
+                    _gb(one.kv_room),
+                    f"{one.kv_tokens:,}",
+                    _gb(one.kv_asked),
+                    f"{one.kv_token / 1e3:.1f}",
+                ]
+                for name, one in self.servers.items()
+            ],
+        )
+        sent = self.traffic
+        yield (
+            "Traffic of a step, GB",
+            ["routes", "bytes of a token", "weights, in full", "weights, as a difference"],
+            []
+            if sent is None
+            else [[_gb(sent.routes), str(sent.route_token), _gb(sent.weights), _gb(sent.weights_delta)]],
+        )
+        yield (
+            "Refused together",
+            ["", "", "reason"],
+            [[*one.pair, one.reason] for one in self.refused_pairs],
+        )
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f}"
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> Any:
+    escape = require("rich.markup", extra="recipes").escape
+    table = require("rich.table", extra="recipes").Table(
+        title=title, title_justify="left", box=require("rich.box", extra="recipes").SIMPLE_HEAD
+    )
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    return table

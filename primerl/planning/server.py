@@ -1,0 +1,180 @@
+"""The memory of an inference server's GPUs: weights as they are published, and keys and values."""
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from primerl._checkpoint_tensors import Quantizer, converted, distinct_tensors, layers_of
+from primerl._expert_modules import expert_modules
+from primerl.planning.trainer import GIB
+
+KVDtype = Literal["auto", "fp8"]
+# vLLM quantizes latents and the keys of indexers with a float32 scale for so many entries.
+QUANTIZED = 128
+_NUMBER = re.compile(r"\d+")
+
+
+@attrs.frozen(kw_only=True)
+class ServerPlan:
+    """What a server's GPU would hold, or why it can't serve."""
+
+    gpus: int
+    ep: int
+    weights: int
+    """Bytes a GPU: its share of the experts, and all else."""
+    published: int
+    """Bytes of all weights, as one publication."""
+    kv_token: int
+    """Bytes of keys and values, and of an indexer's keys, for a token."""
+    kv_asked: int
+    """Bytes a GPU for ``max_num_seqs`` sequences of ``max_model_len`` tokens."""
+    kv_room: int
+    """Bytes a GPU that are left for them; vLLM preempts what does not fit."""
+    kv_tokens: int
+    """Tokens a GPU that fit."""
+    refusal: str | None = None
+    """The constraint that it breaks; None: it fits."""
+
+
+def plan_server(
+    model: nn.Module,
+    *,
+    gpus: int,
+    ep: int = 1,
+    max_model_len: int,
+    max_num_seqs: int,
+    gpu_bytes: int,
+    gpu_memory_utilization: float = 0.9,
+    kv_cache_dtype: KVDtype = "auto",
+    quantize: Quantizer | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> ServerPlan:
+    """What each GPU of a server holds, with data-parallel attention and ``ep`` ranks of experts.
+
+    Args:
+        model: before it is sharded, on the ``meta`` device.
+        gpus: of the server.
+        ep: ranks that divide the experts of a layer.
+        max_model_len: tokens of a sequence.
+        max_num_seqs: sequences at a time on a GPU.
+        gpu_bytes: memory of a GPU.
+        gpu_memory_utilization: the part of it that vLLM takes.
+        kv_cache_dtype: ``"auto"`` for 16 bits, or ``"fp8"``.
+        quantize: what makes the published weights: ``fp8.CheckpointQuantizer``. None: ``dtype``.
+        dtype: of weights that are not quantized.
+
+    Raises:
+        ValueError: the model's config does not say what its keys and values are.
+    """
+    experts, others = published_bytes(model, dtype=dtype, quantize=quantize)
+    weights = -(-experts // ep) + others
+    token = kv_bytes(model.config, kv_cache_dtype)
+    asked = max_model_len * max_num_seqs * token
+    room = int(gpu_bytes * gpu_memory_utilization) - weights
+    counts = {len(next(module.parameters())) for module in expert_modules(model).values()}
+    refusal = None
+    if gpus % ep:
+        refusal = f"experts: ep={ep} does not divide the server's {gpus} GPUs"
+    elif any(count % ep for count in counts):
+        refusal = f"experts: {max(counts)} don't divide by ep={ep}"
+    elif room < 0:
+        refusal = (
+            f"memory: weights take {weights / GIB:.1f} GiB of the "
+            f"{gpu_bytes * gpu_memory_utilization / GIB:.1f} that vLLM takes of a GPU"
+        )
+    elif room < max_model_len * token:
+        refusal = (
+            f"memory: a sequence of {max_model_len} tokens takes {max_model_len * token / GIB:.1f} "
+            f"GiB of keys and values, but weights leave {room / GIB:.1f}"
+        )
+    return ServerPlan(
+        gpus=gpus,
+        ep=ep,
+        weights=weights,
+        published=experts + others,
+        kv_token=token,
+        kv_asked=asked,
+        kv_room=room,
+        kv_tokens=max(room, 0) // token,
+        refusal=refusal,
+    )
+
+
+def published_bytes(
+    model: nn.Module, *, dtype: torch.dtype, quantize: Quantizer | None = None
+) -> tuple[int, int]:
+    """Bytes of the routed experts, and of all else, as ``checkpoint_tensors`` would send them.
+
+    Layers with the same tensors are converted once, and count each.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    tensors = {
+        name: tensor.to("meta", _sent_dtype(name, tensor, parameters, dtype, quantize))
+        for name, tensor in distinct_tensors(model).items()
+    }
+    modules = tuple(f"{name}." for name in expert_modules(model))
+    known: dict[Any, int] = {}
+    experts = others = 0
+    for names in layers_of(tensors):
+        for name in names:
+            tensor = tensors[name]
+            kind = (_NUMBER.sub("*", name), tensor.shape, tensor.dtype)
+            if kind not in known:
+                known[kind] = sum(one.nbytes for one in _sent(model, name, tensor, quantize))
+            if name.startswith(modules):
+                experts += known[kind]
+            else:
+                others += known[kind]
+    return experts, others
+
+
+def _sent_dtype(
+    name: str,
+    tensor: Tensor,
+    parameters: set[str],
+    dtype: torch.dtype,
+    quantize: Quantizer | None,
+) -> torch.dtype:
+    if name not in parameters or not tensor.is_floating_point():
+        return tensor.dtype
+    quantized = quantize is not None and name in quantize.parameters
+    return quantize.dtype or tensor.dtype if quantized and quantize is not None else dtype
+
+
+def _sent(model: nn.Module, name: str, tensor: Tensor, quantize: Quantizer | None) -> Iterator[Tensor]:
+    seen: dict[Any, list[Tensor]] = {}
+    for own, piece in converted(model, {name: tensor}).items():
+        kind = (_NUMBER.sub("*", own), piece.shape)
+        if kind not in seen:
+            seen[kind] = [piece] if quantize is None else [*quantize(own, piece).values()]
+        yield from seen[kind]
+
+
+def kv_bytes(config: Any, kv_cache_dtype: KVDtype = "auto") -> int:
+    """Bytes that vLLM 0.32 keeps for a token, in all layers.
+
+    Latent attention keeps a latent and a rotated key; in FP8, the latent with its scales, and the
+    rotated key in 16 bits. An indexer keeps one key in FP8, with its scale.
+
+    Raises:
+        ValueError: the config says neither.
+    """
+    text = config.get_text_config()
+    layers = text.num_hidden_layers
+    if getattr(text, "kv_lora_rank", None) is None:
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        return int(layers * 2 * heads * head * (1 if kv_cache_dtype == "fp8" else 2))
+    latent, rope = text.kv_lora_rank, text.qk_rope_head_dim
+    in_fp8 = latent + 4 * (latent // QUANTIZED) + 2 * rope
+    each = in_fp8 if kv_cache_dtype == "fp8" else 2 * (latent + rope)
+    total = layers * each
+    if getattr(text, "index_topk", None) is not None:
+        kinds = getattr(text, "indexer_types", None) or ["full"] * layers
+        size = text.index_head_dim
+        total += sum(kind == "full" for kind in kinds) * (size + 4 * (size // QUANTIZED))
+    return int(total)

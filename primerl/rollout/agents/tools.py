@@ -78,6 +78,7 @@ def shell(runtime: Runtime, *, name: str = "bash", workdir: str | None = None) -
     )
 
 
+@runtime_checkable
 class Files(Protocol):
     """A place with files: what ``editor`` needs of verifiers' ``Runtime``."""
 

@@ -3,7 +3,7 @@
 import json
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from primerl import rollout
 from primerl.sandbox import SandboxEnv
@@ -51,6 +51,19 @@ class Expert:
 
     def __init__(self, task: Mapping[str, Any]) -> None:
         self._code = task["data"]["solution"]
+
+    @property
+    def version(self) -> int:
+        """It does not learn."""
+        return 0
+
+    async def generate(self, *_: Any, **__: Any) -> NoReturn:
+        """Not there: replies are messages.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("a scripted expert takes messages, not tokens: pass tokenizer=None")
 
     async def chat(
         self,

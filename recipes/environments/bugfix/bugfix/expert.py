@@ -12,7 +12,7 @@ import json
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from bugfix.mutation import Mutation
 from bugfix.tasks import TIERS
@@ -51,6 +51,19 @@ class Expert:
     def __init__(self, steps: Sequence[tuple[str, Mapping[str, Any]]], *, last: str = DONE) -> None:
         self._steps = list(steps)
         self._last = last
+
+    @property
+    def version(self) -> int:
+        """It does not learn."""
+        return 0
+
+    async def generate(self, *_: Any, **__: Any) -> NoReturn:
+        """Not there: replies are messages.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("a scripted expert takes messages, not tokens: pass tokenizer=None")
 
     async def chat(
         self,

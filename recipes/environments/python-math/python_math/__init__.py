@@ -1,0 +1,6 @@
+"""A verifiers environment: problems to be solved with Python in a sandbox. See the README."""
+
+from python_math.agent import PythonMathEnv, PythonMathHarness
+from python_math.tasks import PythonMath
+
+__all__ = ["PythonMath", "PythonMathEnv", "PythonMathHarness"]

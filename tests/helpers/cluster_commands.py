@@ -1,6 +1,5 @@
 """Command lines of the files for clusters, as what they start reads them."""
 
-import importlib.util
 import signal
 import sys
 
@@ -14,13 +13,6 @@ from primerl.rollout.engines.vllm.server.arguments import server_command
 
 class StartedError(Exception):
     """Raised instead of starting a server."""
-
-
-def load_recipe(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
-    return recipe
 
 
 def launched(words):

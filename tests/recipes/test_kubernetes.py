@@ -8,7 +8,8 @@ import subprocess
 
 import pytest
 import yaml
-from cluster_commands import launched, load_recipe, recipe_arguments, served, served_by_recipe
+from cluster_commands import launched, recipe_arguments, served, served_by_recipe
+from glm_swe_trainer import load
 
 from primerl import testing
 
@@ -35,7 +36,7 @@ def server(manifests):
 
 @pytest.fixture(scope="module")
 def recipe(root):
-    return load_recipe(root / "recipes/glm_swe.py")
+    return load(root / "recipes/glm_swe.py")
 
 
 @pytest.fixture

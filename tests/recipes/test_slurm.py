@@ -11,13 +11,8 @@ import sys
 import time
 
 import pytest
-from cluster_commands import (
-    launched,
-    load_recipe,
-    recipe_arguments,
-    served,
-    served_by_recipe,
-)
+from cluster_commands import launched, recipe_arguments, served, served_by_recipe
+from glm_swe_trainer import load
 
 from primerl import testing
 
@@ -246,7 +241,7 @@ def test_what_is_missing_is_said(job):
 
 @pytest.fixture(scope="module")
 def recipe(root):
-    return load_recipe(root / "recipes/glm_swe.py")
+    return load(root / "recipes/glm_swe.py")
 
 
 def test_glm_swe_runs_as_its_scale_says(root, job, recipe, tmp_path, monkeypatch):

@@ -76,6 +76,8 @@ class Scale:
     # what samples: a copy of the model in this process, or vLLM's servers with these arguments
     engine: Literal["transformers", "vllm"] = "vllm"
     server: Mapping[str, Any] = {}
+    # seconds from SIGTERM to the end of a step and its checkpoint
+    grace_s: float = 25.0
 
 
 SCALES = {
@@ -145,11 +147,12 @@ SCALES = {
         max_staleness=8,
         offload=True,
         server={
-            "data_parallel_size": 32,
+            "data_parallel_size": 8,
             "enable_expert_parallel": True,
-            "gpu_memory_utilization": 0.75,
+            "gpu_memory_utilization": 0.92,
             "max_num_seqs": 96,
         },
+        grace_s=900.0,
     ),
 }
 
@@ -355,7 +358,7 @@ def backward(
 @track.interruptible()
 def main(args: Args) -> None:
     scale = SCALES[args.scale]
-    world = parallel.process_group(seed=args.seed)
+    world = parallel.process_group(seed=args.seed, grace_s=scale.grace_s)
     sinks = [track.LiveView("GLM SWE", steps=args.steps)] if world.is_first else []
     parallel.settle_cpu()
     if world.is_first:

@@ -1,15 +1,22 @@
-"""The body of recipes/slurm/async_grpo.sbatch, with stand-ins for Slurm and for what it starts."""
+"""The jobs in recipes/slurm, with stand-ins for Slurm and for what they start."""
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import stat
 import subprocess
+import sys
 import time
 
 import pytest
+from cluster_commands import launched, recipe_arguments, served, served_by_recipe
+from glm_swe_trainer import load
 
+from primerl import testing
+
+JOBS = ["async_grpo.sbatch", "glm_swe.sbatch"]
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 STAND_INS = {
@@ -17,15 +24,22 @@ STAND_INS = {
     # Runs the command once a node, at the same time; SIGTERM goes to all.
     "srun": """
 echo "$*" >> "$STATE/sruns"
+log=''
 for word in "$@"; do
     case $word in
     --nodelist=*) nodes=${word#--nodelist=}; shift ;;
+    --output=*) log=${word#--output=}; shift ;;
     --*) shift ;;
     *) break ;;
     esac
 done
-for node in ${nodes//,/ }; do NODE=$node "$@" & pids+=($!); done
-trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM
+told=''
+trap 'told=yes; kill -TERM "${pids[@]}" 2>/dev/null' TERM
+for node in ${nodes//,/ }; do
+    [[ -z $log ]] || exec > "${log//%N/$node}" 2>&1
+    NODE=$node "$@" & pids+=($!)
+done
+[[ -z $told ]] || kill -TERM "${pids[@]}" 2>/dev/null
 code=0
 while [[ -n $(jobs -r) ]]; do
     wait -n; last=$?
@@ -40,6 +54,7 @@ trap 'echo "ended $NODE" >> "$STATE/events"; exit 0' TERM
 echo "server $NODE key=${PRIMERL_API_KEY:+set} $*" >> "$STATE/events"
 if [[ ${SERVER_FAILS:-} == "$NODE" ]]; then
     until compgen -G "$STATE/*-answers" > /dev/null; do sleep 0.05; done  # another one serves
+    echo "ValueError: what $NODE died of" >&2
     exit 5
 fi
 [[ ${SERVER_HANGS:-} == "$NODE" ]] || { sleep 0.2; touch "$STATE/$NODE-answers"; }
@@ -64,15 +79,20 @@ def job(root, tmp_path):
     commands, state = tmp_path / "bin", tmp_path / "state"
     commands.mkdir()
     state.mkdir()
+    # As Slurm does, which runs a copy of the job's file.
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    for name in JOBS:
+        shutil.copy(root / "recipes/slurm" / name, spool)
     started: list[subprocess.Popen] = []
     for name, body in STAND_INS.items():
         (commands / name).write_text(f"#!/bin/bash\n{body}\n")
         (commands / name).chmod(stat.S_IRWXU)
 
-    def start(*arguments, nodes="a,b,c", **settings):
+    def start(*arguments, nodes="a,b,c", script="async_grpo.sbatch", **settings):
         outside = {name: value for name, value in os.environ.items() if "PRIMERL" not in name}
         process = subprocess.Popen(
-            ["bash", root / "recipes/slurm/async_grpo.sbatch", *arguments],
+            ["bash", spool / script, *arguments],
             cwd=tmp_path,
             env={
                 **outside,
@@ -80,6 +100,7 @@ def job(root, tmp_path):
                 "STATE": str(state),
                 "SLURM_JOB_NODELIST": nodes,
                 "SLURM_JOB_ID": "42",
+                "SLURM_SUBMIT_DIR": str(root),
                 **settings,
             },
             stdout=subprocess.PIPE,
@@ -171,6 +192,7 @@ def test_a_server_that_ends_while_starting_fails_the_job(job):
 
     assert code == 1
     assert "a server ended while starting" in errors
+    assert "ValueError: what c died of" in errors
     assert "ended b" in job.events()
     assert not [event for event in job.events() if event.startswith("trainer")]
 
@@ -212,3 +234,106 @@ def test_what_is_missing_is_said(job):
     code, _, errors = run(job, "model", "run", nodes="a")
     assert (code, "none is left to serve" in errors) == (1, True)
     assert job.events() == []
+
+
+# ---- the job of glm_swe.py ----
+
+
+@pytest.fixture(scope="module")
+def recipe(root):
+    return load(root / "recipes/glm_swe.py")
+
+
+def test_glm_swe_runs_as_its_scale_says(root, job, recipe, tmp_path, monkeypatch):
+    scale = recipe.SCALES["glm5"]
+    trainers = [f"t{number:02}" for number in range(scale.trainer_ranks // 8)]
+    models = [tmp_path / "glm", tmp_path / "glm-fp8"]
+
+    code, out, errors = run(
+        job,
+        *[*models, "run", "--steps", "500", "--resume", "run"],
+        script="glm_swe.sbatch",
+        nodes=",".join([*trainers, "x", "y"]),
+    )
+
+    assert code == 0, errors
+    assert out == "serving: http://x:8000 http://y:8000\n"
+    words = {event.split()[1]: event.split()[3:] for event in job.events() if "key=set" in event}
+    assert words.keys() == {*trainers, "x", "y"}
+
+    launch = launched(words["t00"])
+    assert all(words[trainer] == words["t00"] for trainer in trainers)
+    assert int(launch.nnodes) * int(launch.nproc_per_node) == scale.trainer_ranks
+    assert launch.rdzv_endpoint == "t00:29500"
+    assert launch.training_script == "recipes/glm_swe.py"
+    (tmp_path / "run" / "args.json").write_text("{}")  # of the run that is resumed
+    monkeypatch.chdir(tmp_path)
+    assert recipe_arguments(recipe, launch, monkeypatch) == recipe.Args(
+        scale="glm5",
+        model=str(models[0]),
+        steps=500,
+        run_dir="run",
+        resume="run",
+        shared_folder="run/shared",
+        engine_urls=("http://x:8000", "http://y:8000"),
+    )
+    assert (tmp_path / "run/shared").is_dir()
+
+    tiny = testing.tiny_chat_model(tmp_path / "tiny", "glm4_moe", max_position_embeddings=128)
+    model, arguments = served(words["x"], monkeypatch)
+    assert words["x"] == words["y"]
+    assert model == str(models[1])
+    assert arguments == served_by_recipe(recipe, scale, tiny, model, monkeypatch)
+    assert int(arguments["--data-parallel-size"]) == int(launch.nproc_per_node)
+
+
+def test_glm_swe_has_time_to_save(root, recipe):
+    """A rank gives up before torchrun kills it, and torchrun before Slurm does."""
+    text = (root / "recipes/slurm/glm_swe.sbatch").read_text()
+    nodes = int(re.search(r"^#SBATCH --nodes=(\d+)", text, re.MULTILINE)[1])
+    warned_s = int(re.search(r"^#SBATCH --signal=B:TERM@(\d+)", text, re.MULTILINE)[1])
+    killed_s = int(re.search(r"^SHUTDOWN_TIMEOUT_S=(\d+)", text, re.MULTILINE)[1])
+
+    assert recipe.SCALES["glm5"].grace_s + 60 < killed_s < warned_s - 60
+    assert nodes == 28
+
+
+def test_glm_swes_shutdown_timeout_reaches_torchrun(job):
+    nodes = {"nodes": "a,b", "TRAIN_NODES": "1"}
+    run(job, "model", "fp8-model", "run", script="glm_swe.sbatch", **nodes)
+    run(job, "model", "run", **nodes)
+
+    trainers = [event for event in job.events() if event.startswith("trainer")]
+    assert ["--shutdown-timeout 1080" in event for event in trainers] == [True, False]
+
+
+def test_servers_of_glm_swe_take_further_flags_and_refuse_a_split_prefill(job, monkeypatch):
+    offload = '{"kv_connector":"OffloadingConnector","kv_role":"kv_both"}'
+    flags = f"--kv-transfer-config={offload}"
+    started = ["model", "fp8-model", "run"]
+    run(job, *started, script="glm_swe.sbatch", nodes="a,b", TRAIN_NODES="1", SERVER_FLAGS=flags)
+    (words,) = (event.split()[3:] for event in job.events() if event.startswith("server"))
+
+    _, arguments = served(words, monkeypatch)
+    assert arguments["--kv-transfer-config"] == offload
+    split = [word.replace("OffloadingConnector", "NixlConnector") for word in words]
+    with pytest.raises(ValueError, match="expert routes of a prefill"):
+        served(split, monkeypatch)
+
+
+def test_what_glm_swe_lacks_is_said(job):
+    code, _, errors = run(job, "model", "run", script="glm_swe.sbatch")
+    assert (code, "expected MODEL FP8_MODEL RUN_DIR" in errors) == (1, True)
+
+
+@pytest.mark.parametrize("name", [*JOBS, "trainer_and_servers.sh"])
+def test_the_shell_finds_nothing_to_say(root, name):
+    path = root / "recipes/slurm" / name
+    subprocess.run(["bash", "-n", path], check=True)
+    shellcheck = shutil.which(
+        "shellcheck", path=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    )
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed (make test does)")
+    done = subprocess.run([shellcheck, "-x", path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -254,6 +254,39 @@ def test_experts_that_stay_are_served():
     assert command(enable_ep_weight_filter=True, enable_expert_parallel=True)
 
 
+NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+SEVERAL = {
+    "kv_connector": "MultiConnector",
+    "kv_connector_extra_config": {"connectors": [{"kv_connector": "MooncakeConnector"}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "flags"),
+    [
+        ({"kv_transfer_config": json.loads(NIXL)}, ()),
+        ({"kv_transfer_config": SEVERAL}, ()),
+        ({}, ("--kv-transfer-config", NIXL)),
+        ({}, (f"--kv_transfer_config={NIXL}",)),
+        ({}, ("--kv-transfer-config.kv_connector", "MoRIIOConnector")),
+        ({"pipeline_parallel_size": 2}, ()),
+        ({}, ("--decode-context-parallel-size", "8")),
+    ],
+    ids=str,
+)
+def test_what_has_no_expert_routes_is_refused_with_them(engine_args, flags):
+    """As vLLM refuses it itself, but before anything is loaded."""
+    with pytest.raises(ValueError, match=r"vLLM 0\.32 (does not return|returns).* expert routes"):
+        command(enable_return_routed_experts=True, flags=flags, **engine_args)
+    assert command(flags=flags, **engine_args)
+
+
+def test_connectors_that_stay_on_a_server_return_routes():
+    offload = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    assert command(enable_return_routed_experts=True, kv_transfer_config=offload)
+    assert command(enable_return_routed_experts=True, pipeline_parallel_size=1)
+
+
 ASKS_FOR_ROUTES = [
     ({"enable_return_routed_experts": True}, ()),
     ({"aux_output_config": {"enable_return_routed_experts": True}}, ()),

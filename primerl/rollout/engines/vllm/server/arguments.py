@@ -77,11 +77,12 @@ def server_command(
 
     Raises:
         ValueError: an argument would expose a secret, is not supported, changes what is sampled or
-            its logprobs, or can't be written as a flag.
+            its logprobs, excludes another one, or can't be written as a flag.
     """
     given = argument_names(engine_args, flags_as_given)
     updates = weight_transfer is not None or "weight_transfer_config" in given
-    refuse_arguments(engine_args, flags_as_given, updates=updates)
+    routes = returns_routes(engine_args, flags_as_given)
+    refuse_arguments(engine_args, flags_as_given, updates=updates, routes=routes)
     for name in given:
         if name in _SECRETS:
             raise ValueError(f"{name} would be visible on vLLM's command line; {_SECRETS[name]}")
@@ -103,7 +104,7 @@ def server_command(
     if enables_adapters(engine_args, flags_as_given) and "max_loras" not in given:
         # A new version of an adapter is sampled beside the old one; of several, each has two.
         arguments |= {"max_loras": 4, "max_cpu_loras": 8}
-    if returns_routes(engine_args, flags_as_given) and "enable_prefix_caching" not in given:
+    if routes and "enable_prefix_caching" not in given:
         arguments["enable_prefix_caching"] = True  # needed; off by default for some models
     arguments |= engine_args
     middleware = arguments.pop("middleware", ())

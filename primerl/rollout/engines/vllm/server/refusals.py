@@ -53,11 +53,30 @@ _REFUSED_WITH_UPDATES = {
     ),
 }
 
+# What vLLM 0.32 refuses beside expert routes, after it has loaded for a minute.
+_REFUSED_WITH_ROUTES = {
+    f"{name}_parallel_size": _Refusal(
+        "vLLM 0.32 returns expert routes without pipeline and context parallelism only; divide "
+        "the model by tensor_parallel_size, data_parallel_size or enable_expert_parallel",
+        ("1",),
+    )
+    for name in ("pipeline", "decode_context", "prefill_context")
+}
+# In the names of connectors that take a prefill from one server to another, in lower case.
+_MOVES_PREFILLS = ("nixl", "moriio", "mooncakeconnector")
+
 
 def refuse_arguments(
-    engine_args: Mapping[str, Any], flags_as_given: Sequence[str], *, updates: bool = True
+    engine_args: Mapping[str, Any],
+    flags_as_given: Sequence[str],
+    *,
+    updates: bool = True,
+    routes: bool = False,
 ) -> None:
-    """Refuse arguments that change what is sampled or its logprobs, or that break ``updates``.
+    """Refuse arguments that change what is sampled or its logprobs.
+
+    With ``updates``, also those that break weight updates, and with ``routes``, those beside which
+    vLLM returns no expert routes.
 
     vLLM accepts ``--a-b`` and ``--a_b``, ``--no-a``, ``--a value`` and ``--a=value``,
     ``--a.key=value`` for a key of JSON, and any unique prefix of a name.
@@ -66,12 +85,20 @@ def refuse_arguments(
         ValueError: an argument is refused; the message says why.
     """
     refusals = _REFUSED | (_REFUSED_WITH_UPDATES if updates else {})
+    refusals |= _REFUSED_WITH_ROUTES if routes else {}
     given = [(name, "" if value is None else str(value)) for name, value in engine_args.items()]
     for name, value in [*given, *_flags(flags_as_given)]:
         plain = name.partition(".")[0].replace("-", "_").removeprefix("no_")
         # With "synthetic" acceptance, draft tokens are accepted regardless of the distribution.
         if plain.startswith("spec") and "synthetic" in f"{name} {value}".lower():
             raise ValueError(f"serve_vllm refuses {name}: draft tokens would be of no policy")
+        moves_prefills = any(word in value.lower() for word in _MOVES_PREFILLS)
+        if routes and moves_prefills and "kv_transfer_config".startswith(plain):
+            raise ValueError(
+                f"serve_vllm refuses {name}={value} with enable_return_routed_experts: vLLM 0.32 "
+                "does not return the expert routes of a prefill that another server computed. "
+                "Serve without a split of prefill and decode, or train without router replay"
+            )
         for refused in _named(plain, refusals):
             refusal = refusals[refused]
             if value not in refusal.allowed and value not in ("", "None"):

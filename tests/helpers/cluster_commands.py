@@ -1,0 +1,74 @@
+"""Command lines of the files for clusters, as what they start reads them."""
+
+import signal
+import sys
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from primerl import rollout, track
+from primerl.rollout.engines.vllm.server import __main__ as server_module
+from primerl.rollout.engines.vllm.server.arguments import server_command
+
+
+class StartedError(Exception):
+    """Raised instead of starting a server."""
+
+
+def launched(words):
+    """What torchrun makes of its words."""
+    return get_args_parser().parse_args(words)
+
+
+def recipe_arguments(recipe, launch, monkeypatch):
+    """What the recipe makes of the words that torchrun gives it."""
+    monkeypatch.setattr(sys, "argv", [launch.training_script, *launch.training_script_args])
+    return track.command_line(recipe.Args)
+
+
+def served(words, monkeypatch):
+    """The model that ``python`` with these words serves, and vLLM's arguments by name."""
+    assert words[:2] == ["-m", server_module.__spec__.parent]
+    found = []
+
+    def start(model, engine_args, *, flags, host, port, weight_transfer, **_):
+        place = {"host": host, "port": port, "weight_transfer": weight_transfer}
+        command = server_command(model, engine_args=engine_args, flags_as_given=flags, **place)
+        found.extend([model, by_name(command)])
+        raise StartedError
+
+    monkeypatch.setenv("PRIMERL_API_KEY", "key")
+    monkeypatch.setattr(server_module, "VLLMServer", start)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(StartedError):
+            server_module.main(words[2:])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return found
+
+
+def served_by_recipe(recipe, scale, tiny_model, model, monkeypatch):
+    """vLLM's arguments by name, of the server that the recipe itself would start."""
+    found = []
+
+    def start(_, **settings):
+        place = {"host": "0.0.0.0", "port": 8000, "weight_transfer": "primerl"}
+        found.append(by_name(server_command(model, engine_args=settings, **place)))
+        raise StartedError
+
+    monkeypatch.setattr(rollout, "serve_vllm", start)
+    with pytest.raises(StartedError), recipe.open_engine(recipe.Args(), scale, str(tiny_model)):
+        pass
+    return found[0]
+
+
+def by_name(command):
+    """vLLM's command as a dict: ``--a b`` and ``--a=b`` are the same."""
+    found = {}
+    for word, following in zip(command, [*command[1:], "--"], strict=True):
+        if word.startswith("--"):
+            name, given, value = word.partition("=")
+            assert name not in found, f"{name} is given twice"
+            found[name] = value if given else "" if following.startswith("--") else following
+    return found

@@ -1,0 +1,228 @@
+"""recipes/kubernetes/glm_swe.yaml: against the schema of Kubernetes, and against the recipe."""
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+
+import pytest
+import yaml
+from cluster_commands import launched, recipe_arguments, served, served_by_recipe
+from glm_swe_trainer import load
+
+from primerl import testing
+
+OLDEST = "1.33"  # the first with hostUsers and procMount, unless they were turned on
+TORCHRUN = '#!/bin/bash\nprintf "%s\\n" "$@" > "$WORDS"\n'
+
+
+@pytest.fixture(scope="module")
+def manifests(root):
+    """What is applied, by kind and name."""
+    text = (root / "recipes/kubernetes/glm_swe.yaml").read_text()
+    return {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(text)}
+
+
+@pytest.fixture(scope="module")
+def trainer(manifests):
+    return manifests["Job", "trainer"]["spec"]
+
+
+@pytest.fixture(scope="module")
+def server(manifests):
+    return manifests["StatefulSet", "server"]["spec"]
+
+
+@pytest.fixture(scope="module")
+def recipe(root):
+    return load(root / "recipes/glm_swe.py")
+
+
+@pytest.fixture
+def start_trainer(manifests, trainer, tmp_path):
+    """Runs the container's command in a folder that stands for the shared volume.
+
+    Returns the words that torchrun gets.
+    """
+    (tmp_path / "torchrun").write_text(TORCHRUN)
+    (tmp_path / "torchrun").chmod(stat.S_IRWXU)
+    settings = {
+        name: value.replace("/shared", str(tmp_path / "shared"))
+        for name, value in manifests["ConfigMap", "settings"]["data"].items()
+    }
+    container = trainer["template"]["spec"]["containers"][0]
+
+    def start(*, index):
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WORDS": str(tmp_path / "words")}
+        subprocess.run(
+            [*container["command"], *container["args"]],
+            env={**path, **settings, "JOB_COMPLETION_INDEX": str(index)},
+            check=True,
+        )
+        return (tmp_path / "words").read_text().splitlines()
+
+    start.settings = settings
+    return start
+
+
+def pods(manifests):
+    return [
+        one["spec"]["template"]["spec"]
+        for (kind, _), one in manifests.items()
+        if kind in ("Job", "StatefulSet")
+    ]
+
+
+def test_it_fits_the_schema(manifests):
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+
+    for manifest in manifests.values():
+        kubernetes_validate.validate(manifest, OLDEST, strict=True)
+
+
+def test_the_schema_finds_a_misspelt_field(trainer):
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "trainer"}}
+
+    with pytest.raises(kubernetes_validate.ValidationError, match="parallelIsm"):
+        kubernetes_validate.validate(
+            {**job, "spec": {**trainer, "parallelIsm": 16}}, OLDEST, strict=True
+        )
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_the_trainer_runs_as_its_scale_says(start_trainer, trainer, server, recipe, monkeypatch):
+    scale, settings = recipe.SCALES["glm5"], start_trainer.settings
+    gpus = trainer["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+
+    launch = launched(start_trainer(index=3))
+
+    assert launch.node_rank == 3
+    assert launch.master_addr == "trainer-0.trainer"
+    assert int(launch.nnodes) == trainer["completions"] == trainer["parallelism"]
+    assert int(launch.nproc_per_node) == gpus
+    assert int(launch.nnodes) * gpus == scale.trainer_ranks
+    assert launch.training_script == "recipes/glm_swe.py"
+    assert recipe_arguments(recipe, launch, monkeypatch) == recipe.Args(
+        scale="glm5",
+        model=settings["MODEL"],
+        run_dir=settings["RUN_DIR"],
+        shared_folder=settings["SHARED_FOLDER"],
+        engine_urls=tuple(f"http://server-{i}.server:8000" for i in range(server["replicas"])),
+    )
+    assert os.path.isdir(settings["SHARED_FOLDER"])
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_it_is_resumed_from_a_checkpoint_and_begun_anew_without_one(start_trainer, tmp_path):
+    run_dir = start_trainer.settings["RUN_DIR"]
+    checkpoints = os.path.join(run_dir, "checkpoints")
+    os.makedirs(os.path.join(checkpoints, "step-00000010.partial"))
+    open(os.path.join(run_dir, "args.json"), "w").close()
+
+    assert "--resume" not in start_trainer(index=1)
+    assert os.path.isdir(run_dir)  # the first pod's to move
+    assert "--resume" not in start_trainer(index=0)
+    assert not os.path.exists(run_dir)
+    (kept,) = (tmp_path / "shared/runs").iterdir()
+    assert re.fullmatch(r"glm-swe\.before-\d+", kept.name)
+
+    os.makedirs(os.path.join(checkpoints, "step-00000010"))
+    for index in (0, 1):
+        words = start_trainer(index=index)
+        assert words[-2:] == ["--resume", run_dir]
+        assert os.path.isdir(run_dir)
+
+
+def test_servers_are_those_of_the_scale(manifests, server, recipe, tmp_path, monkeypatch):
+    settings = manifests["ConfigMap", "settings"]["data"]
+    container = server["template"]["spec"]["containers"][0]
+    command = [
+        re.sub(r"\$\((\w+)\)", lambda name: settings[name[1]], word)
+        for word in container["command"]
+    ]
+    tiny = testing.tiny_chat_model(tmp_path / "tiny", "glm4_moe", max_position_embeddings=128)
+
+    model, arguments = served(command[1:], monkeypatch)
+
+    assert command[0] == "python"
+    assert model == settings["FP8_MODEL"]
+    scale = recipe.SCALES["glm5"]
+    assert arguments == served_by_recipe(recipe, scale, tiny, model, monkeypatch)
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(arguments["--data-parallel-size"]) == gpus
+    assert int(settings["SERVERS"]) == server["replicas"] == 28 - 16
+
+
+def test_there_is_time_to_save(trainer, recipe):
+    """A rank gives up before torchrun kills it, and torchrun before Kubernetes does."""
+    pod = trainer["template"]["spec"]
+    killed_s = int(re.search(r"--shutdown-timeout (\d+)", pod["containers"][0]["args"][0])[1])
+
+    assert recipe.SCALES["glm5"].grace_s + 60 < killed_s < pod["terminationGracePeriodSeconds"] - 60
+
+
+def test_names_lead_somewhere(manifests, trainer, server):
+    """Services and policies select pods, pods have their services, volumes and settings."""
+    spaces = {
+        one["metadata"].get("namespace")
+        for (kind, _), one in manifests.items()
+        if kind != "Namespace"
+    }
+    assert spaces == {"glm-swe"}
+    for part, spec in {"trainer": trainer, "server": server}.items():
+        assert spec["template"]["metadata"]["labels"] == {"part": part}
+        assert manifests["Service", part]["spec"]["selector"] == {"part": part}
+        assert manifests["Service", part]["spec"]["clusterIP"] == "None"
+    assert server["selector"]["matchLabels"] == {"part": "server"}
+    assert server["serviceName"] == "server"
+    assert trainer["template"]["spec"]["subdomain"] == "trainer"
+    for pod in pods(manifests):
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes["shared"]["persistentVolumeClaim"] == {"claimName": "shared"}
+        assert volumes["memory"]["emptyDir"]["medium"] == "Memory"
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
+        assert container["envFrom"] == [
+            {"configMapRef": {"name": "settings"}},
+            {"secretRef": {"name": "api-key"}},  # made by hand: no key is in the repository
+        ]
+    assert ("PersistentVolumeClaim", "shared") in manifests
+    assert not [name for kind, name in manifests if kind == "Secret"]
+
+
+def test_only_trainers_reach_servers(manifests):
+    policy = manifests["NetworkPolicy", "only-trainers-reach-servers"]["spec"]
+
+    assert policy == {
+        "podSelector": {"matchLabels": {"part": "server"}},
+        "policyTypes": ["Ingress"],
+        "ingress": [
+            {
+                "from": [{"podSelector": {"matchLabels": {"part": "trainer"}}}],
+                "ports": [{"protocol": "TCP", "port": 8000}],
+            }
+        ],
+    }
+
+
+def test_pods_have_no_more_rights_than_they_need(manifests, trainer, server):
+    """Sandboxes need a user namespace and no masks; nobody needs root or the cluster's own API."""
+    for pod in pods(manifests):
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] == 1000  # they share files
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    pod = trainer["template"]["spec"]
+    rights = pod["containers"][0]["securityContext"]
+    assert (pod["hostUsers"], rights["procMount"]) == (False, "Unmasked")
+    assert rights["seccompProfile"] == {"type": "Unconfined"}
+    assert "hostUsers" not in server["template"]["spec"]
+    assert server["template"]["spec"]["securityContext"]["seccompProfile"] == {
+        "type": "RuntimeDefault"
+    }
+    (shared, *_) = server["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert shared["readOnly"] is True

@@ -22,8 +22,12 @@ print("importing torch", flush=True)  # which takes seconds
 
 import attrs
 import numpy as np
+import rich
+import rich.box
+import rich.table
 import torch
 import transformers
+from rich.markup import escape
 
 from primerl import (
     advantage,
@@ -35,6 +39,7 @@ from primerl import (
     optim,
     packing,
     parallel,
+    planning,
     replay,
     rollout,
     testing,
@@ -51,10 +56,16 @@ class Scale:
 
     # a model folder or hub id; a tiny random one for "tiny:FAMILY"; None: --model says it
     model: str | None
+    # its configuration, a folder of recipes/configs, to plan without the model's files
+    config: str | None = None
     # the learning rate
     lr: float
-    # ranks that train; those that divide the experts of a layer, and the rows of a micro-batch
-    trainer_ranks: int
+    # numbers of nodes that train: the first one is meant, --dry-run compares it with the others
+    nodes: tuple[int, ...] = (1,)
+    gpus_per_node: int
+    # bytes of a GPU's memory
+    gpu_bytes: int
+    # ranks that divide the experts of a layer, and the rows of a micro-batch
     ep: int
     cp: int
     # blocks and scales of FP8, in the trainer and the sampler; None: both multiply in 16 bits
@@ -76,6 +87,8 @@ class Scale:
     # what samples: a copy of the model in this process, or vLLM's servers with these arguments
     engine: Literal["transformers", "vllm"] = "vllm"
     server: Mapping[str, Any] = {}
+    # numbers of GPUs of a server, which divide the experts: the first one is meant
+    server_gpus: tuple[int, ...] = (1,)
     # seconds from SIGTERM to the end of a step and its checkpoint
     grace_s: float = 25.0
 
@@ -84,7 +97,8 @@ SCALES = {
     "debug": Scale(
         model="tiny:glm4_moe",
         lr=1e-3,
-        trainer_ranks=2,
+        gpus_per_node=2,  # processes on the CPU
+        gpu_bytes=2 * 10**9,
         ep=2,
         cp=2,
         fp8=fp8.Format.of_blocks(16),
@@ -101,7 +115,8 @@ SCALES = {
     "laptop": Scale(
         model=None,
         lr=1e-3,
-        trainer_ranks=1,
+        gpus_per_node=1,
+        gpu_bytes=4 * 10**9,
         ep=1,
         cp=1,
         fp8=fp8.Format.of_blocks(16),
@@ -117,7 +132,9 @@ SCALES = {
     "8xh200": Scale(
         model="zai-org/GLM-4.7-Flash",
         lr=1e-6,
-        trainer_ranks=4,
+        config="glm47_flash",
+        gpus_per_node=4,  # that train; the other four serve
+        gpu_bytes=141 * 10**9,
         ep=4,
         cp=2,
         fp8=fp8.BLOCK_FP8,
@@ -130,11 +147,15 @@ SCALES = {
         max_staleness=4,
         offload=True,
         server={"tensor_parallel_size": 4, "enable_expert_parallel": True},
+        server_gpus=(4,),
     ),
     "glm5": Scale(
         model="zai-org/GLM-5",
         lr=1e-6,
-        trainer_ranks=128,
+        config="glm5",
+        nodes=(16, 12),
+        gpus_per_node=8,
+        gpu_bytes=141 * 10**9,
         ep=8,
         cp=4,
         fp8=fp8.BLOCK_FP8,
@@ -152,6 +173,7 @@ SCALES = {
             "gpu_memory_utilization": 0.92,
             "max_num_seqs": 96,
         },
+        server_gpus=(8, 32),
         grace_s=900.0,
     ),
 }
@@ -196,6 +218,8 @@ class Args:
     permute_rewards: bool = False
     # print what would run where, and what it would take, and start nothing
     dry_run: bool = False
+    # for --dry-run: numbers of nodes that train, instead of the scale's
+    nodes: tuple[int, ...] = ()
     # of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
     # the folder of a run, to resume it there
@@ -218,11 +242,12 @@ def model_folder(args: Args, scale: Scale) -> str:
 def print_swaps(scale: Scale) -> None:
     """What stands in here for the parts of the run on a cluster."""
     cluster = SCALES["glm5"]
-    print(f"{'':16}{'here':36}at glm5")
+    table = rich.table.Table("", "here", "at glm5", title="swapped", box=rich.box.SIMPLE_HEAD)
     for name in attrs.fields_dict(Scale):
         here, there = getattr(scale, name), getattr(cluster, name)
         if here != there:
-            print(f"{name:16}{here!s:36}{there}")
+            table.add_row(name, escape(str(here)), escape(str(there)))
+    rich.print(table)
 
 
 def build_environment(args: Args, scale: Scale, tokenizer: Any) -> tuple[Any, Any, Any]:
@@ -355,9 +380,75 @@ def backward(
     return total
 
 
+def dry_run(args: Args, scale: Scale) -> planning.Plan:
+    """What would run where, and what it would take: the parts above, on imagined ranks."""
+    folder = args.model
+    if folder is None and scale.config is not None:
+        folder = str(Path(__file__).parent / "configs" / scale.config)
+    folder = folder or model_folder(args, scale)
+
+    def trainer(model: Any, mesh: parallel.Mesh) -> torch.optim.Optimizer:
+        prepare(model, mesh, scale)
+        return make_optimizer(model, args, scale)
+
+    layouts = [
+        planning.TrainerLayout(
+            nodes=nodes,
+            gpus_per_node=scale.gpus_per_node,
+            ep=args.ep or scale.ep,
+            cp=args.cp or scale.cp,
+        )
+        for nodes in args.nodes or scale.nodes
+    ]
+    trainers = planning.plan_trainers(
+        lambda: models.empty_model(folder),
+        trainer,
+        layouts,
+        tokens=scale.context,
+        gpu_bytes=scale.gpu_bytes,
+    )
+
+    model = models.empty_model(folder)
+    quantize = None
+    if scale.fp8 is not None:
+        fp8.convert_linears(model, form=scale.fp8)
+        quantize = fp8.CheckpointQuantizer(
+            model, experts=fp8.GroupedMatmul(form=scale.fp8), dtype=torch.bfloat16
+        )
+    servers = {}
+    for gpus in scale.server_gpus:
+        for name, how in {"FP8": quantize, "bf16": None}.items():
+            servers[f"{name}, ep={gpus}"] = planning.plan_server(
+                model,
+                gpus=gpus,
+                ep=gpus,
+                max_model_len=scale.context,
+                max_num_seqs=scale.server.get("max_num_seqs", 64),
+                gpu_bytes=scale.gpu_bytes,
+                gpu_memory_utilization=scale.server.get("gpu_memory_utilization", 0.9),
+                quantize=how,
+            )
+    return planning.Plan(
+        model=planning.model_size(model),
+        trainers=trainers,
+        servers=servers,
+        traffic=planning.plan_traffic(
+            model,
+            step_tokens=scale.groups_per_step * scale.group_size * scale.context,
+            published=next(iter(servers.values())).published,
+        ),
+        refused_pairs=planning.refused_pairs(),
+    )
+
+
 @track.interruptible()
 def main(args: Args) -> None:
     scale = SCALES[args.scale]
+    if args.dry_run:
+        plan = dry_run(args, scale)
+        print(plan.text())
+        meant = [plan.trainers[0], *list(plan.servers.values())[:1]]
+        raise SystemExit(1 if any(one.refusal for one in meant) else 0)
     world = parallel.process_group(seed=args.seed, grace_s=scale.grace_s)
     sinks = [track.LiveView("GLM SWE", steps=args.steps)] if world.is_first else []
     parallel.settle_cpu()

@@ -80,7 +80,7 @@ def shard(
         divide_experts(model, mesh.experts["expert"], dispatch=dispatch, matmul=matmul)
         experts = dict.fromkeys(expert_modules(model).values(), _replicated(mesh, "expert_shard"))
     if mesh.parameters is None:
-        if matmul is not None:
+        if matmul is not None and mesh.experts is None:
             divide_experts(model, matmul=matmul)
         if dtype is not None:
             _compute_in(model, dtype)

@@ -158,7 +158,11 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
 
     async def _graded_in_container(self, runtime: vf.Runtime) -> tuple[bool, str]:
         place = self.data.place
-        changes = ["sh", "-c", f"cd {place} && git add -A && git diff --cached {self.data.base_commit}"]
+        changes = [
+            "sh",
+            "-c",
+            f"cd {place} && git add -A && git diff --cached {self.data.base_commit}",
+        ]
         made = await runtime.run(changes, {})
         if made.exit_code:
             return False, f"what the agent changed can't be read: {made.stderr}"

@@ -258,13 +258,11 @@ class Store:
                 head = self._file_head(folder, reference)
         except ValueError as error:
             raise BadRoutes(f"{reference!r:.200}: {error}") from None
-        expected, found = attrs.asdict(self.shape), attrs.asdict(head.shape)
-        for field, value in expected.items():
-            if found[field] != value:
-                raise BadRoutes(
-                    f"{reference!r:.200}: routes of tokens {head.start} to {head.end - 1} are of "
-                    f"another model: {field} is {found[field]}, expected {value}"
-                )
+        if head.shape != self.shape:
+            raise BadRoutes(
+                f"{reference!r:.200}: routes of tokens {head.start} to {head.end - 1} are of "
+                f"another model: {_difference(head.shape, self.shape)}"
+            )
         return head
 
     def _inline_head(self, folder: Path, reference: str) -> InlineRoutes:
@@ -337,6 +335,12 @@ class Store:
 def _digits(folder: Path) -> str:
     """What names a store in references that hold their routes."""
     return folder.name.rpartition("-")[2]
+
+
+def _difference(found: RouteShape, expected: RouteShape) -> str:
+    fields = [field.name for field in attrs.fields(RouteShape)]
+    name = next(one for one in fields if getattr(found, one) != getattr(expected, one))
+    return f"{name} is {getattr(found, name)}, expected {getattr(expected, name)}"
 
 
 def _picked(rows: np.ndarray, layers: tuple[int, ...]) -> np.ndarray:

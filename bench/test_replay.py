@@ -13,9 +13,11 @@ token and layer, sets drawn without replacement:
 - repeated: skewed with s = 1/2, and normal noise (of the same variance) that is correlated by 0.6
   from token to token, so that successive tokens share about 3 of 8 experts.
 
-``test_a_step_of_the_demo`` takes the forward and backward passes of a step of ``recipes/demo.py``,
-1024 samples of 12 tokens, in turns without replay, with routes in memory forced (``forcing``), and
-with reading and discarding them too (``all``): the process's time, in parts of the first.
+``test_a_step_of_the_demo`` takes a step of ``recipes/demo.py``, 1024 samples of 12 tokens: packing,
+forward and backward passes, and discarding routes; alternately without replay (``plain_s``, of the
+process's time) and with it, whose extra is in parts of the first: ``forcing`` routes that were read
+before, and ``all``. ``compared`` is what the demo's table takes, which says what replay changes.
+``put_us`` and ``check_us`` are of a sample, on the sampler's side.
 
 ``bound`` is the entropy of sets with these popularities (conditional Poisson), if tokens are
 independent. The baselines are ``plain``, zstd at level 3 of the raw bytes as they come, and
@@ -42,7 +44,7 @@ from primerl.types import Sample, TrainingSample
 
 TOKENS = 4096
 PROMPT, REPLY, ROLLOUTS = 2048, 1024, 16
-TURNS = 3
+TURNS = 5
 MODELS = {
     "Qwen3-30B-A3B": RouteShape(layers=range(48), decoder_layers=48, experts=128, k=8),
     "GLM-5": RouteShape(layers=range(3, 78), decoder_layers=78, experts=256, k=8),
@@ -155,28 +157,48 @@ def test_group(benchmark, model, kind):
         row(benchmark, f"group {model} {kind}:", size, ratio=sum(files.values()) / size)
 
 
-def test_a_step_of_the_demo(benchmark):
+@pytest.mark.parametrize("kind", ["inline", "files"])
+def test_a_step_of_the_demo(benchmark, kind, monkeypatch):
+    if kind == "files":
+        monkeypatch.setattr("primerl.replay.inline.INLINE_BYTES", 0)
     demo = load_demo()
     model, _ = demo.build_policy(0)
     rng = np.random.default_rng(0)
-    times = {"plain": [], "forcing": [], "all": []}
+    times = []
     with Store(replay.shape(model), max_bytes=1 << 28) as store:
         for _ in range(TURNS + 1):
-            samples, batches = packed_step(model, rng, store)
-            read_before = list(replay.fetch(batches))
-            without = [attrs.evolve(batch, routes=None) for batch in batches]
-            times["plain"].append(seconds(demo_step, demo, model, without))
-            times["forcing"].append(seconds(forced_step, demo, model, read_before))
-            step = seconds(demo_step, demo, model, batches)
-            times["all"].append(step + seconds(replay.discard, samples))
-    plain, forcing, everything = (np.array(values[1:]) for values in times.values())
+            captured = captured_samples(model, rng)
+            put_s, references = seconds(put_all, store, captured)
+            plain = [sample for sample, _ in captured]
+            routed = [
+                attrs.evolve(sample, routes=own)
+                for sample, own in zip(plain, references, strict=True)
+            ]
+            rows = [own for _, own in replay.fetch(packed(routed))]
+            times.append(
+                {
+                    "plain": seconds(demo_step, demo, model, plain)[0],
+                    "forcing": seconds(forced_step, demo, model, plain, rows)[0],
+                    "all": seconds(demo_step, demo, model, routed)[0],
+                    "compared": seconds(compare, demo, model, plain[:: demo.COMPARED])[0],
+                    "put": put_s,
+                    "check": seconds(check_all, store, routed)[0],
+                    "discard": seconds(replay.discard, routed)[0],
+                }
+            )
     benchmark.pedantic(lambda: None, rounds=1)  # it has its own clock
+    found = {name: np.array([turn[name] for turn in times[1:]]) for name in times[0]}
+    found["all"] += found["discard"]
+    extra = {name: found[name] / found["plain"] - 1 for name in ("forcing", "all")}
     benchmark.extra_info |= {
-        "plain_s": float(np.median(plain)),
-        "forcing": float(np.median(forcing / plain)) - 1,
-        "all": float(np.median(everything / plain)) - 1,
+        "plain_s": float(np.median(found["plain"])),
+        "forcing": float(np.median(extra["forcing"])),
+        "all": float(np.median(extra["all"])),
+        "compared": float(np.median(found["compared"] / found["plain"])),
+        "put_us": 1e6 * float(np.median(found["put"])) / len(routed),
+        "check_us": 1e6 * float(np.median(found["check"])) / len(routed),
     }
-    print(f"\n{benchmark.extra_info}")
+    print(f"\n{kind}: {benchmark.extra_info}")
 
 
 def load_demo():
@@ -187,17 +209,16 @@ def load_demo():
     return module
 
 
-def packed_step(model, rng, store):
-    """The samples of a step, with routes in the store, and their batches."""
+def captured_samples(model, rng):
+    """The samples of a step, with the routes of their tokens."""
     samples = []
     for _ in range(64):
         prompt = rng.integers(2, 28, 6)
         for _ in range(16):
-            token_ids = np.concatenate([prompt, rng.integers(2, 28, 6)])
             mask = np.arange(12) >= 6
             samples.append(
                 TrainingSample(
-                    token_ids=token_ids,
+                    token_ids=np.concatenate([prompt, rng.integers(2, 28, 6)]),
                     loss_mask=mask,
                     behavior_logprobs=np.where(mask, -3.0, 0.0),
                     versions=np.where(mask, 0, -1),
@@ -208,33 +229,49 @@ def packed_step(model, rng, store):
     with torch.no_grad(), replay.capture(model) as routes:
         model(token_ids)
     rows = routes.rows.view(len(samples), 12, *routes.rows.shape[1:]).numpy()
-    samples = [
-        attrs.evolve(
-            sample,
-            routes=store.put(own[:-1], start=0, versions=np.zeros(11, np.int32), shared=5),
-        )
-        for sample, own in zip(samples, rows, strict=True)
-    ]
+    return list(zip(samples, rows, strict=True))
+
+
+def put_all(store, captured):
+    versions = np.zeros(11, np.int32)
+    return [store.put(rows[:-1], start=0, versions=versions, shared=5) for _, rows in captured]
+
+
+def check_all(store, samples):
+    for sample in samples:
+        store.check(sample)
+
+
+def packed(samples):
     ((*batches,),) = packing.pack(samples, max_tokens=8192, ranks=1)
-    return samples, batches
+    return batches
 
 
 def seconds(function, *args):
+    """Of the process, and what the function returned."""
     began = time.process_time()
-    function(*args)
-    return time.process_time() - began
+    result = function(*args)
+    return time.process_time() - began, result
 
 
-def demo_step(demo, model, batches):
+def demo_step(demo, model, samples):
+    gradients(demo, model, packed(samples))
+
+
+def forced_step(demo, model, samples, rows):
+    for batch, own in zip(packed(samples), rows, strict=True):
+        with replay.forced(model, own):
+            gradients(demo, model, [batch])
+
+
+def gradients(demo, model, batches):
     statistics, counts = loss.Statistics(version=0), replay.RouteCounts()
     demo.backward(model, batches, statistics=statistics, counts=counts)
     model.zero_grad()
 
 
-def forced_step(demo, model, batches_and_rows):
-    for batch, rows in batches_and_rows:
-        with replay.forced(model, rows):
-            demo_step(demo, model, [attrs.evolve(batch, routes=None)])
+def compare(demo, model, samples):
+    demo.mismatch_of_own_routes(model, packed(samples), version=0)
 
 
 def sample_of(references):

@@ -11,7 +11,9 @@ in flight, and copied one or two at a time. *Before* is a client that reads the 
 decodes the JSON and then the base64, all on the event loop.
 
 *Worker* is the whole way: a rollout worker's process, and a store in shared memory, which
-compresses the rows. ``trainer_heap`` is the peak of Python's heap in rank 0's process meanwhile.
+compresses the rows. ``idle`` is the lag of an event loop with nothing to do, in a process of its
+own: what the machine's load does to any. ``trainer_heap`` is the peak of Python's heap in rank 0's
+process meanwhile.
 
 ROUTES_GB, ROUTES_PROMPT, ROUTES_SAMPLED, ROUTES_AT_ONCE: other sizes.
 """
@@ -35,6 +37,7 @@ import pytest
 from aiohttp import web
 
 from primerl import replay, rollout
+from primerl.rollout.processes.loop_lag import LoopLag
 from primerl.types import Rollout, Sample, SamplingParams
 
 GIGABYTES = float(os.environ.get("ROUTES_GB", 1))
@@ -146,6 +149,40 @@ async def watch(lags):
         lags.append(time.perf_counter() - due)
 
 
+def idle(pipe):
+    """An event loop with nothing to do, in a process of its own, until it is asked for its lag."""
+
+    async def main():
+        lag = LoopLag()
+        measuring = asyncio.create_task(lag.run())
+        while not pipe.poll():
+            await asyncio.sleep(0.1)
+        measuring.cancel()
+        pipe.send(
+            {"idle_p99_ms": round(1e3 * lag.p99_s, 1), "idle_max_ms": round(1e3 * lag.max_s, 1)}
+        )
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def idle_lag():
+    """A function that ends the idle loop and returns its lag."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=idle, args=(there,), daemon=True)
+    process.start()
+
+    def ended():
+        here.send(None)
+        assert here.poll(60)
+        return here.recv()
+
+    yield ended
+    process.kill()
+    process.join()
+
+
 def resident():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -219,7 +256,7 @@ async def one_reply(task, engine, params):
     return Rollout(samples=[sample], reward=float(task["id"]))
 
 
-def test_routes_through_the_worker(benchmark, url):
+def test_routes_through_the_worker(benchmark, url, idle_lag):
     shape = replay.RouteShape(layers=range(3, LAYERS), decoder_layers=LAYERS, experts=256, k=K)
     with (
         replay.Store(shape) as store,
@@ -240,6 +277,7 @@ def test_routes_through_the_worker(benchmark, url):
             _, heap = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             stats = rollouts.stats()
+            machine = idle_lag()
         samples = [one for group in groups for rollout in group.rollouts for one in rollout.samples]
         found = [replay.read(one, span=(0, ROWS)) for one in samples[-1].routes]
         assert sum(len(one.rows) for one in found) == ROWS
@@ -257,6 +295,7 @@ def test_routes_through_the_worker(benchmark, url):
         "mb_per_s": round(raw / 1e6 / seconds),
         "lag_p99_ms": round(1e3 * stats["loop_lag_p99_s"], 1),
         "lag_max_ms": round(1e3 * stats["loop_lag_max_s"], 1),
+        **machine,
         "trainer_heap_mb": round(heap / 1e6, 1),
         "tokens_and_logprobs_mb": round(samples_bytes / 1e6, 1),
         "references_kb": round(references / 1e3, 1),

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import zstandard
 
+from primerl.replay.sets import expert_twice, missing_sets
+
 MAX_EXPANSION = 256
 """Encoded chunks have at least 1/256 of their columns' bytes, so that a small file can't claim to
 hold a large array; shorter ones are filled up with zeros."""
@@ -59,7 +61,9 @@ def encode_chunk(
             -1 in only some places.
     """
     tokens, layer_count, k = ids.shape
-    missing = _not_recorded(ids, experts, first_token, layers)
+    missing = missing_sets(ids, experts=experts, first_token=first_token, layers=layers)
+    if missing is not None:
+        missing = np.ascontiguousarray(missing.T)
     columns = np.empty((k, layer_count, tokens), id_dtype(experts))
     for place in range(k):
         np.copyto(columns[place], ids[:, :, place].T, casting="unsafe")
@@ -74,10 +78,7 @@ def encode_chunk(
         np.subtract(places[place], places[place - 1], out=gaps[place])
     if not gaps[1:].all():
         layer, token = np.argwhere((gaps[1:] == 0).any(0))[0]
-        raise ValueError(
-            f"layer {layers[layer]} of token {first_token + token} has an expert twice: "
-            f"{ids[token, layer].tolist()}; expected {k} different ones"
-        )
+        raise expert_twice(ids[token, layer], layers[layer], first_token + int(token))
     gaps[1:] -= 1
     bits = np.zeros(0, np.uint8)
     if missing is not None:
@@ -136,30 +137,6 @@ def decode_chunk(
         bits = np.unpackbits(content[:bit_bytes], count=tokens * layers)
         rows[bits.reshape(layers, tokens).T.astype(bool)] = -1
     return rows
-
-
-def _not_recorded(
-    ids: np.ndarray, experts: int, first_token: int, layers: Sequence[int]
-) -> np.ndarray | None:
-    """Where nothing was recorded, ``bool[layers, t]``; None if that is nowhere."""
-    if ids.min() < -1 or ids.max() >= experts:
-        token, layer, place = np.argwhere((ids < -1) | (ids >= experts))[0]
-        raise ValueError(
-            f"layer {layers[layer]} of token {first_token + token} has expert "
-            f"{ids[token, layer, place]}; expected ids from 0 to {experts - 1}, or -1 in all "
-            "places for a token that was not recorded"
-        )
-    if ids.min() >= 0:
-        return None
-    absent = ids < 0
-    partly = absent.any(-1) & ~absent.all(-1)
-    if partly.any():
-        token, layer = np.argwhere(partly)[0]
-        raise ValueError(
-            f"layer {layers[layer]} of token {first_token + token} has -1 in only some places: "
-            f"{ids[token, layer].tolist()}; expected all or none"
-        )
-    return np.ascontiguousarray(absent[..., 0].T)
 
 
 def _rename(columns: np.ndarray, names: np.ndarray) -> None:

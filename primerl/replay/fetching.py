@@ -2,8 +2,9 @@
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -12,7 +13,9 @@ from jaxtyping import Int16, Int64
 from torch import Tensor
 
 from primerl.replay.counts import RouteCounts
+from primerl.replay.inline import decode_inline, is_inline, parse_inline
 from primerl.replay.reading import read
+from primerl.replay.recordings import RecordedRoutes
 
 log = logging.getLogger(__name__)
 
@@ -74,25 +77,27 @@ def batch_rows(
         return None
     if batch.sample_ids is None:
         raise ValueError("a batch has routes, but no sample_ids; expected one that pack returned")
+    references: dict[str, list[str]] = json.loads(batch.routes)
+    inline = _inline_routes(references)
     sample_ids = batch.sample_ids.numpy(force=True)
     position_ids = batch.position_ids.numpy(force=True)
     rows: np.ndarray | None = None
-    for number, references in json.loads(batch.routes).items():
-        places = np.flatnonzero(sample_ids == int(number))
-        if not len(places):
-            continue  # another rank has this sample's rows
-        tokens = position_ids[places]
-        span = int(tokens.min()), int(tokens.max()) + 1
+    for first, end in _runs(sample_ids, position_ids):
+        own = references.get(str(sample_ids[first]))
+        if own is None:
+            continue  # it fills up, or nothing was recorded
+        token = int(position_ids[first])
         try:
-            found = sample_rows(references, span=span)
+            found = sample_rows(own, span=(token, token + end - first), inline=inline)
+            if rows is None:
+                rows = np.full((len(sample_ids), *found.shape[1:]), -1, np.int16)
+            _check_same_model(found, rows)
         except (OSError, ValueError, RuntimeError) as error:
             log.warning("the expert routes of a sample are lost: %s", error)
             if counts is not None:
                 counts.add_lost()
             continue
-        if rows is None:
-            rows = np.full((len(sample_ids), *found.shape[1:]), -1, np.int16)
-        rows[places] = found[tokens - span[0]]
+        rows[first:end] = found
     if rows is None:
         return None
     on_host = torch.from_numpy(rows)
@@ -103,28 +108,65 @@ def batch_rows(
 
 
 def sample_rows(
-    references: Sequence[str], *, span: tuple[int, int]
+    references: Sequence[str],
+    *,
+    span: tuple[int, int],
+    inline: Mapping[str, RecordedRoutes] | None = None,
 ) -> Int16[np.ndarray, "t layers k"]:
     """The routes of tokens ``span[0]`` to ``span[1] - 1``; what was recorded first for one wins.
+
+    Args:
+        references: to them, in the order in which they were recorded.
+        span: of tokens.
+        inline: what some of the references hold, where it was decoded before.
 
     Raises:
         ValueError: a reference is not one, its data are damaged, or two are of different models.
         OSError: the data are gone, or their server can't be reached.
     """
+    inline = inline or {}
     rows: np.ndarray | None = None
     for reference in references:
-        found = read(reference, span=span)
-        if rows is None:
-            rows = np.full((span[1] - span[0], *found.rows.shape[1:]), -1, np.int16)
-        if found.rows.shape[1:] != rows.shape[1:]:
-            raise ValueError(
-                f"{reference} has routes [t, {found.rows.shape[1]}, {found.rows.shape[2]}], "
-                f"expected [t, {rows.shape[1]}, {rows.shape[2]}] as of the turn before"
-            )
+        known = inline.get(reference)
+        found = read(reference, span=span) if known is None else known.within(span)
         first = found.start - span[0]
+        if rows is None:
+            rows = np.empty((span[1] - span[0], *found.rows.shape[1:]), np.int16)
+            rows.fill(-1)
+            rows[first : first + len(found.rows)] = found.rows
+            continue
+        _check_same_model(found.rows, rows)
         part = rows[first : first + len(found.rows)]
         gaps = part[..., 0] < 0
         part[gaps] = found.rows[gaps]
     if rows is None:
         raise ValueError("a sample has no references to its routes")
     return rows
+
+
+def _check_same_model(found: np.ndarray, rows: np.ndarray) -> None:
+    if found.shape[1:] != rows.shape[1:]:
+        raise ValueError(
+            f"routes [t, {found.shape[1]}, {found.shape[2]}], expected "
+            f"[t, {rows.shape[1]}, {rows.shape[2]}] as of what was recorded before"
+        )
+
+
+def _runs(sample_ids: np.ndarray, position_ids: np.ndarray) -> list[tuple[int, int]]:
+    """The first row, and the one after the last, of each run of a sample's successive tokens."""
+    following = (np.diff(sample_ids) == 0) & (np.diff(position_ids) == 1)
+    bounds = [0, *(1 + np.flatnonzero(~following)).tolist(), len(sample_ids)]
+    return list(pairwise(bounds))
+
+
+def _inline_routes(references: Mapping[str, Sequence[str]]) -> dict[str, RecordedRoutes]:
+    """What the inline ones of a batch's references hold, decoded together; none if one is bad.
+
+    Each is then read on its own, where the bad one is a lost sample.
+    """
+    inline = [one for own in references.values() for one in own if is_inline(one)]
+    try:
+        found = decode_inline([parse_inline(one) for one in inline])
+    except ValueError:
+        return {}
+    return dict(zip(inline, found, strict=True))

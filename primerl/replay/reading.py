@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from primerl.replay.codec import Span
+from primerl.replay.inline import decode_inline, is_inline, parse_inline
 from primerl.replay.recordings import READ_AT_ONCE, Reader, RecordedRoutes, read_recording
 from primerl.replay.references import KEY_VARIABLE, FilePlace, ServedPlace, parse_reference
 from primerl.replay.server import open_member, remove
@@ -31,6 +32,9 @@ def read(reference: str, *, span: Span | None = None, timeout_s: float = 60.0) -
         ValueError: they are damaged, or the reference is none of a store's.
         ConnectionError: the server can't be reached, or refuses.
     """
+    if is_inline(reference):
+        (found,) = decode_inline([parse_inline(reference)])
+        return found if span is None else found.within(span)
     place = parse_reference(reference)
     if isinstance(place, FilePlace):
         with opened(place) as (read_bytes, total):
@@ -43,14 +47,14 @@ def read(reference: str, *, span: Span | None = None, timeout_s: float = 60.0) -
 def discard(samples: Iterable[Sample], *, timeout_s: float = 30.0) -> int:
     """Remove the routes that samples refer to, and return how many there were.
 
-    Those that are missing already are no fault.
+    Those that are missing already are no fault; inline ones are not anywhere else.
 
     Raises:
         TimeoutError: a server took longer than ``timeout_s``.
         ValueError: a reference is none of a store's.
         ConnectionError: a server can't be reached, or refuses.
     """
-    references = dict.fromkeys(ref for sample in samples for ref in sample.routes)
+    references = {ref for sample in samples for ref in sample.routes if not is_inline(ref)}
     places = [parse_reference(reference) for reference in references]
     served = [place for place in places if isinstance(place, ServedPlace)]
     removed = sum(remove(p.folder, p.name) for p in places if isinstance(p, FilePlace))

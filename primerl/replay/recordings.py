@@ -41,6 +41,15 @@ class RecordedRoutes:
     rows: np.ndarray
     versions: np.ndarray
 
+    def within(self, span: Span) -> "RecordedRoutes":
+        """Those of the tokens ``span=(first, last + 1)``, clipped to those that there are."""
+        end = self.start + len(self.rows)
+        if span[0] <= self.start and end <= span[1]:
+            return self
+        first = min(max(span[0], self.start), end)
+        own = slice(first - self.start, max(first, min(span[1], end)) - self.start)
+        return RecordedRoutes(start=first, rows=self.rows[own], versions=self.versions[own])
+
 
 class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
     start: int

@@ -5,6 +5,7 @@ import errno
 import os
 import secrets
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,14 @@ import numpy as np
 
 from primerl._shared_folder import SharedFolder
 from primerl.replay.eviction import Eviction, evicted
+from primerl.replay.inline import (
+    InlineRoutes,
+    decode_inline,
+    fits_inline,
+    inline_reference,
+    is_inline,
+    parse_inline,
+)
 from primerl.replay.reading import opened
 from primerl.replay.recordings import (
     RecordingHead,
@@ -43,9 +52,10 @@ class Store:
         with Store(shape) as store:
             references = store.put(rows, start=0, versions=versions, shared=prompt_tokens)
 
-    By default they lie in this host's shared memory, so that its processes can read them. What was
-    not discarded is removed when the store is closed or, if its process is killed, when this host's
-    next store is opened.
+    By default they lie in this host's shared memory, so that its processes can read them. The
+    routes of a few tokens of a small model, up to ``INLINE_BYTES``, travel within their references
+    instead. What was not discarded is removed when the store is closed or, if its process is
+    killed, when this host's next store is opened.
 
     A copy, as pickling makes it for the rollout worker's process, can put and check while the store
     is open. Copies, and all methods, can be used by several threads.
@@ -148,14 +158,20 @@ class Store:
         """
         folder = self._open_path()
         rows, versions = self._checked(rows, start=start, versions=versions, shared=shared)
-        names = []
-        if shared:
-            names.append(self._put_shared(folder, rows[:shared], start, versions[:shared]))
-        if shared < len(rows):
-            names.append(secrets.token_hex(16))
-            rest = self._recording(rows[shared:], start + shared, versions[shared:])
-            self._write(folder / names[-1], rest)
-        return tuple(self._reference(folder, name) for name in names)
+        bounds = [0, shared, len(rows)]
+        if fits_inline(len(rows), self.shape):
+            bounds = [0, len(rows)]
+        return tuple(
+            self._put_part(
+                folder,
+                rows[first:last],
+                start=start + first,
+                versions=versions[first:last],
+                shared=last <= shared,
+            )
+            for first, last in pairwise(bounds)
+            if first < last
+        )
 
     def check(self, sample: Sample) -> None:
         """Check that a sample has the routes that training needs; only heads of files are read.
@@ -173,8 +189,8 @@ class Store:
             head = self._head(reference)
             if head.end > tokens:
                 raise BadRoutes(
-                    f"{reference} has routes of tokens {head.start} to {head.end - 1}, but the "
-                    f"sample has {tokens} tokens"
+                    f"{reference!r:.200} has routes of tokens {head.start} to {head.end - 1}, but "
+                    f"the sample has {tokens} tokens"
                 )
             covered[head.start : head.end] = True
         uncovered = np.flatnonzero(sample.loss_mask[1:] & ~covered[:-1])
@@ -206,6 +222,19 @@ class Store:
             return served_reference(self._address, name, self._key)
         return file_reference(folder, name)
 
+    def _put_part(
+        self, folder: Path, rows: np.ndarray, *, start: int, versions: np.ndarray, shared: bool
+    ) -> str:
+        if fits_inline(len(rows), self.shape):
+            return inline_reference(
+                rows, start=start, versions=versions, shape=self.shape, store=_digits(folder)
+            )
+        if shared:
+            return self._reference(folder, self._put_shared(folder, rows, start, versions))
+        name = secrets.token_hex(16)
+        self._write(folder / name, self._recording(rows, start, versions))
+        return self._reference(folder, name)
+
     def _put_shared(self, folder: Path, rows: np.ndarray, start: int, versions: np.ndarray) -> str:
         digest = content_digest(rows, start=start, versions=versions, shape=self.shape)
         content = content_path(folder, digest)
@@ -218,25 +247,40 @@ class Store:
     def _recording(self, rows: np.ndarray, start: int, versions: np.ndarray) -> list[bytes]:
         return recording_parts(rows, start=start, versions=versions, shape=self.shape)
 
-    def _head(self, reference: str) -> RecordingHead:
+    def _head(self, reference: str) -> RecordingHead | InlineRoutes:
+        """What a reference says of its routes; those that it holds itself are checked too."""
         folder = self._open_path()
+        head: RecordingHead | InlineRoutes
+        try:
+            if is_inline(reference):
+                head = self._inline_head(folder, reference)
+            else:
+                head = self._file_head(folder, reference)
+        except ValueError as error:
+            raise BadRoutes(f"{reference!r:.200}: {error}") from None
+        if head.shape != self.shape:
+            raise BadRoutes(
+                f"{reference!r:.200}: routes of tokens {head.start} to {head.end - 1} are of "
+                f"another model: {_difference(head.shape, self.shape)}"
+            )
+        return head
+
+    def _inline_head(self, folder: Path, reference: str) -> InlineRoutes:
+        found = parse_inline(reference)
+        if found.store != _digits(folder):
+            raise ValueError("it is none of this store's references")
+        decode_inline([found])
+        return found
+
+    def _file_head(self, folder: Path, reference: str) -> RecordingHead:
         name = reference.rpartition("/")[2].partition(".")[0]
         if not NAME.fullmatch(name) or self._reference(folder, name) != reference:
-            raise BadRoutes(f"{reference!r:.200} is none of this store's references")
+            raise ValueError("it is none of this store's references")
         try:
             with opened(FilePlace(folder, name)) as (read, total):
-                head = read_recording_head(read, total=total)
+                return read_recording_head(read, total=total)
         except FileNotFoundError:
-            raise BadRoutes(f"{reference} was discarded, or removed to make room") from None
-        except ValueError as error:
-            raise BadRoutes(f"{reference}: {error}") from None
-        expected, found = attrs.asdict(self.shape), attrs.asdict(head.shape)
-        for field, value in expected.items():
-            if found[field] != value:
-                raise BadRoutes(
-                    f"{reference} is of another model: {field} is {found[field]}, expected {value}"
-                )
-        return head
+            raise ValueError("it was discarded, or removed to make room") from None
 
     def _checked(
         self, rows: np.ndarray, *, start: int, versions: np.ndarray, shared: int
@@ -286,6 +330,17 @@ class Store:
         finally:
             partial.unlink(missing_ok=True)
         self._eviction.make_room(path.parent, written=size, max_bytes=self._max_bytes)
+
+
+def _digits(folder: Path) -> str:
+    """What names a store in references that hold their routes."""
+    return folder.name.rpartition("-")[2]
+
+
+def _difference(found: RouteShape, expected: RouteShape) -> str:
+    fields = [field.name for field in attrs.fields(RouteShape)]
+    name = next(one for one in fields if getattr(found, one) != getattr(expected, one))
+    return f"{name} is {getattr(found, name)}, expected {getattr(expected, name)}"
 
 
 def _picked(rows: np.ndarray, layers: tuple[int, ...]) -> np.ndarray:

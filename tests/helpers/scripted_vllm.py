@@ -41,6 +41,7 @@ class ScriptedVLLM:
         self.peak = 0
         self.cancelled = 0
         self.faults = {}  # path -> list of HANG, DROP, GARBAGE, (status, message)
+        self.hold = lambda tokens: False  # whether a request waits before its next token
         self.abort_next = 0
         self.routes = lambda prompt, tokens, start: None  # what is sent as routed_experts
         self.edit = lambda page: page  # of a response of generate, in bytes
@@ -269,6 +270,8 @@ class ScriptedVLLM:
         try:
             while len(tokens) < params["max_tokens"]:
                 await asyncio.sleep(self.token_s)
+                while self.hold(tokens):
+                    await asyncio.sleep(0.001)
                 await self._gate.wait()
                 greedy = (sum(prompt) + len(tokens)) % self.vocabulary
                 tokens.append(greedy if not params["temperature"] else random.randrange(64))

@@ -98,6 +98,18 @@ def test_the_demo_runs_and_reports(demo_run):
     assert str(folder) in report
 
 
+def test_the_demo_replays_routes_and_says_what_that_changes(root, tmp_path):
+    replay = ["--replay", "--engine-dtype", "bfloat16", "--warmup-steps", "0"]
+
+    done = run(root / "recipes/demo.py", *SMALL, *replay, "--run-dir", tmp_path / "r", cwd=tmp_path)
+
+    assert check_run_folder(tmp_path / "r")["mismatch_kl_own_routes_mean"] > 0
+    assert re.search(r"^without replay +\d", done.stdout, re.MULTILINE)
+    metrics = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").open()]
+    assert [one["routes_lost"] for one in metrics] == [0, 0]
+    assert all(0 < one["routes_missing"] < 0.5 for one in metrics)  # last tokens have none
+
+
 def losses(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]

@@ -12,7 +12,18 @@ SHAPE = replay.RouteShape(layers=(1, 2), decoder_layers=3, experts=8, k=2)
 
 
 @pytest.fixture
-def store():
+def files(monkeypatch):
+    """A store that makes a file of however few routes."""
+    monkeypatch.setattr("primerl.replay.inline.INLINE_BYTES", 0)
+    with replay.Store(SHAPE) as opened:
+        yield opened
+
+
+@pytest.fixture(params=["inline", "files"])
+def store(request):
+    if request.param == "files":
+        yield request.getfixturevalue("files")
+        return
     with replay.Store(SHAPE) as opened:
         yield opened
 
@@ -136,8 +147,8 @@ def test_batches_without_references_have_no_rows():
     assert list(replay.fetch([])) == []
 
 
-def test_a_sample_whose_routes_are_gone_is_counted_and_the_others_have_theirs(store, caplog):
-    gone, kept = sample(2, 3, put(store, 0, 4)), sample(3, 3, put(store, 0, 5), first_token=30)
+def test_a_sample_whose_routes_are_gone_is_counted_and_the_others_have_theirs(files, caplog):
+    gone, kept = sample(2, 3, put(files, 0, 4)), sample(3, 3, put(files, 0, 5), first_token=30)
     assert replay.discard([gone]) == 1
     ((batch,),) = packing.pack([gone, kept], max_tokens=16, ranks=1)
     counts = replay.RouteCounts()
@@ -154,13 +165,68 @@ def test_a_sample_whose_routes_are_gone_is_counted_and_the_others_have_theirs(st
     assert list(replay.fetch([batch])) == [(batch, None)]
 
 
+@pytest.mark.parametrize("kept_first", [False, True])
+def test_a_sample_whose_routes_are_damaged_is_counted_and_the_others_have_theirs(
+    kept_first, caplog
+):
+    with replay.Store(SHAPE) as store:
+        (whole,), kept = put(store, 0, 4), sample(3, 3, put(store, 0, 5), first_token=30)
+    damaged = sample(2, 3, whole[:-4])
+    samples = [kept, damaged] if kept_first else [damaged, kept]
+    ((batch,),) = packing.pack(samples, max_tokens=16, ranks=1)
+    counts = replay.RouteCounts()
+
+    ((_, found),) = replay.fetch([batch], counts=counts)
+
+    own = batch.sample_ids == samples.index(kept)
+    assert found[own][:5].tolist() == rows(0, 5).tolist()
+    assert (found[~own] == -1).all()
+    assert counts.summary() == {"routes_lost": 1}
+    assert "lost: routes are cut off or damaged" in caplog.text
+
+
+def test_a_sample_of_another_model_is_counted_and_the_others_have_theirs(store, caplog):
+    shape = replay.RouteShape(layers=(0, 1, 2), decoder_layers=3, experts=8, k=2)
+    with replay.Store(shape) as other:
+        three = np.concatenate([rows(0, 4), rows(0, 4)[:, :1]], axis=1)
+        routes = other.put(three, start=0, versions=np.zeros(4, np.int32))
+        samples = [sample(3, 3, put(store, 0, 5)), sample(2, 3, routes, first_token=30)]
+        ((batch,),) = packing.pack(samples, max_tokens=16, ranks=1)
+        counts = replay.RouteCounts()
+
+        ((_, found),) = replay.fetch([batch], counts=counts)
+
+    own = batch.sample_ids == 0
+    assert found[own][:5].tolist() == rows(0, 5).tolist()
+    assert (found[~own] == -1).all()
+    assert counts.summary() == {"routes_lost": 1}
+    assert "routes [t, 3, 2], expected [t, 2, 2]" in caplog.text
+
+
+def test_inline_and_stored_turns_are_joined_in_the_order_of_their_recording(monkeypatch):
+    with replay.Store(SHAPE) as store:
+        inline = put(store, 2, 3)
+        monkeypatch.setattr("primerl.replay.inline.INLINE_BYTES", 0)
+        stored = put(store, 0, 4, marked=1), put(store, 4, 3, marked=2)
+        turns = [*stored[0], *inline, *stored[1]]
+        ((batch,),) = packing.pack([sample(3, 5, turns)], max_tokens=8, ranks=1)
+
+        ((_, found),) = replay.fetch([batch])
+
+    marks = [1, 1, 1, 1, 0, 2, 2]
+    for token, marked in enumerate(marks):
+        wanted = np.sort((rows(token, 1)[0] + marked) % 8, axis=-1)
+        assert found[token].tolist() == wanted.tolist()
+    assert (found[7] == -1).all()
+
+
 def test_references_that_are_none_are_lost_samples(caplog):
-    for reference in ("nonsense", "file:relative", "http://127.0.0.1:9/x"):
+    for reference in ("nonsense", "file:relative", "http://127.0.0.1:9/x", "inline:"):
         counts = replay.RouteCounts()
         ((batch,),) = packing.pack([sample(2, 3, reference)], max_tokens=16, ranks=1)
         assert list(replay.fetch([batch], counts=counts)) == [(batch, None)]
         assert counts.summary() == {"routes_lost": 1}
-    assert caplog.text.count("are lost") == 3
+    assert caplog.text.count("are lost") == 4
 
 
 def test_leaving_the_loop_early_leaves_no_thread(store):

@@ -43,7 +43,8 @@ def served():
 
 
 @pytest.fixture(autouse=True)
-def with_key(monkeypatch, served):
+def with_key_and_files(monkeypatch, served):
+    monkeypatch.setattr("primerl.replay.inline.INLINE_BYTES", 0)
     monkeypatch.setenv("PRIMERL_API_KEY", KEY)
 
 

@@ -51,6 +51,12 @@ def sizes_of(store):
     return {p.stat().st_ino: p.stat().st_size for p in store._path.iterdir() if p.name[0] != "."}
 
 
+@pytest.fixture(autouse=True)
+def files_for_all(monkeypatch):
+    """The few routes of these tests would travel within their references: see test_inline.py."""
+    monkeypatch.setattr("primerl.replay.inline.INLINE_BYTES", 0)
+
+
 @pytest.fixture
 def store():
     with Store(SHAPE, max_bytes=1 << 20) as store:
@@ -281,8 +287,10 @@ CHILD = """
 import pathlib, sys, time
 import cloudpickle
 import numpy as np
-from primerl.replay import RouteShape
+from primerl.replay import RouteShape, inline
 from primerl.replay.store import Store
+
+inline.INLINE_BYTES = 0
 
 def put(store):
     return store.put(np.array([[[0, 1], [2, 3]]]), start=0, versions=np.zeros(1, int))

@@ -335,19 +335,27 @@ def test_scores_and_probes_leave_routes_out(server, make):
 def test_versions_of_rows_at_an_update_within_a_completion(server, make):
     store = RecordingStore()
     engine = make(store)
-    server.token_s = 0.01
+    before = server.label
+    halfway = threading.Event()
+
+    def hold(tokens):
+        """Until the update, which begins once half of the tokens were sampled."""
+        if len(tokens) < 30:
+            return False
+        halfway.set()
+        return server.label == before
+
+    server.hold = hold
 
     async def scenario():
         sampling = asyncio.create_task(engine.generate([3, 4, 5], P(max_tokens=60)))
-        while not server.running:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(halfway.wait, 30)
         await asyncio.to_thread(engine.load_weights, {}, version=4)
         return await sampling
 
     versions = run(scenario()).versions.tolist()
 
-    assert set(versions) == {3, 4}
+    assert versions == [3] * 30 + [4] * 30
     assert store.puts[0][1]["versions"] == [3, 3, *versions]
 
 

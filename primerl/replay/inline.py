@@ -1,0 +1,198 @@
+"""Routes so few that they travel within their reference: no file is made, read or discarded.
+
+    inline:STORE/BASE64
+
+    checksum u64  start u64  tokens, decoder_layers, experts, k u16
+    layers bits[decoder_layers]  versions i32[t]  ids[t, layers, k] i8 or i16
+
+STORE are the digits of its store's folder. The content is little-endian; the checksum is xxh3_64 of
+what follows it. Nothing is compressed, so that the references of a batch are decoded together.
+Like numbers in a queue, it opens nothing, so no key protects it.
+"""
+
+import binascii
+import functools
+import re
+import struct
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import xxhash
+
+from primerl.replay.recordings import RecordedRoutes
+from primerl.replay.sets import ordered_sets
+from primerl.replay.shapes import RouteShape
+
+INLINE_BYTES = 1024
+"""More routes get a file. Whatever its size, to write, read and remove one takes 0.5 ms; this many
+bytes in a reference take 10 us, and are as many as those of a sample's tokens and logprobs."""
+
+_KIND = "inline:"
+_STORE = re.compile(r"[0-9a-f]{16}")
+_CHECKSUM = struct.Struct("<Q")
+_NUMBERS = struct.Struct("<QHHHH")
+_HEAD_BYTES = _CHECKSUM.size + _NUMBERS.size
+_VERSION = np.dtype("<i4")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class InlineRoutes:
+    """The parts of a reference."""
+
+    store: str
+    start: int
+    end: int
+    """The token after the last one."""
+    layout: "_Layout"
+    versions: bytes
+    ids: bytes
+
+    @property
+    def shape(self) -> RouteShape:
+        """Of the model's routes."""
+        return self.layout.shape
+
+
+@attrs.frozen(kw_only=True)
+class _Layout:
+    """How routes of a shape are written."""
+
+    shape: RouteShape
+    layer_bits: bytes
+    id_dtype: np.dtype
+    token_bytes: int
+
+
+def is_inline(reference: str) -> bool:
+    """Whether a reference is of this kind."""
+    return reference.startswith(_KIND)
+
+
+def fits_inline(tokens: int, shape: RouteShape) -> bool:
+    """Whether the routes of so many tokens are few enough."""
+    layout = _layout(shape)
+    head_bytes = _HEAD_BYTES + len(layout.layer_bits)
+    return head_bytes + tokens * layout.token_bytes <= INLINE_BYTES
+
+
+def inline_reference(
+    rows: np.ndarray, *, start: int, versions: np.ndarray, shape: RouteShape, store: str
+) -> str:
+    """The reference that holds ``rows[t, layers, k]`` and ``versions[t]``.
+
+    Raises:
+        ValueError: rows are at fault; it names layer and token.
+    """
+    ids = ordered_sets(rows, experts=shape.experts, first_token=start, layers=shape.layers)
+    layout = _layout(shape)
+    content = b"".join(
+        [
+            _NUMBERS.pack(start, len(rows), shape.decoder_layers, shape.experts, shape.k),
+            layout.layer_bits,
+            versions.astype(_VERSION).tobytes(),
+            ids.astype(layout.id_dtype).tobytes(),
+        ]
+    )
+    checksum = _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content))
+    return f"{_KIND}{store}/{binascii.b2a_base64(checksum + content, newline=False).decode()}"
+
+
+def parse_inline(reference: str) -> InlineRoutes:
+    """The parts of a reference.
+
+    Raises:
+        ValueError: it isn't one, or is cut off or damaged.
+    """
+    store, _, encoded = reference.removeprefix(_KIND).partition("/")
+    if not _STORE.fullmatch(store):
+        raise ValueError(f"{reference!r:.200} is no reference to routes: it names no store")
+    try:
+        content = binascii.a2b_base64(encoded, strict_mode=True)
+    except ValueError as error:  # binascii.Error is one
+        raise ValueError(f"routes are cut off or damaged: {error}") from None
+    if len(content) < _HEAD_BYTES:
+        raise ValueError(f"routes are cut off: {len(content)} bytes, fewer than {_HEAD_BYTES}")
+    (checksum,) = _CHECKSUM.unpack_from(content)
+    if xxhash.xxh3_64_intdigest(content[_CHECKSUM.size :]) != checksum:
+        raise ValueError("routes are cut off or damaged: their checksum is wrong")
+    start, tokens, decoder_layers, experts, k = _NUMBERS.unpack_from(content, _CHECKSUM.size)
+    versions_at = _HEAD_BYTES + -(-decoder_layers // 8)
+    layout = _read_layout(decoder_layers, experts, k, content[_HEAD_BYTES:versions_at])
+    ids_at = versions_at + tokens * _VERSION.itemsize
+    total = versions_at + tokens * layout.token_bytes
+    if len(content) != total:
+        raise ValueError(
+            f"routes are damaged: {len(content)} bytes, expected {total} for {tokens} tokens from "
+            f"token {start} on"
+        )
+    return InlineRoutes(
+        store=store,
+        start=start,
+        end=start + tokens,
+        layout=layout,
+        versions=content[versions_at:ids_at],
+        ids=content[ids_at:],
+    )
+
+
+def decode_inline(parts: Sequence[InlineRoutes]) -> list[RecordedRoutes]:
+    """The routes of several references of one model, decoded together.
+
+    Raises:
+        ValueError: they are of different models, or one has what is no set of experts. The message
+            names layer and token, if there is but one.
+    """
+    if not parts:
+        return []
+    layout = parts[0].layout
+    if any(one.layout is not layout for one in parts):
+        raise ValueError("routes are of different models")
+    shape = layout.shape
+    ids = np.frombuffer(b"".join(one.ids for one in parts), layout.id_dtype)
+    rows = ordered_sets(
+        ids.reshape(-1, len(shape.layers), shape.k),
+        experts=shape.experts,
+        first_token=parts[0].start,
+        layers=shape.layers,
+    )
+    versions = np.frombuffer(b"".join(one.versions for one in parts), _VERSION).astype(np.int32)
+    if versions.min(initial=0) < 0:
+        raise ValueError(f"routes from token {parts[0].start} on have a negative version")
+    ends = np.cumsum([one.end - one.start for one in parts]).tolist()
+    return [
+        RecordedRoutes(
+            start=one.start,
+            rows=rows[end - one.end + one.start : end],
+            versions=versions[end - one.end + one.start : end],
+        )
+        for one, end in zip(parts, ends, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(shape: RouteShape) -> _Layout:
+    id_dtype = np.dtype(np.int8) if shape.experts <= 128 else np.dtype("<i2")
+    bits = np.zeros(shape.decoder_layers, np.uint8)
+    bits[list(shape.layers)] = 1
+    return _Layout(
+        shape=shape,
+        layer_bits=np.packbits(bits).tobytes(),
+        id_dtype=id_dtype,
+        token_bytes=_VERSION.itemsize + len(shape.layers) * shape.k * id_dtype.itemsize,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _read_layout(decoder_layers: int, experts: int, k: int, layer_bits: bytes) -> _Layout:
+    bits = np.unpackbits(np.frombuffer(layer_bits, np.uint8))[:decoder_layers]
+    try:
+        shape = RouteShape(
+            layers=np.flatnonzero(bits).tolist(),
+            decoder_layers=decoder_layers,
+            experts=experts,
+            k=k,
+        )
+    except ValueError as error:
+        raise ValueError(f"routes are damaged: {error}") from None
+    return _layout(shape)

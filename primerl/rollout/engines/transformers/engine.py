@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -60,6 +60,8 @@ class TransformersEngine:
         routes: where the expert routes of completions go, for router replay. Greedy ones have
             none: they are not trained.
         capture: records them: ``replay.capture``.
+        prepare: is called with the copy before it serves, to change how it computes; what a model
+            is prepared with by module, such as the product of its experts, is not copied with it.
 
     Raises:
         ValueError: continuous batching does not support this model, or only one of ``routes`` and
@@ -79,6 +81,7 @@ class TransformersEngine:
         seed: int | None = None,
         routes: RouteStore | None = None,
         capture: Capture | None = None,
+        prepare: Callable[[nn.Module], object] | None = None,
     ) -> None:
         require("transformers", extra="transformers")
         if on_update not in ("recompute", "keep"):
@@ -92,6 +95,8 @@ class TransformersEngine:
         refuse_unsupported(model)
         served: Any = copy.deepcopy(model).requires_grad_(False)
         served.zero_grad()
+        if prepare is not None:
+            prepare(served)
         served.set_attn_implementation("sdpa")
         if dtype is not None:
             _round_parameters(served, dtype)

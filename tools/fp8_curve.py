@@ -1,84 +1,229 @@
-"""The demo's policy, fine-tuned in float32 and in FP8 on the same data: held-out losses.
+"""The demo's policy, trained in float32 and in FP8: do the curves agree?
 
-    python tools/fp8_curve.py --steps 200
+    python tools/fp8_curve.py imitation --steps 200
+    python tools/fp8_curve.py reinforcement --seeds 0 1 --folder runs/fp8
 
-That is the demo's first phase, in which it imitates a teacher (300 steps of AdamW by default).
+``imitation`` is the demo's first phase alone: held-out losses of fine-tuning from random weights.
+``reinforcement`` runs recipes/demo.py itself, which warms up in float32; after that the trainer
+and the engine that samples multiply in FP8. It writes docs/images/fp8_rewards.csv and .svg.
 """
 
 import argparse
+import contextlib
+import copy
+import csv
+import functools
 import importlib.util
+import json
 import random
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from primerl import fp8, testing
+from primerl import fp8, loss, rollout, testing
 from primerl.parallel.expert_parallel.experts import divide_experts
 
+ROOT = Path(__file__).parents[1]
+FIGURE = ROOT / "docs/images/fp8_rewards.svg"
 EVERY = 20
+FORMS = {
+    "float32": None,
+    "FP8": fp8.BLOCK_FP8,
+    "FP8, powers of two": fp8.BLOCK_FP8_UE8M0,
+}
 
 
 def main() -> None:
-    """Print a table of both curves."""
+    """Run one of the two phases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
+    phases = parser.add_subparsers(dest="phase", required=True)
+    imitation = phases.add_parser("imitation", help="print a table of held-out losses")
+    imitation.add_argument("--steps", type=int, default=200)
+    imitation.add_argument("--seed", type=int, default=0)
+    reinforcement = phases.add_parser("reinforcement", help="run the demo, and draw its rewards")
+    reinforcement.add_argument("--steps", type=int, default=50)
+    reinforcement.add_argument("--groups", type=int, default=32, help="of each step")
+    reinforcement.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    reinforcement.add_argument("--folder", type=Path, required=True, help="of the runs")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    spec = importlib.util.spec_from_file_location(
-        "demo", Path(__file__).parents[1] / "recipes/demo.py"
-    )
+    if args.phase == "imitation":
+        print_losses(args.steps, args.seed)
+    else:
+        reinforce(args)
+
+
+def load_demo() -> ModuleType:
+    """recipes/demo.py as a module of its own."""
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "recipes/demo.py")
     assert spec is not None
     assert spec.loader is not None
     demo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(demo)
-    forms = {
-        "float32": None,
-        "FP8": fp8.BLOCK_FP8,
-        "FP8, powers of two": fp8.BLOCK_FP8_UE8M0,
-    }
-    curves = {name: curve(demo, form, args.steps, args.seed) for name, form in forms.items()}
+    return demo
+
+
+def convert(model, form):  # noqa: ANN001, ANN201
+    """Have a model's linear layers and experts multiply in FP8."""
+    fp8.convert_linears(model, form=form)
+    divide_experts(model, matmul=fp8.GroupedMatmul(form=form))
+
+
+# Imitation
+
+
+def print_losses(steps: int, seed: int) -> None:
+    """A table of the held-out losses of every 20th step."""
+    demo = load_demo()
+    curves = {name: losses(demo, form, steps, seed) for name, form in FORMS.items()}
     print("| step | " + " | ".join(curves) + " |")
     for step, row in enumerate(zip(*curves.values(), strict=True)):
-        print(
-            f"| {EVERY * step} | " + " | ".join(f"{value:.4f}" for value in row) + " |", flush=True
-        )
+        print(f"| {EVERY * step} | " + " | ".join(f"{value:.4f}" for value in row) + " |")
 
 
-def curve(demo, form, steps, seed):  # noqa: ANN001, ANN201
-    """Held-out losses of every 20th step; ``form`` is None for float32."""
+def losses(demo, form, steps, seed, *, every=EVERY):  # noqa: ANN001, ANN201
+    """Held-out losses, every so many steps and at the end; ``form`` is None for float32."""
     model, tokenizer = demo.build_policy(seed)
     if form is not None:
-        fp8.convert_linears(model, form=form)
-        divide_experts(model, matmul=fp8.GroupedMatmul(form=form))
+        convert(model, form)
     draw = random.Random(seed)
     words = ["".join(draw.choices("abcdefghijkl", k=draw.randint(2, 6))) for _ in range(4096)]
     lessons = [(f"{word}>", word[::-1]) for word in words]
     held_out, lessons = lessons[:64], lessons[64:]
-    losses = []
+    found = []
 
     def batches():  # noqa: ANN202
         for step in range(steps):
-            if step % EVERY == 0:
-                losses.append(held_out_loss(model, tokenizer, held_out))
+            if step % every == 0:
+                found.append(held_out_loss(model, tokenizer, held_out))
             yield draw.sample(lessons, 64)
 
     testing.imitate(model, tokenizer, batches())
-    losses.append(held_out_loss(model, tokenizer, held_out))
-    return losses
+    found.append(held_out_loss(model, tokenizer, held_out))
+    return found
 
 
-@torch.no_grad()
 def held_out_loss(model, tokenizer, lessons):  # noqa: ANN001, ANN201
     """The mean negative logprob of the continuations' tokens."""
-    total = count = 0.0
+    documents, wanted = [], []
     for text, answer in lessons:
-        ids = [*tokenizer.encode(text + answer, add_special_tokens=False), tokenizer.eos_token_id]
-        row = torch.tensor([ids])
-        logprobs = model(input_ids=row).logits[0].log_softmax(-1)
-        own = logprobs[:-1].gather(-1, row[0, 1:, None])[len(text) - 1 :, 0]
-        total, count = total - own.sum().item(), count + len(own)
-    return total / count
+        ids = tokenizer.encode(text + answer, add_special_tokens=False)
+        documents.append(torch.tensor([*ids, tokenizer.eos_token_id]))
+        rows = torch.arange(len(ids) + 1)  # a token is a letter; the last row predicts nothing
+        wanted.append((rows >= len(text) - 1) & (rows < len(ids)))
+    token_ids = torch.cat(documents)
+    position_ids = torch.cat([torch.arange(len(one)) for one in documents])
+    with torch.no_grad():
+        logprobs = loss.model_logprobs(model, token_ids, position_ids, token_ids.roll(-1))
+    return -logprobs[torch.cat(wanted)].mean().item()
+
+
+# Reinforcement
+
+
+def reinforce(args: argparse.Namespace) -> None:
+    """Run the demo in each format from the same warm weights; a table, a file and a figure.
+
+    Runs that the folder already has are read, not run again.
+    """
+    warm = {}
+    rows = []
+    print("| seed | format | exact match before | after |")
+    for seed in args.seeds:
+        for name, form in FORMS.items():
+            run_dir = args.folder / f"{list(FORMS).index(name)}-{seed}"
+            if not (run_dir / "summary.json").exists():
+                demo = demo_in(form, warm)
+                demo.main(
+                    demo.Args(
+                        seed=seed,
+                        steps=args.steps,
+                        groups_per_step=args.groups,
+                        run_dir=str(run_dir),
+                    )
+                )
+            rows += read_run(run_dir, name, seed)
+            summary = json.loads((run_dir / "summary.json").read_text())
+            before, after = (summary[f"eval_{when}"] for when in ("before", "after"))
+            print(f"| {seed} | {name} | {before:.3f} | {after:.3f} |", flush=True)
+    with FIGURE.with_suffix(".csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+    draw_rewards(rows)
+
+
+def demo_in(form, warm):  # noqa: ANN001, ANN201
+    """The demo, in whose reinforcement trainer and engine multiply in ``form``.
+
+    Args:
+        form: None for float32.
+        warm: parameters after the warm-up by seed; of a new seed, they are added.
+    """
+    demo = load_demo()
+    warm_up = demo.warm_up
+
+    def warm_up_and_convert(model, tokenizer, tasks, *, steps, seed):  # noqa: ANN001, ANN202
+        if seed not in warm:
+            warm_up(model, tokenizer, tasks, steps=steps, seed=seed)
+            warm[seed] = copy.deepcopy(model.state_dict())
+        model.load_state_dict(warm[seed])
+        if form is not None:
+            convert(model, form)
+
+    @contextlib.contextmanager
+    def open_engine(args, model):  # noqa: ANN001, ANN202
+        prepare = None
+        if form is not None:  # its linear layers are converted, as copies of the trainer's
+            prepare = functools.partial(divide_experts, matmul=fp8.GroupedMatmul(form=form))
+        with rollout.TransformersEngine(model, seed=args.seed, prepare=prepare) as engine:
+            yield engine
+
+    demo.warm_up, demo.open_engine = warm_up_and_convert, open_engine
+    return demo
+
+
+def read_run(run_dir: Path, name: str, seed: int) -> list[dict[str, object]]:
+    """The reward of each step."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {
+            "format": name,
+            "seed": seed,
+            "step": line["step"],
+            "reward": round(line["reward"], 4),
+        }
+        for line in lines
+        if "reward" in line
+    ]
+
+
+def draw_rewards(rows: list[dict[str, object]]) -> None:
+    """Rewards by step: one line for each run, one color for each format."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "fp8"  # the same file from the same numbers
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(7, 3.5))
+    for color, name in enumerate(FORMS):
+        own = [row for row in rows if row["format"] == name]
+        for index, seed in enumerate(sorted({row["seed"] for row in own})):
+            run = [row for row in own if row["seed"] == seed]
+            ax.plot(
+                [row["step"] for row in run],
+                [row["reward"] for row in run],
+                color=f"C{color}",
+                linestyle=("-", "--", ":", "-.")[index % 4],
+                label=f"{name}, seed {seed}",
+                linewidth=1.2,
+            )
+    ax.set(xlabel="step", ylabel="mean reward of trained groups")
+    ax.legend(fontsize=8)
+    fig.tight_layout()
+    fig.savefig(FIGURE, metadata={"Date": None})
 
 
 if __name__ == "__main__":

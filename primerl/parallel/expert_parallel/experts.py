@@ -116,7 +116,9 @@ def _experts_forward(
     placement = _PLACEMENTS.get(module)
     if placement is None:
         raise ValueError(
-            f"this {type(module).__name__} was not prepared; call parallel.shard with the mesh"
+            f"this {type(module).__name__} was not prepared, or is a copy of one that was: call "
+            "parallel.shard with the mesh, or give an engine that copies the model "
+            "prepare=lambda copied: parallel.divide_experts(copied, matmul=...)"
         )
     placement.chosen.add(count_choices(indices.detach().reshape(-1), placement.experts))
     compute = functools.partial(_compute, module, placement.matmul)

@@ -29,7 +29,7 @@ ONCE = {"split": "all", "task": {"grading_timeout_s": 6.0}}
 
 def play(played, **options):
     """Play pairs of a task and an engine in one environment; rollouts, or what they raised."""
-    config = {"taskset": ONCE, "sandbox": {"memory_bytes": 256 << 20}, **options}
+    config = {"taskset": ONCE, "sandbox": {"memory_bytes": 256 << 20, "command_timeout_s": 15}, **options}
     environment = rollout.verifiers(
         "bugfix", tokenizer=None, config=config, keep_conversation=True
     )
@@ -212,14 +212,25 @@ def test_conversations_of_the_expert_are_training_data(cheated, tmp_path):
     assert len(data.Conversations(file)) == 2
 
 
+class Slow(Expert):
+    """Thinks for ever after its edit."""
+
+    async def chat(self, messages, params, *, tools=None):
+        if messages[-1]["role"] == "tool":
+            await asyncio.sleep(1000)
+        return await super().chat(messages, params, tools=tools)
+
+
 def test_agent_that_takes_too_long_is_graded():
     def pairs(all_tasks):
         steps = calls("easiest", [Mutation(*one) for one in all_tasks[0]["data"]["mutations"]])
-        slow = Expert([*steps, ("bash", {"command": "sleep 100"})])
-        return [(all_tasks[0], slow)]
+        # A command that is cut off takes its sandbox with it.
+        cut_off = Expert([*steps, ("bash", {"command": "sleep 100"})])
+        return [(all_tasks[0], Slow(steps)), (all_tasks[0], cut_off)]
 
-    [played] = play(pairs, agent={"timeout": {"rollout": 5.0}})
-    assert (played.stop, played.reward) == ("agent_timeout", 1.0)
+    thinking, cut_off = play(pairs, agent={"timeout": {"rollout": 6.0}})
+    assert (thinking.stop, thinking.reward) == ("agent_timeout", 1.0)
+    assert (cut_off.stop, cut_off.reward) == ("agent_timeout", 0.0)
 
 
 def test_broken_tasks_fail_with_a_reason():

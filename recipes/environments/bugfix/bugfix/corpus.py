@@ -10,7 +10,7 @@ import functools
 import hashlib
 import textwrap
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import attrs
 
@@ -41,9 +41,8 @@ class Program:
 
     @property
     def split(self) -> str:
-        """Whether its tasks are trained on: about a quarter of the programs are held out."""
-        digest = hashlib.sha256(self.name.encode()).digest()
-        return "eval" if digest[0] % 4 == 0 else "train"
+        """Whether its tasks are trained on: "train", or "eval"."""
+        return "eval" if self.name in held_out() else "train"
 
     @property
     def module(self) -> str:
@@ -91,6 +90,17 @@ def programs() -> dict[str, Program]:
     for folder in sorted(path for path in (FOLDER / "packages").glob("*") if path.is_dir()):
         found.append(_package(folder))
     return {program.name: program for program in found}
+
+
+@functools.cache
+def held_out() -> frozenset[str]:
+    """The names of a quarter of the programs of each kind, which are not trained on."""
+    chosen: set[str] = set()
+    for kind in get_args(Kind):
+        names = [program.name for program in programs().values() if program.kind == kind]
+        names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+        chosen.update(names[: len(names) // 4])
+    return frozenset(chosen)
 
 
 def _functions(path: Path) -> list[Program]:

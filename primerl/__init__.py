@@ -29,6 +29,7 @@ __all__ = [
     "packing",
     "parallel",
     "parity",
+    "planning",
     "replay",
     "rollout",
     "sandbox",

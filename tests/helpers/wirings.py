@@ -1,0 +1,31 @@
+"""A recipe's wiring, small: what a real run and a plan both call."""
+
+import torch
+
+from primerl import optim, parallel, planning
+from primerl.testing.families import tiny_family
+
+FAMILIES = ("qwen3_moe", "glm_moe_dsa")
+LAYOUTS = {
+    "ep": planning.TrainerLayout(nodes=1, gpus_per_node=2, ep=2),
+    "cp": planning.TrainerLayout(nodes=1, gpus_per_node=2, cp=2),
+}
+OPTIMIZERS = ("AdamW", "Muon", "CPUAdamW", "Offload")
+TOKENS = 64
+
+
+def make(family):
+    return tiny_family(family)
+
+
+def prepare(model, mesh, *, optimizer="AdamW", recompute=True):
+    if recompute:
+        parallel.recompute(model.train())
+    parallel.shard(model, mesh)
+    if optimizer == "Muon":
+        return optim.Muon(optim.muon_parameters(model), lr=0.01)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if optimizer == "CPUAdamW":
+        return optim.CPUAdamW(parameters, lr=0.01)
+    adamw = torch.optim.AdamW(parameters, lr=0.01)
+    return optim.Offload(adamw) if optimizer == "Offload" else adamw

@@ -1,0 +1,69 @@
+"""A plan's bytes are those of a real step on two gloo ranks, wired by the same function."""
+
+import functools
+import json
+
+import pytest
+from forked_ranks import forked_ranks
+from wirings import FAMILIES, LAYOUTS, OPTIMIZERS, TOKENS, make, prepare
+
+from primerl import planning
+
+CASES = [f"{family}, {layout}" for family in FAMILIES for layout in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def real(root, tmp_path_factory):
+    """What each of two ranks held, in one launch."""
+    folder = tmp_path_factory.mktemp("ranks")
+    done = forked_ranks(root / "tests/ranks/planned_memory.py", folder, ranks=2, cwd=folder)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
+
+
+def planned(case, **wiring):
+    family, layout = case.split(", ")
+    (plan,) = planning.plan_trainers(
+        lambda: make(family).to("meta"),
+        functools.partial(prepare, **wiring),
+        [LAYOUTS[layout]],
+        tokens=TOKENS,
+        dtype=make(family).dtype,
+        gpu_bytes=10**9,
+        ranks=(0, 1),
+    )
+    assert plan.refusal is None
+    return plan.ranks
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_parameters_gradients_and_states_are_those_of_a_real_step(real, case, optimizer):
+    for rank, one in enumerate(planned(case, optimizer=optimizer)):
+        held = real[rank][case][optimizer]
+        assert one.parameters == held["parameters"]
+        assert one.gradients >= held["gradients"]
+        assert one.optimizer + one.host == held["states"]
+        on_host = optimizer in ("CPUAdamW", "Offload")
+        assert (one.host > one.optimizer) == on_host
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kept_activations_are_those_of_a_real_step(real, case):
+    for rank, one in enumerate(planned(case)):
+        assert one.activations == real[rank][case]["kept"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_recomputation_too_over_all_ranks(real, case):
+    """Experts get other numbers of tokens than planned, but all tokens go to some."""
+    one, _ = planned(case, recompute=False)
+    assert one.recomputed == 0
+    assert 2 * one.activations == sum(found[case]["kept whole"] for found in real)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shapes_are_those_of_a_real_rank(real, case):
+    for rank, one in enumerate(planned(case)):
+        shapes = [tuple(shape) for shape in real[rank][case]["AdamW"]["shapes"].values()]
+        assert sorted(shapes) == sorted(s for p in one.parts for s in [p.local_shape] * p.count)

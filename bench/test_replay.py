@@ -16,8 +16,9 @@ token and layer, sets drawn without replacement:
 ``test_a_step_of_the_demo`` takes a step of ``recipes/demo.py``, 1024 samples of 12 tokens: packing,
 forward and backward passes, and discarding routes; alternately without replay (``plain_s``, of the
 process's time) and with it, whose extra is in parts of the first: ``forcing`` routes that were read
-before, and ``all``. ``compared`` is what the demo's table takes, which says what replay changes.
-``put_us`` and ``check_us`` are of a sample, on the sampler's side.
+before, and ``all``. ``reading`` is what reading and discarding take alone, which a busy machine
+changes less than that difference. ``compared`` is what the demo's table takes, which says what
+replay changes. ``put_us`` and ``check_us`` are of a sample, on the sampler's side.
 
 ``bound`` is the entropy of sets with these popularities (conditional Poisson), if tokens are
 independent. The baselines are ``plain``, zstd at level 3 of the raw bytes as they come, and
@@ -180,6 +181,7 @@ def test_a_step_of_the_demo(benchmark, kind, monkeypatch):
                     "plain": seconds(demo_step, demo, model, plain)[0],
                     "forcing": seconds(forced_step, demo, model, plain, rows)[0],
                     "all": seconds(demo_step, demo, model, routed)[0],
+                    "reading": seconds(read_all, packed(routed))[0],
                     "compared": seconds(compare, demo, model, plain[:: demo.COMPARED])[0],
                     "put": put_s,
                     "check": seconds(check_all, store, routed)[0],
@@ -188,12 +190,14 @@ def test_a_step_of_the_demo(benchmark, kind, monkeypatch):
             )
     benchmark.pedantic(lambda: None, rounds=1)  # it has its own clock
     found = {name: np.array([turn[name] for turn in times[1:]]) for name in times[0]}
-    found["all"] += found["discard"]
+    for name in ("all", "reading"):
+        found[name] += found["discard"]
     extra = {name: found[name] / found["plain"] - 1 for name in ("forcing", "all")}
     benchmark.extra_info |= {
         "plain_s": float(np.median(found["plain"])),
         "forcing": float(np.median(extra["forcing"])),
         "all": float(np.median(extra["all"])),
+        "reading": float(np.median(found["reading"] / found["plain"])),
         "compared": float(np.median(found["compared"] / found["plain"])),
         "put_us": 1e6 * float(np.median(found["put"])) / len(routed),
         "check_us": 1e6 * float(np.median(found["check"])) / len(routed),
@@ -262,6 +266,11 @@ def forced_step(demo, model, samples, rows):
     for batch, own in zip(packed(samples), rows, strict=True):
         with replay.forced(model, own):
             gradients(demo, model, [batch])
+
+
+def read_all(batches):
+    for _ in replay.fetch(batches):
+        pass
 
 
 def gradients(demo, model, batches):

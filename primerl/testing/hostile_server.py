@@ -121,6 +121,7 @@ class HostileServer:
             self.label = body["new_version"]
         results = {
             names.PREPARE_WEIGHTS: {"prepared": True},
+            names.RELOAD_REFUSAL: {"refused": ""},
             names.SERVED_DTYPE: "float32",
             names.SERVED_VOCAB_SIZE: {"vocab_size": self._vocab_size},
         }

@@ -145,6 +145,8 @@ def transport_to(
     Raises:
         ValueError: an argument is out of range, or rank 0 has no engine, or one that does not take
             what ``publish`` says.
+        RuntimeError: a server can't be sent weights: it takes adapters, or moves experts between
+            devices.
     """
     if publish not in ("merged", "adapter"):
         raise ValueError(f'publish={publish!r}; expected "merged" or "adapter"')
@@ -152,7 +154,7 @@ def transport_to(
         raise ValueError(f"encoding={encoding!r} is of merged weights; adapters are sent whole")
     if publish == "adapter" and quantize is not None:
         raise ValueError("quantize= is of whole models; adapters are sent in 16 or 32 bits")
-    served = on_first_rank(lambda: engine.dtype if hasattr(engine, "probe") else None)
+    served = on_first_rank(lambda: _served_dtype(engine, merged=publish == "merged"))
     dtype = dtype or (None if served is None else getattr(torch, served))
     engines = [] if engine is None else [engine]
     check_engines(engines, adapters=publish == "adapter")
@@ -175,3 +177,13 @@ def transport_to(
         quantize=quantize,
     )
     return VerifiedTransport(transport, canary, worker=worker, wiring_test=wiring_test)
+
+
+def _served_dtype(engine: Any, *, merged: bool) -> str | None:
+    """What servers compute in, once they said that they can be sent weights; else None."""
+    if not hasattr(engine, "probe"):
+        return None
+    if merged and hasattr(engine, "check_reloads"):
+        engine.check_reloads()
+    dtype: str = engine.dtype
+    return dtype

@@ -48,6 +48,7 @@ class ScriptedVLLM:
         self.receipt = {"ok": True}
         self.dtype = "bfloat16"
         self.served_routes = {"returned": True, "loaded": False}
+        self.reload_refusal = ""  # why it can't be sent weights
         self.load_s = 0.0
         self.unprepared = 0  # how often an update is not prepared yet
         self.up = False
@@ -233,6 +234,7 @@ class ScriptedVLLM:
                 "read_adapter": self._read_adapter(body.get("kwargs", {})),
                 "weight_receipt": self.receipt,
                 "served_dtype": self.dtype,
+                "reload_refusal": {"refused": self.reload_refusal},
                 "served_routes": self.served_routes,
                 "served_vocab_size": {"vocab_size": self.vocabulary},
             }

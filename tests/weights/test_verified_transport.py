@@ -135,6 +135,18 @@ def test_the_usual_transport_verifies_engines_that_can_be_probed(settings):
         assert engine.updates == [0]
 
 
+def test_servers_that_can_not_be_sent_weights_are_refused_before_anything_is_published():
+    class MovesExperts(Bf16Engine):
+        def check_reloads(self):
+            raise RuntimeError("start it without enable_eplb")
+
+    model = testing.tiny_model("llama")
+    engine = MovesExperts(model)
+    with pytest.raises(RuntimeError, match="start it without enable_eplb"):
+        weights.transport_to(model, engine)
+    assert engine.updates == []
+
+
 def test_the_usual_transport_of_an_engine_in_this_process_is_its_memory():
     class Plain:
         def update_weights(self, tensors, *, version, timeout_s=1.0):

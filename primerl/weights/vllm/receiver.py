@@ -42,7 +42,7 @@ from primerl.weights.transports.folder_reader import FolderReader
 from primerl.weights.verification.served_tensors import as_builtins
 from primerl.weights.vllm.held_adapters import HeldAdapters
 from primerl.weights.vllm.preparation import GRACE_S, Preparation
-from primerl.weights.vllm.reload_refusals import refuse_reload
+from primerl.weights.vllm.reload_refusals import reload_refusal
 from primerl.weights.vllm.tensors_in_use import ServedTensors, served_names, tied_parameters
 from primerl.weights.vllm.tracked_tensors import TrackedTensors
 
@@ -322,10 +322,8 @@ class WeightReceiver:
             RuntimeError: it was not prepared within a ``timeout_s`` above the default, or vLLM
                 can't reload the weights of a server that takes adapters or moves experts.
         """
-        refuse_reload(
-            parallel_config=self.parallel_config,
-            most_rank=HeldAdapters(self.model_runner).most_rank,
-        )
+        if refused := self.reload_refusal()["refused"]:
+            raise RuntimeError(refused)
         transfer = self.weight_transfer_engine
         if self._weight_update_active:  # its trainer was lost between start and finish
             transfer.receipt = {"version": None, "seconds": {}}
@@ -336,6 +334,14 @@ class WeightReceiver:
         if found is None and timeout_s > GRACE_S:
             raise RuntimeError(f"the update was not prepared within {timeout_s:g} s")
         return {"prepared": found is not None, **(found or {})}
+
+    def reload_refusal(self) -> dict[str, str]:
+        """Why the server can't be sent weights (adapters, moving experts), or ""."""
+        refused = reload_refusal(
+            parallel_config=self.parallel_config,
+            most_rank=HeldAdapters(self.model_runner).most_rank,
+        )
+        return {"refused": refused}
 
     def served_dtype(self) -> str:
         """The dtype that the model computes in, such as ``"bfloat16"``."""

@@ -873,6 +873,17 @@ def test_the_dtype_of_all_servers(servers, make):
         _ = engine.dtype
 
 
+def test_servers_that_can_not_be_sent_weights_are_refused_however_they_were_started(servers, make):
+    engine = make(*servers)
+    engine.check_reloads()
+    servers[0].reload_refusal = servers[1].reload_refusal = "start it without enable_eplb"
+    with pytest.raises(RuntimeError, match="start it without enable_eplb"):
+        engine.check_reloads()
+    servers[1].reload_refusal = ""
+    with pytest.raises(RuntimeError, match="differ in reload_refusal: .*without enable_eplb"):
+        engine.check_reloads()
+
+
 def test_a_call_after_one_that_failed_does_not_find_the_server_dead(server):
     async def calls():
         http = Http(None)

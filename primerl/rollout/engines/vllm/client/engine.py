@@ -10,7 +10,13 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from primerl._vllm_names import COLLECTIVE_RPC, DETOKENIZE, READ_WEIGHTS, SERVED_DTYPE
+from primerl._vllm_names import (
+    COLLECTIVE_RPC,
+    DETOKENIZE,
+    READ_WEIGHTS,
+    RELOAD_REFUSAL,
+    SERVED_DTYPE,
+)
 from primerl.rollout.engines.protocol import RouteStore
 from primerl.rollout.engines.vllm.client.calls import agreed, call_route, probe, read_metrics
 from primerl.rollout.engines.vllm.client.connection import Connection
@@ -178,6 +184,18 @@ class VLLMEngine:
         """
         ask = functools.partial(agreed, method=SERVED_DTYPE, timeout_s=60.0)
         return str(self._connected().run(ask))
+
+    def check_reloads(self) -> None:
+        """Check that the servers can be sent weights, however they were started.
+
+        Raises:
+            RuntimeError: one takes adapters, or moves experts between devices (``enable_eplb``); or
+                none could be reached, or they differ.
+        """
+        ask = functools.partial(agreed, method=RELOAD_REFUSAL, timeout_s=60.0)
+        found = self._connected().run(ask)
+        if isinstance(found, dict) and found.get("refused"):
+            raise RuntimeError(found["refused"])
 
     # ---- requests ----
 

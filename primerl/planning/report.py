@@ -82,7 +82,16 @@ class Plan:
         )
         yield (
             "Servers, GB of a GPU",
-            ["server", "GPUs", "ep", "weights", "KV room", "tokens that fit", "KV asked", "KB/token"],
+            [
+                "server",
+                "GPUs",
+                "ep",
+                "weights",
+                "KV room",
+                "tokens that fit",
+                "KV asked",
+                "KB/token",
+            ],
             [
                 [
                     name,
@@ -103,7 +112,14 @@ class Plan:
             ["routes", "bytes of a token", "weights, in full", "weights, as a difference"],
             []
             if sent is None
-            else [[_gb(sent.routes), str(sent.route_token), _gb(sent.weights), _gb(sent.weights_delta)]],
+            else [
+                [
+                    _gb(sent.routes),
+                    str(sent.route_token),
+                    _gb(sent.weights),
+                    _gb(sent.weights_delta),
+                ]
+            ],
         )
         yield (
             "Refused together",

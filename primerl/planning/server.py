@@ -145,7 +145,9 @@ def _sent_dtype(
     return quantize.dtype or tensor.dtype if quantized and quantize is not None else dtype
 
 
-def _sent(model: nn.Module, name: str, tensor: Tensor, quantize: Quantizer | None) -> Iterator[Tensor]:
+def _sent(
+    model: nn.Module, name: str, tensor: Tensor, quantize: Quantizer | None
+) -> Iterator[Tensor]:
     seen: dict[Any, list[Tensor]] = {}
     for own, piece in converted(model, {name: tensor}).items():
         kind = (_NUMBER.sub("*", own), piece.shape)

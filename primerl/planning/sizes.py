@@ -38,7 +38,11 @@ def model_size(model: nn.Module) -> ModelSize:
         idle += own // routes.experts * (routes.experts - routes.k)
     config: Any = getattr(model, "config", None)
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    embeddings = 0 if tied else sum(
-        module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding)
+    embeddings = (
+        0
+        if tied
+        else sum(
+            module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding)
+        )
     )
     return ModelSize(total=total, active=total - idle - embeddings, experts=experts)

@@ -15,10 +15,10 @@ SERVER = Path(__file__).with_name("rank_server.py")
 @functools.cache
 def server():
     """One for all tests of this process."""
-    path = os.pathsep.join([str(SERVER.parent), os.environ.get("PYTHONPATH", "")])
+    path = [str(SERVER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.Popen(
         [sys.executable, SERVER],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -19,6 +19,8 @@ def make(family):
 
 
 def prepare(model, mesh, *, optimizer="AdamW", recompute=True):
+    if model.config.model_type == "glm_moe_dsa":
+        parallel.freeze_indexer(model)
     if recompute:
         parallel.recompute(model.train())
     parallel.shard(model, mesh)

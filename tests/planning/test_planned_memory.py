@@ -21,13 +21,14 @@ def real(root, tmp_path_factory):
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
 
 
-def planned(case, **wiring):
+@functools.cache
+def planned(case, tokens=TOKENS, **wiring):
     family, layout = case.split(", ")
     (plan,) = planning.plan_trainers(
         lambda: make(family).to("meta"),
         functools.partial(prepare, **wiring),
         [LAYOUTS[layout]],
-        tokens=TOKENS,
+        tokens=tokens,
         dtype=make(family).dtype,
         gpu_bytes=10**9,
         ranks=(0, 1),
@@ -39,10 +40,10 @@ def planned(case, **wiring):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_parameters_gradients_and_states_are_those_of_a_real_step(real, case, optimizer):
-    for rank, one in enumerate(planned(case, optimizer=optimizer)):
+    for rank, one in enumerate(planned(case, tokens=0, optimizer=optimizer)):
         held = real[rank][case][optimizer]
         assert one.parameters == held["parameters"]
-        assert one.gradients >= held["gradients"]
+        assert one.gradients == held["gradients"]
         assert one.optimizer + one.host == held["states"]
         on_host = optimizer in ("CPUAdamW", "Offload")
         assert (one.host > one.optimizer) == on_host

@@ -1,7 +1,8 @@
 """The report of runs: one HTML file with their curves and rollouts, which needs no server.
 
 What a run has recorded is compressed into the page, the rollouts in chunks that the page unpacks
-when one of them is opened. ``report_page.html`` is the page itself.
+when one of them is opened. ``report_page.html`` is the page itself, and ``report_conversation.js``
+its part that shows a rollout of an agent as a conversation.
 """
 
 import base64
@@ -92,11 +93,17 @@ def write_report(
         parts.append(_embedded(f"run-{number}", overview))
         for place, chunk in enumerate(chunks):
             parts.append(_embedded(f"run-{number}-chunk-{place}", _contents(folder, chunk)))
-    page = files("primerl.track").joinpath("report_page.html").read_text(encoding="utf-8")
+    page = _file("report_page.html").replace(
+        "/* report_conversation.js */", _file("report_conversation.js")
+    )
     to = folders[0] / REPORT if path is None else Path(path)
     with whole_or_nothing(to) as file:
         file.write(page.replace("<!-- data -->", "\n".join(parts)).encode())
     return to
+
+
+def _file(name: str) -> str:
+    return files("primerl.track").joinpath(name).read_text(encoding="utf-8")
 
 
 def _overview(

@@ -103,9 +103,8 @@ def tools_of(files, ask):
     text = {"type": "string"}
 
     def read_file(arguments, state):
-        if arguments["path"] not in files:
-            raise FileNotFoundError(arguments["path"])
-        return files[arguments["path"]]
+        path = arguments["path"]
+        return files.get(path, f"error: there is no module {path}")
 
     reading = Tool(
         name="read_file",
@@ -139,11 +138,12 @@ async def play(tokenizer, *, seed, modules, mistakes, right, context=12_000):
     history = rollout.History(engine, rollout.load_renderer(tokenizer), params)
     limits = AgentLimits(max_turns=200, max_output=4000)
     drop = rollout.drop_tool_results(over=context, to=context // 3)
-    summarise = rollout.summarise(over=context * 5 // 6)
+    summarise = rollout.summarise(over=context // 2)
 
     async def manage(messages, ask):
-        """Results are dropped, until what is said is too much itself."""
-        return await summarise(await drop(messages, ask), ask)
+        """Results are dropped, until what was said is too much itself."""
+        shorter = await drop(messages, ask)
+        return messages if shorter is messages else await summarise(shorter, ask)
 
     async def ask_reviewer(question, tools):
         messages = [

@@ -127,13 +127,14 @@ def tools_of(files, ask):
     return [listing, reading, asking]
 
 
-async def play(tokenizer, *, seed, modules, mistakes, right, context=12_000):
+async def play(tokenizer, *, seed, modules, mistakes, right, version=0, context=12_000):
     """A rollout; ``right`` is the chance of a right answer, ``context`` is in characters."""
     draw = random.Random(seed)
     files, count = package(draw, modules)
     answer = count if draw.random() < right else count - 1
     script = Script(tokenizer, policy(files, answer, draw, mistakes), files)
     engine = testing.ScriptedEngine(script, tokenizer=tokenizer, context_length=1 << 20)
+    engine.update_weights({}, version=version)
     params = SamplingParams(max_tokens=4096)
     history = rollout.History(engine, rollout.load_renderer(tokenizer), params)
     limits = AgentLimits(max_turns=200, max_output=4000)
@@ -182,6 +183,7 @@ def record(folder, tokenizer, *, steps=1, groups=1, size=2, modules=(95,), seed=
                             modules=modules[(step * groups + number) % len(modules)],
                             mistakes=0.25 - 0.22 * learned,
                             right=0.3 + 0.6 * learned,
+                            version=step,
                         )
                     )
                     for _ in range(size)

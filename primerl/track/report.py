@@ -55,6 +55,7 @@ class _Line:
     metrics: dict[str, float]
     tokens: int
     trained: int
+    has_conversation: bool
 
 
 _Rollout = list[_Line]
@@ -123,6 +124,7 @@ def _overview(
         "metrics": _by_name([*steps, *_last_evaluation(steps, summary)]),
         "tokens": dict(json.loads(line) for _, line in complete_lines(folder / TOKENS)),
         "recorded": recorded,
+        "conversations": any(line.has_conversation for line in firsts),
         "rollouts": {
             "step": [line.step for line in firsts],
             "task": [line.task for line in firsts],
@@ -178,6 +180,7 @@ def _line(start: int, text: bytes) -> _Line:
         metrics=dict(record.get("metrics", {})),
         tokens=len(record["token_ids"]),
         trained=sum(record["loss_mask"]),
+        has_conversation="conversation" in record,
     )
 
 

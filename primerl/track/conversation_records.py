@@ -17,7 +17,9 @@ MAX_PLACES = 200_000
 """
 
 
-def recorded_conversation(conversation: Mapping[str, Any], *, agent: str) -> dict[str, Any]:
+def recorded_conversation(
+    conversation: Mapping[str, Any], *, agent: str = "policy", samples: int = 1
+) -> dict[str, Any]:
     """A conversation in JSON's types, with the branches as lists of places in ``messages``.
 
         {"messages": [{"role": "user", "content": "2 + 2?"}, ...], "left_out": 0,
@@ -29,22 +31,23 @@ def recorded_conversation(conversation: Mapping[str, Any], *, agent: str) -> dic
     Args:
         conversation: of a ``Rollout``.
         agent: whose it is, if it has no branches.
+        samples: of the rollout. Of several, it is not known which one has a conversation's tokens.
     """
-    given = conversation.get("branches") or [
-        {"agent": agent, "messages": conversation.get("messages", ()), "sample": 0}
-    ]
+    messages = conversation.get("messages", ())
+    whole = {"agent": agent, "messages": messages, "sample": 0 if samples == 1 else None}
+    given = conversation.get("branches") or [whole]
     kept = list(_first_branches(given))
     unique = {id(one): one for branch in kept for one in branch["messages"]}
     limit = _text_limit([len(text) for one in unique.values() for text in _texts(one)])
-    messages: list[dict[str, Any]] = []
+    plain_messages: list[dict[str, Any]] = []
     place_of: dict[str, int] = {}
     places: dict[int, int] = {}
     for key, message in unique.items():
         plain = _plain(message, limit)
         content = json.dumps(plain)
         if content not in place_of:
-            place_of[content] = len(messages)
-            messages.append(plain)
+            place_of[content] = len(plain_messages)
+            plain_messages.append(plain)
         places[key] = place_of[content]
     branches = [
         {
@@ -56,7 +59,7 @@ def recorded_conversation(conversation: Mapping[str, Any], *, agent: str) -> dic
         }
         for branch in kept
     ]
-    return {"messages": messages, "branches": branches, "left_out": len(given) - len(kept)}
+    return {"messages": plain_messages, "branches": branches, "left_out": len(given) - len(kept)}
 
 
 def _first_branches(branches: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -140,9 +140,10 @@ function lanes({branches, messages, ...story}) {
     for (const branch of branches.filter(one => one.agent === agent)) {
       const turns = branch.replies.map(i => branch.turns[i]);
       if (!turns.length) continue;
-      const bar = element("button", {textContent: branch.number, title: `branch ${branch.number}, ${agent}: ${range(turns[0], turns.at(-1))}`});
+      const share = (turns.at(-1) - turns[0] + 1) / last;
+      const bar = element("button", {textContent: share > .02 ? branch.number : "", title: `branch ${branch.number}, ${agent}: ${range(turns[0], turns.at(-1))}`});
       bar.style.left = `${100 * (turns[0] - 1) / last}%`;
-      bar.style.width = `${100 * (turns.at(-1) - turns[0] + 1) / last}%`;
+      bar.style.width = `${100 * share}%`;
       bar.style.setProperty("--agent", `var(${COLORS[agents.indexOf(agent) % COLORS.length]})`);
       bar.addEventListener("click", () => goTo(story, branch));
       lane.append(bar);

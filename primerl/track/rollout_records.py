@@ -118,7 +118,10 @@ class RolloutRecords:
 def _conversation(rollout: Rollout) -> dict[str, Any]:
     if rollout.conversation is None:
         return {}
-    return {"conversation": recorded_conversation(rollout.conversation, agent=rollout.agent)}
+    recorded = recorded_conversation(
+        rollout.conversation, agent=rollout.agent, samples=len(rollout.samples)
+    )
+    return {"conversation": recorded}
 
 
 def require_fit(

@@ -20,7 +20,6 @@ sys.path.insert(0, str(ROOT / "tests/helpers"))
 
 import agent_run
 import browser
-from transformers import AutoTokenizer
 
 from primerl import track
 
@@ -50,9 +49,9 @@ async def shoot_report(run: str) -> None:
     (IMAGES / "report.sha256").write_text(page_digest() + "\n")
 
 
-async def shoot_agents(run: str) -> None:
+async def shoot_agents(run: Path) -> None:
     """A rollout of more than 100 turns, where its history is summarised."""
-    async with browser.opened(f"{run}/report.html", tempfile.mkdtemp(), height=1250) as page:
+    async with browser.opened(run / "report.html", tempfile.mkdtemp(), height=1250) as page:
         await page.until("document.body?.dataset.ready === 'true'")
         titles = "[...document.querySelectorAll('#charts figure')]"
         turns = f"{titles}.find(one => one.textContent.startsWith('turns per rollout'))"
@@ -78,11 +77,18 @@ async def shoot_site(folder: Path) -> None:
                 await page.screenshot(shots / f"{title}{'-dark' if dark else ''}.png")
 
 
+def record_agents(tokenizer_folder: Path) -> Path:
+    """A run of eleven steps, the one in the middle with the longest rollouts."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    modules = (6, 9, 14, 22, 12, 95, 30, 18, 26, 11, 16)
+    folder = Path(tempfile.mkdtemp()) / "agents"
+    return agent_run.record(folder, tokenizer, steps=len(modules), modules=modules)
+
+
 if __name__ == "__main__":
     asyncio.run(shoot_report(sys.argv[1]))
-    tokenizer = AutoTokenizer.from_pretrained(Path(sys.argv[1]) / "final")
-    agents = Path(tempfile.mkdtemp()) / "agents"
-    modules = (6, 9, 14, 22, 12, 95, 30, 18, 26, 11, 16)  # the longest in the middle
-    asyncio.run(shoot_agents(agent_run.record(agents, tokenizer, steps=11, modules=modules)))
+    asyncio.run(shoot_agents(record_agents(Path(sys.argv[1]) / "final")))
     if (ROOT / "site").is_dir():
         asyncio.run(shoot_site(ROOT / "site"))

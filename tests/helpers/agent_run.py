@@ -19,11 +19,15 @@ SYSTEM = (
     "one in each turn, and keep count. Reply without a call when you know the answer."
 )
 REVIEWER = "You review the work of another agent. Read what you doubt, then say what you found."
-NAMES = ("api auth cache cli client codec config cursor errors events files graph http index jobs "
-         "limits locks log mail metrics models net parser paths pool proxy queue render router rules "
-         "schema search server session shell signals slots state store stream table tasks tests text "
-         "timer tokens trace tree types urls users views watch web worker").split()  # fmt: skip
-VERBS = "load save open send fetch close check merge parse build find drop sync read".split()
+NAMES = (
+    "api", "auth", "cache", "cli", "client", "codec", "config", "cursor", "errors", "events",
+    "files", "graph", "http", "index", "jobs", "limits", "locks", "log", "mail", "metrics",
+    "models", "parser", "paths", "pool", "proxy", "queue", "render", "router", "rules", "schema",
+)  # fmt: skip
+VERBS = (
+    "load", "save", "open", "send", "fetch", "close", "check", "merge", "parse", "build", "find",
+    "drop", "sync", "read",
+)  # fmt: skip
 
 
 def package(draw, modules):
@@ -53,11 +57,14 @@ def policy(files, answer, draw, mistakes):
     found = 0
     for number, (path, text) in enumerate(files.items(), start=1):
         if draw.random() < mistakes:
+            unclosed = f'{{"name": "read_file", "arguments": {{"path": "{path}"'
             yield draw.choice(
                 [
-                    f'<tool_call>\n{{"name": "read_file", "arguments": {{"path": "{path}"\n'
-                    "</tool_call>",
-                    "Searching would be quicker.\n" + call("grep", pattern="retry(", path="orbit"),
+                    f"<tool_call>
+{unclosed}
+</tool_call>",
+                    "Searching would be quicker.
+" + call("grep", pattern="retry("),
                     call("read_file", path=path.replace("orbit/", "orbit/core/")),
                     call("read_file", file=path),
                 ]
@@ -92,7 +99,9 @@ class Script:
                 return "The count is right in the two modules that I read."
             return "Let me look.\n" + call("read_file", path=self._files[self._reviews])
         if "Summarise the conversation" in tail:
-            counts = re.findall(r"(\d+ of \d+); (\d+) functions", self._tokenizer.decode(prompt_ids))
+            counts = re.findall(
+                r"(\d+ of \d+); (\d+) functions", self._tokenizer.decode(prompt_ids)
+            )
             read, functions = counts[-1] if counts else ("none", "0")
             return f"Modules read: {read}. Functions that call retry: {functions}. Go on reading."
         return next(self._replies)

@@ -207,9 +207,7 @@ def test_a_click_on_a_curve_opens_the_rollout_behind_it(tmp_path):
 def test_nothing_that_a_model_or_a_tool_writes_is_run(tmp_path):
     attack = "</script><script>window.attacked = 1</script><img src=x onerror='attacked = 1'>"
     arguments = [json.dumps({attack: attack}), attack, '{"__proto__": {"a": 1}}', "[1]", ""]
-    calls = [
-        {"id": attack, "function": {"name": attack, "arguments": text}} for text in arguments
-    ]
+    calls = [{"id": attack, "function": {"name": attack, "arguments": text}} for text in arguments]
     messages = [
         {"role": attack, "content": attack},
         {
@@ -238,7 +236,9 @@ def test_nothing_that_a_model_or_a_tool_writes_is_run(tmp_path):
         await page.click("#row-0")
         await page.until("document.querySelector('.conversation') !== null")
         assert await page.run("window.attacked === undefined")
-        assert await page.run("document.querySelectorAll('article img, article script').length") == 0
+        assert (
+            await page.run("document.querySelectorAll('article img, article script').length") == 0
+        )
         text = await page.run("document.querySelector('.conversation').textContent")
         assert text.count("onerror") >= 8
 

@@ -219,6 +219,7 @@ def test_no_run_is_refused():
 
 # ---- in a browser ----
 
+
 @pytest.mark.parametrize(
     ("per_token", "message"),
     [

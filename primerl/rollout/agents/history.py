@@ -207,9 +207,7 @@ class History:
         """
         extended = {id(call.parent) for call in self.calls}
         number_of = {id(call): number for number, call in enumerate(self.calls, start=1)}
-        origin_of = {
-            id(call): end[1] for call, end in zip(self.calls, self._ends, strict=True)
-        }
+        origin_of = {id(call): end[1] for call, end in zip(self.calls, self._ends, strict=True)}
         branches: list[dict[str, Any]] = []
         samples = itertools.count()
         for call, (place, _, tools) in zip(self.calls, self._ends, strict=True):

@@ -60,11 +60,8 @@ def policy(files, answer, draw, mistakes):
             unclosed = f'{{"name": "read_file", "arguments": {{"path": "{path}"'
             yield draw.choice(
                 [
-                    f"<tool_call>
-{unclosed}
-</tool_call>",
-                    "Searching would be quicker.
-" + call("grep", pattern="retry("),
+                    f"<tool_call>\n{unclosed}\n</tool_call>",
+                    "Searching would be quicker.\n" + call("grep", pattern="retry("),
                     call("read_file", path=path.replace("orbit/", "orbit/core/")),
                     call("read_file", file=path),
                 ]

@@ -42,6 +42,7 @@ async def shoot_report(run: str) -> None:
         await page.until("document.body?.dataset.ready === 'true'")
         await page.click("#row-1")
         await page.until("document.querySelectorAll('article').length > 0")
+        await page.press("End")  # the last step, whose rollouts are of earlier weights
         await page.press("g")  # the whole group, side by side
         await page.press("c")  # tokens colored
         await page.run("window.scrollTo(0, 0)")

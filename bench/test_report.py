@@ -1,13 +1,16 @@
-"""The report of a run with 10,000 rollouts of 200 tokens: writing it, and opening it.
+"""The report of a run with 10,000 rollouts of 200 tokens: writing it, and opening it; and opening a
+rollout of an agent of more than 100 turns, with branches.
 
 `make bench ARGS=bench/test_report.py`; opening needs a Chromium.
 """
 
 import asyncio
 
+import agent_run
 import browser
 import numpy as np
 import pytest
+from chat_tokenizer import chat_tokenizer
 
 from primerl import advantage, track
 from primerl.types import Group, Rollout, Sample
@@ -63,3 +66,30 @@ def test_open(benchmark, folder, tmp_path):
     benchmark.pedantic(lambda: asyncio.run(visit()), rounds=3)
 
     print(f"\nready after {', '.join(f'{time:.0f}' for time in times)} ms")
+
+
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a Chromium")
+def test_open_a_rollout_of_an_agent(benchmark, tmp_path):
+    """Printed is the time from the click in the list until the conversation is painted."""
+    folder = agent_run.record(tmp_path / "agents", chat_tokenizer())
+    times = []
+    opening = """(async () => {
+        const began = performance.now();
+        await select(0);
+        await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
+        return performance.now() - began;
+    })()"""
+
+    async def visit():
+        profile = tmp_path / str(len(times))
+        async with browser.opened(folder / "report.html", profile) as page:
+            await page.until("document.body?.dataset.ready === 'true'")
+            times.append(await page.run(opening))
+            turns = await page.run("document.querySelectorAll('.message.assistant').length")
+            sections = await page.run("document.querySelectorAll('.conversation section').length")
+            assert turns > 100
+            assert sections > 3
+
+    benchmark.pedantic(lambda: asyncio.run(visit()), rounds=3)
+
+    print(f"\nopen after {', '.join(f'{time:.0f}' for time in times)} ms")

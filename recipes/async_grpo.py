@@ -117,7 +117,7 @@ def reward(task: Any, reply: str) -> float:
 def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
     """The problem: an environment, tasks to train on, and tasks held out for evaluation."""
     if args.env is not None:
-        environment = rollout.verifiers(args.env, tokenizer=tokenizer)
+        environment = rollout.verifiers(args.env, tokenizer=tokenizer, keep_conversation=True)
         eval_tasks, train_tasks = environment.tasks.split(args.eval_tasks)
         return environment, train_tasks, eval_tasks
     tasks = build_tasks(args.seed)

@@ -144,7 +144,7 @@ def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
     train_tasks: dict[str, Any] = {}
     held_out: dict[str, list[Any]] = {}
     for name, env in zip(environment_names(args), args.env, strict=False):  # none by default
-        environments[name] = rollout.verifiers(env, tokenizer=tokenizer)
+        environments[name] = rollout.verifiers(env, tokenizer=tokenizer, keep_conversation=True)
         held_out[name], train_tasks[name] = environments[name].tasks.split(args.eval_tasks)
     if not args.env:
         tasks = build_tasks(args.seed)

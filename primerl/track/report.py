@@ -1,7 +1,8 @@
 """The report of runs: one HTML file with their curves and rollouts, which needs no server.
 
 What a run has recorded is compressed into the page, the rollouts in chunks that the page unpacks
-when one of them is opened. ``report_page.html`` is the page itself.
+when one of them is opened. ``report_page.html`` is the page itself, and ``report_conversation.js``
+its part that shows a rollout of an agent as a conversation.
 """
 
 import base64
@@ -10,7 +11,7 @@ import itertools
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from primerl.track.run_folder import (
 CHUNK_BYTES = 1 << 19
 """Of rollouts as they were recorded, that the page unpacks at once."""
 
-# What a chunk has of a rollout; the list in front of it has the rest.
+# What a chunk has of a trained sequence; the list of rollouts has the rest.
 ARRAYS = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages")
 OF_TRAINER = ("logprobs", "entropy")  # where the loop passes them to the run
 ROUNDED = ("behavior_logprobs", "advantages", *OF_TRAINER)  # no more digits than can be read
@@ -40,17 +41,25 @@ ROUNDED = ("behavior_logprobs", "advantages", *OF_TRAINER)  # no more digits tha
 
 @attrs.frozen
 class _Line:
-    """Where a rollout was recorded, and what a list of rollouts shows of it."""
+    """Where a trained sequence was recorded, and what a list of rollouts shows of it."""
 
     start: int
     length: int
     step: int
     task: str
+    rollout: int | None  # its number in the group; in older records, each sequence is one
+    sample: int
     environment: str
     reward: float
     stop: str
+    metrics: dict[str, float]
     tokens: int
     trained: int
+    has_conversation: bool
+
+
+_Rollout = list[_Line]
+"""The trained sequences of a rollout: several, where it has branches."""
 
 
 def write_report(
@@ -79,22 +88,32 @@ def write_report(
     folders = [Path(run) for run in runs]
     parts: list[str] = []
     for number, folder in enumerate(folders):
-        lines = _chosen(_rollout_lines(folder), max_rollouts, max_bytes)
-        chunks = list(_chunks(lines))
-        parts.append(_embedded(f"run-{number}", _overview(folder, chunks)))
+        recorded = list(_rollouts(_recorded_lines(folder)))
+        chunks = list(_chunks(_chosen(recorded, max_rollouts, max_bytes)))
+        overview = _overview(folder, chunks, recorded=len(recorded))
+        parts.append(_embedded(f"run-{number}", overview))
         for place, chunk in enumerate(chunks):
-            parts.append(_embedded(f"run-{number}-chunk-{place}", _arrays(folder, chunk)))
-    page = files("primerl.track").joinpath("report_page.html").read_text(encoding="utf-8")
+            parts.append(_embedded(f"run-{number}-chunk-{place}", _contents(folder, chunk)))
+    page = _file("report_page.html").replace(
+        "/* report_conversation.js */", _file("report_conversation.js")
+    )
     to = folders[0] / REPORT if path is None else Path(path)
     with whole_or_nothing(to) as file:
         file.write(page.replace("<!-- data -->", "\n".join(parts)).encode())
     return to
 
 
-def _overview(folder: Path, chunks: Sequence[Sequence[_Line]]) -> dict[str, Any]:
+def _file(name: str) -> str:
+    return files("primerl.track").joinpath(name).read_text(encoding="utf-8")
+
+
+def _overview(
+    folder: Path, chunks: Sequence[Sequence[_Rollout]], *, recorded: int
+) -> dict[str, Any]:
     """What the page shows of a run before a rollout is opened."""
-    lines = [line for chunk in chunks for line in chunk]
-    chunk_of = [number for number, chunk in enumerate(chunks) for _ in chunk]
+    rollouts = [rollout for chunk in chunks for rollout in chunk]
+    firsts = [rollout[0] for rollout in rollouts]
+    names = sorted({name for line in firsts for name in line.metrics})
     path = folder / SUMMARY
     summary = read_json(path) if path.exists() else {}
     steps = [json.loads(line) for _, line in complete_lines(folder / METRICS)]
@@ -104,16 +123,18 @@ def _overview(folder: Path, chunks: Sequence[Sequence[_Line]]) -> dict[str, Any]
         "summary": summary,
         "metrics": _by_name([*steps, *_last_evaluation(steps, summary)]),
         "tokens": dict(json.loads(line) for _, line in complete_lines(folder / TOKENS)),
-        "recorded": sum(1 for _ in complete_lines(folder / ROLLOUTS)),
+        "recorded": recorded,
+        "conversations": any(line.has_conversation for line in firsts),
         "rollouts": {
-            "step": [line.step for line in lines],
-            "task": [line.task for line in lines],
-            "environment": [line.environment for line in lines],
-            "reward": [line.reward for line in lines],
-            "stop": [line.stop for line in lines],
-            "tokens": [line.tokens for line in lines],
-            "trained": [line.trained for line in lines],
-            "chunk": chunk_of,
+            "step": [line.step for line in firsts],
+            "task": [line.task for line in firsts],
+            "environment": [line.environment for line in firsts],
+            "reward": [line.reward for line in firsts],
+            "stop": [line.stop for line in firsts],
+            "metrics": {name: [line.metrics.get(name) for line in firsts] for name in names},
+            "tokens": [sum(line.tokens for line in rollout) for rollout in rollouts],
+            "trained": [sum(line.trained for line in rollout) for rollout in rollouts],
+            "chunk": [number for number, chunk in enumerate(chunks) for _ in chunk],
         },
     }
 
@@ -135,15 +156,13 @@ def _by_name(steps: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     return {name: [line.get(name) for line in steps] for name in names}
 
 
-def _rollout_lines(folder: Path) -> list[_Line]:
-    lines = []
-    for start, text in complete_lines(folder / ROLLOUTS):
+def _recorded_lines(folder: Path) -> Iterator[_Line]:
+    for number, (start, text) in enumerate(complete_lines(folder / ROLLOUTS), start=1):
         try:
-            lines.append(_line(start, text))
-        except (ValueError, KeyError, TypeError) as error:
-            where = f"{folder / ROLLOUTS}, line {len(lines) + 1}"
+            yield _line(start, text)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            where = f"{folder / ROLLOUTS}, line {number}"
             raise ValueError(f"{where}, is no record of a rollout: {error!r}") from None
-    return lines
 
 
 def _line(start: int, text: bytes) -> _Line:
@@ -153,23 +172,52 @@ def _line(start: int, text: bytes) -> _Line:
         length=len(text),
         step=record["step"],
         task=record["task_id"],
+        rollout=record.get("rollout"),
+        sample=record.get("sample", 0),
         environment=record["environment"],
         reward=record["reward"],
         stop=record["stop"],
+        metrics=dict(record.get("metrics", {})),
         tokens=len(record["token_ids"]),
         trained=sum(record["loss_mask"]),
+        has_conversation="conversation" in record,
     )
 
 
-def _chosen(lines: list[_Line], max_rollouts: int, max_bytes: int) -> list[_Line]:
-    """As many groups as the bounds allow, evenly over the run."""
-    groups: dict[tuple[int, str], list[_Line]] = defaultdict(list)
+def _rollouts(lines: Iterable[_Line]) -> Iterator[_Rollout]:
+    """The lines of each rollout, which follow each other."""
+    rollout: _Rollout = []
     for line in lines:
-        groups[line.step, line.task].append(line)
-    rollouts = max_rollouts / max(1, len(lines))
-    size = max_bytes / max(1, sum(line.length for line in lines))
-    share = min(1.0, rollouts, size)
-    chosen: list[_Line] = []
+        if rollout and not _continues(line, rollout[-1]):
+            yield rollout
+            rollout = []
+        rollout.append(line)
+    if rollout:
+        yield rollout
+
+
+def _continues(line: _Line, before: _Line) -> bool:
+    """Whether both are of one rollout."""
+    return (
+        line.rollout is not None
+        and (line.step, line.task, line.rollout) == (before.step, before.task, before.rollout)
+        and line.sample > before.sample
+    )
+
+
+def _length(rollout: _Rollout) -> int:
+    return sum(line.length for line in rollout)
+
+
+def _chosen(rollouts: list[_Rollout], max_rollouts: int, max_bytes: int) -> list[_Rollout]:
+    """As many groups as the bounds allow, evenly over the run."""
+    groups: dict[tuple[int, str], list[_Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        groups[rollout[0].step, rollout[0].task].append(rollout)
+    number = max_rollouts / max(1, len(rollouts))
+    size = max_bytes / max(1, sum(_length(rollout) for rollout in rollouts))
+    share = min(1.0, number, size)
+    chosen: list[_Rollout] = []
     seen = 0
     for group in groups.values():
         seen += len(group)
@@ -178,26 +226,38 @@ def _chosen(lines: list[_Line], max_rollouts: int, max_bytes: int) -> list[_Line
     return chosen
 
 
-def _chunks(lines: Sequence[_Line]) -> Iterator[list[_Line]]:
+def _chunks(rollouts: Sequence[_Rollout]) -> Iterator[list[_Rollout]]:
     """Neighbors of about ``CHUNK_BYTES`` together."""
-    ends = itertools.accumulate(line.length for line in lines)
-    numbered = zip(ends, lines, strict=True)
+    ends = itertools.accumulate(_length(rollout) for rollout in rollouts)
+    numbered = zip(ends, rollouts, strict=True)
     for _, some in itertools.groupby(numbered, key=lambda pair: pair[0] // CHUNK_BYTES):
-        yield [line for _, line in some]
+        yield [rollout for _, rollout in some]
 
 
-def _arrays(folder: Path, lines: Sequence[_Line]) -> list[dict[str, Any]]:
+def _contents(folder: Path, rollouts: Sequence[_Rollout]) -> list[dict[str, Any]]:
+    """The trained sequences of each rollout, and its conversation, if it has one."""
     found = []
     with (folder / ROLLOUTS).open("rb") as file:
-        for line in lines:
-            file.seek(line.start)
-            record = json.loads(file.read(line.length))
-            arrays = {name: record[name] for name in ARRAYS}
-            arrays |= {name: record[name] for name in OF_TRAINER if name in record}
-            for name in arrays.keys() & ROUNDED:
-                arrays[name] = [_rounded(number) for number in arrays[name]]
-            found.append(arrays)
+        for rollout in rollouts:
+            records = []
+            for line in rollout:
+                file.seek(line.start)
+                records.append(json.loads(file.read(line.length)))
+            found.append(
+                {
+                    "sequences": [_sequence(record) for record in records],
+                    "conversation": records[0].get("conversation"),
+                }
+            )
     return found
+
+
+def _sequence(record: dict[str, Any]) -> dict[str, Any]:
+    arrays = {name: record[name] for name in ARRAYS}
+    arrays |= {name: record[name] for name in OF_TRAINER if name in record}
+    for name in arrays.keys() & ROUNDED:
+        arrays[name] = [_rounded(number) for number in arrays[name]]
+    return arrays | {"sample": record.get("sample", 0)}
 
 
 def _rounded(number: float | None) -> float | None:

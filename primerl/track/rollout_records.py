@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from primerl.track.conversation_records import recorded_conversation
 from primerl.track.run_folder import RunFolder, plain, write_line
 from primerl.types import Group, Rollout, Sample, TrainingSample
 
@@ -15,6 +16,8 @@ Decode = Callable[[list[int]], str]
 
 class RolloutRecords:
     """Writes a line for each trained sequence, and one for each token that it is the first to have.
+
+    The first line of a rollout has its conversation, if the environment kept it.
 
     Args:
         files: of the run.
@@ -50,13 +53,16 @@ class RolloutRecords:
         for group in groups:
             before, self._due = int(self._due), self._due + self._share
             recorded = int(self._due + 1e-9) > before
-            for rollout in group.rollouts:
-                for sample in rollout.samples:
+            for number, rollout in enumerate(group.rollouts):
+                conversation = _conversation(rollout) if recorded else {}
+                for index, sample in enumerate(rollout.samples):
                     if not sample.loss_mask.any():
                         continue
                     one, arrays = next(trained)
                     if recorded:
-                        self._write(step, group, rollout, one, arrays)
+                        place = {"rollout": number, "sample": index}
+                        self._write(step, group, rollout, place | conversation, one, arrays)
+                        conversation = {}  # in the rollout's first line only
 
     def reply(self, groups: Sequence[Group]) -> tuple[str, str, float] | None:
         """The prompt, completion and reward of one trained rollout; None if none can be read."""
@@ -78,6 +84,7 @@ class RolloutRecords:
         step: int,
         group: Group,
         rollout: Rollout,
+        parts: Mapping[str, Any],
         one: TrainingSample,
         arrays: Mapping[str, np.ndarray],
     ) -> None:
@@ -87,6 +94,7 @@ class RolloutRecords:
             "step": step,
             "task_id": group.task_id,
             "environment": group.environment,
+            **parts,
             "reward": rollout.reward,
             "stop": rollout.stop,
             "metrics": {name: plain(value) for name, value in rollout.metrics.items()},
@@ -105,6 +113,15 @@ class RolloutRecords:
             for token in sorted(set(ids) - self._tokens):
                 write_line(self._files.tokens, [token, text_of(token, self._decode)])
             self._tokens.update(ids)
+
+
+def _conversation(rollout: Rollout) -> dict[str, Any]:
+    if rollout.conversation is None:
+        return {}
+    recorded = recorded_conversation(
+        rollout.conversation, agent=rollout.agent, samples=len(rollout.samples)
+    )
+    return {"conversation": recorded}
 
 
 def require_fit(

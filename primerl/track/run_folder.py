@@ -186,7 +186,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _open_lines(path: Path, *, new: bool) -> TextIO:
-    return path.open("x" if new else "a", encoding="utf-8", buffering=1)  # a whole line at a time
+    # A whole line at a time; half of a surrogate pair, which a model may write, becomes "?".
+    return path.open("x" if new else "a", encoding="utf-8", errors="replace", buffering=1)
 
 
 def lock(file: TextIO) -> None:

@@ -4,7 +4,7 @@ import math
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -123,6 +123,7 @@ class Run:
         self._mismatch: dict[str, list[float]] = dict(known.get("mismatch", {}))
         self._gate = MismatchGate(**known["gate"]) if "gate" in known else gate or MismatchGate()
         self._evaluation: float | None = None
+        self._stops: set[str] = set(known.get("stops", ()))
         self._supervised = False
 
     @property
@@ -187,6 +188,7 @@ class Run:
             "mismatch": {name: list(sums) for name, sums in self._mismatch.items()},
             "gate": self._gate.state(),
             "totals": dict(self._totals),
+            "stops": sorted(self._stops),
             "wall_s": self._wall_s,
         }
 
@@ -229,6 +231,7 @@ class Run:
         groups = groups or ()
         if not self._supervised:
             line |= _batch_metrics(groups, samples, staleness)
+            line |= self._rollout_metrics(groups)
         numbers = {name: plain(value) for name, value in (metrics or {}).items()}
         growth = self._growth(totals or {})
         evaluation_s = growth.pop("evaluation_wait_s", 0.0)
@@ -300,6 +303,26 @@ class Run:
         rows.append(("run folder", str(self.folder)))
         width = max(12, *(len(name) for name, _ in rows))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _rollout_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """The share of rollouts that ended for each reason, and the mean of each of their metrics.
+
+        A reason that some step had has a share in every step after it.
+        """
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        if not rollouts:
+            return {}
+        stops = Counter(one.stop for one in rollouts)
+        self._stops.update(stops)
+        values: dict[str, list[float]] = defaultdict(list)
+        for rollout in rollouts:
+            for name, value in rollout.metrics.items():
+                if math.isfinite(value):
+                    values[name].append(value)
+        return {
+            **{f"stop/{reason}": stops[reason] / len(rollouts) for reason in sorted(self._stops)},
+            **{f"rollout/{name}": fmean(values[name]) for name in sorted(values)},
+        }
 
     def _growth(self, totals: Mapping[str, Any]) -> dict[str, float]:
         counted = {name: totals[name] for name in (*RATES, *SHARES) if name in totals}

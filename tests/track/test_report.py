@@ -1,17 +1,13 @@
 """The report of runs: what it has of them, and the page in a browser, if there is a Chromium."""
 
-import asyncio
-import base64
-import gzip
 import hashlib
 import json
-import re
 import subprocess
 import sys
 
-import browser
 import numpy as np
 import pytest
+from report_pages import embedded, in_browser, needs_chromium
 
 from primerl import advantage, track
 from primerl.track.rollout_records import text_of
@@ -70,14 +66,6 @@ def record(folder, *, steps=3, groups=2, size=4, seed=0, trainer=False, **settin
     return folder
 
 
-def embedded(path):
-    """The data in a page, by the id of its element."""
-    found = re.findall(
-        r'<script type="application/gzip" id="(.*?)">(.*?)</script>', path.read_text()
-    )
-    return {name: json.loads(gzip.decompress(base64.b64decode(text))) for name, text in found}
-
-
 def test_a_run_ends_with_a_report_of_its_metrics_and_rollouts(tmp_path):
     folder = record(tmp_path / "run")
 
@@ -93,7 +81,8 @@ def test_a_run_ends_with_a_report_of_its_metrics_and_rollouts(tmp_path):
     assert run["recorded"] == len(lines) == len(chunk) == 24
     assert run["rollouts"]["reward"] == [line["reward"] for line in lines]
     assert run["rollouts"]["trained"] == [8] * 24
-    assert [one["token_ids"] for one in chunk] == [line["token_ids"] for line in lines]
+    sequences = [one["sequences"] for one in chunk]
+    assert [[one["token_ids"]] for one in lines] == [[o["token_ids"] for o in s] for s in sequences]
     texts = {int(token): text for token, text in run["tokens"].items()}
     assert texts == dict(enumerate(WORDS))
     for line in lines:
@@ -140,7 +129,7 @@ def test_chunks_are_of_bounded_size_and_hold_every_rollout(tmp_path, monkeypatch
     assert max(len(json.dumps(chunk)) for chunk in chunks) < 6000
     chunk_of = data["run-0"]["rollouts"]["chunk"]
     assert chunk_of == [n for n, chunk in enumerate(chunks) for _ in chunk]
-    held = [one["token_ids"] for chunk in chunks for one in chunk]
+    held = [one["sequences"][0]["token_ids"] for chunk in chunks for one in chunk]
     assert held == [line["token_ids"] for line in lines]
 
 
@@ -230,20 +219,6 @@ def test_no_run_is_refused():
 
 # ---- in a browser ----
 
-needs_chromium = pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a Chromium")
-
-
-def in_browser(file, folder, steps, **settings):
-    """Run ``steps(page)`` in a page that shows a file, which must not complain."""
-
-    async def visit():
-        async with browser.opened(file, folder / "profile", **settings) as page:
-            await page.until("document.body?.dataset.ready === 'true'")
-            await steps(page)
-            assert page.errors == []
-
-    asyncio.run(asyncio.wait_for(visit(), 120))
-
 
 @pytest.mark.parametrize(
     ("per_token", "message"),
@@ -272,7 +247,7 @@ def test_what_the_trainer_computed_is_recorded_by_token(tmp_path):
     folder = record(tmp_path, trainer=True)
 
     first = json.loads((folder / "rollouts.jsonl").read_text().splitlines()[0])
-    shown = embedded(folder / "report.html")["run-0-chunk-0"][0]
+    shown = embedded(folder / "report.html")["run-0-chunk-0"][0]["sequences"][0]
     assert first["logprobs"] == [0.0] * 4 + [-1.193147] * 8
     assert shown["logprobs"] == [0.0] * 4 + [-1.19315] * 8
     assert first["entropy"] == shown["entropy"] == [0.0] * 4 + [1.5] * 8
@@ -386,9 +361,12 @@ def test_ten_thousand_rollouts_open_at_once(tmp_path):
     in_browser(folder / "report.html", tmp_path, steps)
 
 
-def test_the_screenshot_in_the_documentation_is_of_this_page(root):
-    sources = [root / "primerl/track" / name for name in ("report_page.html", "report.py")]
+SOURCES = ("report_page.html", "report_conversation.js", "report.py")
+
+
+def test_the_screenshots_in_the_documentation_are_of_this_page(root):
+    sources = [root / "primerl/track" / name for name in SOURCES]
     page = hashlib.sha256(b"".join(one.read_bytes() for one in sources)).hexdigest()
     shown = (root / "docs/images/report.sha256").read_text().strip()
 
-    assert shown == page, "the report has changed: make docs, then tools/screenshots.py RUN_DIR"
+    assert shown == page, "the report has changed: tools/screenshots.py RUN_DIR"

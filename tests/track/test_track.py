@@ -715,6 +715,35 @@ def test_environments_and_dropped_groups_are_recorded_by_name(tmp_path):
     assert {line["environment"] for line in written} == {"sums", "words"}
 
 
+def test_metrics_and_ends_of_rollouts_are_curves_also_of_a_run_that_is_resumed(tmp_path):
+    def groups(*rollouts):
+        samples = [make_sample()]
+        made = [
+            Rollout(samples=samples, reward=0.0, stop=stop, metrics=metrics)
+            for stop, metrics in rollouts
+        ]
+        return [Group(task_id="t", rollouts=made)]
+
+    steps = [
+        groups(("stop", {"turns": 2}), ("max_turns", {"turns": 5, "tool_calls": 4})),
+        groups(("stop", {"turns": float("nan")}), ("stop", {"turns": 3.0})),
+    ]
+    with track.Run(tmp_path, name="agents") as run:
+        run.log(0, steps[0], advantage.assign(steps[0], advantage.centered))
+        state = json.loads(json.dumps(run.state()))
+    with track.Run(tmp_path, name="agents", state=state) as run:
+        run.log(1, steps[1], advantage.assign(steps[1], advantage.centered))
+
+    shown = [
+        {name: line[name] for name in line if name.startswith(("rollout/", "stop/"))}
+        for line in lines(tmp_path / "metrics.jsonl")
+    ]
+    assert shown == [
+        {"rollout/turns": 3.5, "rollout/tool_calls": 4.0, "stop/stop": 0.5, "stop/max_turns": 0.5},
+        {"rollout/turns": 3.0, "stop/stop": 1.0, "stop/max_turns": 0.0},
+    ]
+
+
 def test_a_mismatch_that_is_not_finite_is_left_out(tmp_path):
     with track.Run(tmp_path / "run") as run:
         for step, (mean, tokens) in enumerate([(0.05, 10), (float("nan"), 3), (0.05, 2)]):

@@ -1,5 +1,6 @@
 """The conversations of one rollout, as the messages of an agent and as the engine's tokens."""
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -52,6 +53,19 @@ class _Place:
         place, found = self, []
         while place.above is not None and place.message is not None:
             found.append(place.message)
+            place = place.above
+        return found[::-1]
+
+    def calls(self, last: Call) -> list[Call | None]:
+        """The call that sampled each of ``messages``; ``last`` is the one that ended here.
+
+        What ``last`` did not extend was sampled in another branch.
+        """
+        path = last.path
+        place, found = self, []
+        while place.above is not None:
+            replied = place.call is not None
+            found.append(path.pop() if replied and path else place.call)
             place = place.above
         return found[::-1]
 
@@ -184,14 +198,34 @@ class History:
         self.origins[origin] -= 1
         place.call = place.tokens = None
 
-    def conversation(self) -> dict[str, Any]:
-        """The last conversation, as ``primerl.data`` reads it, and every one as ``branches``."""
+    def conversation(self, agents: Sequence[str] | None = None) -> dict[str, Any]:
+        """The last conversation, as ``primerl.data`` reads it, and every one as ``branches``.
+
+        A branch has its ``agent`` and ``messages``; its ``origin``, why it begins; ``turns``, for
+        each message the number of the call that sampled it, or None; and ``sample``, the number of
+        its sequence in ``samples(agents)``, or None.
+        """
         extended = {id(call.parent) for call in self.calls}
-        branches = [
-            {"agent": call.agent, "origin": origin, "messages": place.messages, "tools": tools}
-            for call, (place, origin, tools) in zip(self.calls, self._ends, strict=True)
-            if id(call) not in extended
-        ]
+        number_of = {id(call): number for number, call in enumerate(self.calls, start=1)}
+        origin_of = {id(call): end[1] for call, end in zip(self.calls, self._ends, strict=True)}
+        branches: list[dict[str, Any]] = []
+        samples = itertools.count()
+        for call, (place, _, tools) in zip(self.calls, self._ends, strict=True):
+            if id(call) in extended:
+                continue
+            first = call
+            while origin_of[id(first)] == "extends" and first.parent is not None:
+                first = first.parent
+            branches.append(
+                {
+                    "agent": call.agent,
+                    "origin": origin_of[id(first)],
+                    "messages": place.messages,
+                    "turns": [number_of.get(id(one)) for one in place.calls(call)],
+                    "sample": next(samples) if agents is None or call.agent in agents else None,
+                    "tools": tools,
+                }
+            )
         last = branches[-1] if branches else {"messages": [], "tools": None}
         conversation: dict[str, Any] = {"messages": last["messages"], "branches": branches}
         if last["tools"]:

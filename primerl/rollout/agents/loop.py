@@ -73,7 +73,7 @@ def history_rollout(
         reward=reward,
         metrics={**{name: float(count) for name, count in counts.items()}, **metrics},
         stop=stop,
-        conversation=history.conversation() if keep_conversation else None,
+        conversation=history.conversation(agents) if keep_conversation else None,
     )
 
 

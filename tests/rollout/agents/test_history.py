@@ -121,9 +121,18 @@ def test_where_each_branch_begins_is_counted_by_why():
     assert len(history.samples()) == 6
     branches = history.conversation()["branches"]
     assert [one["origin"] for one in branches] == [
-        *("extends", "fork", "edited", "start", "fork", "edited")
+        *("start", "fork", "edited", "start", "fork", "edited")
     ]
     assert [len(one["messages"]) for one in branches] == [4, 4, 4, 2, 2, 5]
+    assert [one["turns"] for one in branches] == [
+        [None, 1, None, 2],
+        [None, 1, None, 3],
+        [None, None, None, 4],
+        [None, 5],
+        [None, 6],
+        [None, 1, None, 2, 7],  # the second was sampled in the first branch
+    ]
+    assert [one["sample"] for one in branches] == list(range(6))
 
 
 def test_a_call_that_a_client_writes_otherwise_is_the_same():

@@ -14,10 +14,11 @@ import torch
 from conftest import torchrun
 
 RL = ["async_grpo", "demo", "sync_grpo"]
-TRAIN = sorted([*RL, "sft", "distill"])
+TRAIN = sorted([*RL, "sft", "distill", "glm_swe"])
 RECIPES = sorted([*TRAIN, "evaluate"])
 NEEDED = {"async_grpo": {"model": "m"}, "sync_grpo": {"model": "m"}, "demo": {}}
 NEEDED["distill"] = {"model": "m", "teacher": ("t",)}
+NEEDED["glm_swe"] = {}
 NEEDED["sft"] = {"model": "m", "data": ("chats.jsonl",)}
 NEEDED["evaluate"] = {"model": "m", "env": ("reverse-words",)}
 DEMO = ["--steps", "4", "--groups-per-step", "3", "--group-size", "4", "--warmup-steps", "30"]

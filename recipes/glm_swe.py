@@ -27,6 +27,7 @@ import rich.box
 import rich.table
 import torch
 import transformers
+from attrs.validators import optional
 from rich.markup import escape
 
 from primerl import (
@@ -193,9 +194,7 @@ class Args:
     steps: int = attrs.field(default=20, validator=number(at_least=1))
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
     # the learning rate, instead of the scale's
-    lr: float | None = attrs.field(
-        default=None, validator=attrs.validators.optional(number(at_least=0))
-    )
+    lr: float | None = attrs.field(default=None, validator=optional(number(at_least=0)))
     # an environment of the verifiers library, and its settings, such as tier easiest
     env: str = "bugfix"
     env_config: dict[str, str] = attrs.field(factory=dict)
@@ -206,8 +205,8 @@ class Args:
     # policy steps from one checkpoint to the next; 0: only when told to stop
     save_every: int = attrs.field(default=10, validator=number(at_least=0))
     # ranks that divide experts and rows, instead of the scale's
-    ep: int | None = None
-    cp: int | None = None
+    ep: int | None = attrs.field(default=None, validator=optional(number(at_least=1)))
+    cp: int | None = attrs.field(default=None, validator=optional(number(at_least=1)))
     # vLLM's servers that run already
     engine_urls: tuple[str, ...] = ()
     # further arguments of a server that is started, such as kv_transfer_config '{...}'

@@ -320,7 +320,7 @@ def test_every_number_is_checked_before_anything_starts(root, name):
     recipe = load(root, name)
     needed = NEEDED[name]
 
-    assert len(numbers(recipe)) >= 6
+    assert len(numbers(recipe)) >= 5
     for field in numbers(recipe):
         flag = "--" + field.name.replace("_", "-")
         for wrong in (-1, -3, float("nan"), float("inf"), "2", True, None):

@@ -187,7 +187,7 @@ class SandboxPool:
         """
         if snapshot is not None:
             root = snapshot.root
-        settings: dict[str, Any] = {"lifetime_s": lifetime_s}
+        settings: dict[str, Any] = {"session": True, "lifetime_s": lifetime_s}
         if root is not None:
             settings |= self._roots.settings(root)
         slot = await self._make(settings)
@@ -256,6 +256,7 @@ class SandboxPool:
     def _settings(self) -> dict[str, Any]:
         return {
             **attrs.asdict(self.limits),
+            "session": False,
             "lifetime_s": 1e9,
             "root": None,
             "overlay": False,

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,15 @@ class Launcher:
     async def start(
         cls,
         *,
+        way: str,
+        command: Callable[[str], list[str]],
         python: str,
         readable: list[str],
         settings: dict[str, Any],
         lease_s: float,
         start_timeout_s: float,
     ) -> "Launcher":
-        """Start a zygote.
+        """Start a zygote; ``way`` is how it makes sandboxes, ``command`` is given its folder.
 
         Raises:
             ZygoteFailed: it could not set itself up.
@@ -83,6 +86,8 @@ class Launcher:
         config = {
             "owner": os.getpid(),
             "folder": str(folder),
+            "way": way,
+            "command": command(str(folder)),
             "readable": readable,
             "settings": settings,
             "lease_s": lease_s,

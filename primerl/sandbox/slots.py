@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -45,6 +46,7 @@ class Slot:
 
     def __init__(self, control: socket.socket, handle: int, limits: Limits) -> None:
         self.listener: socket.socket | None = None
+        self.on_end: Callable[[], None] = lambda: None
         self._control = control
         self._handle = handle
         self._limits = limits
@@ -134,6 +136,7 @@ class Slot:
         """Kill the sandbox: its first process dies, and with it, all others."""
         if self._control.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._control)
+            self.on_end()
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
             self._control.close()

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from primerl.sandbox.engine import interpreter, kernel, messages, orders, repl, seccomp
@@ -17,7 +18,14 @@ _FIRST_INHERITED = 3
 _OUT_OF_THE_WAY = 50  # above all descriptors that the first process has
 
 
-def main(descriptor: int, filter_program: bytes, *, shared: bool) -> NoReturn:
+def main(
+    descriptor: int,
+    *,
+    filter_program: bytes,
+    confine: Callable[[], None] | None,
+    environment: dict[str, str],
+    shared: bool,
+) -> NoReturn:
     """Confine this process, then wait for an order on a socket and carry it out.
 
     With a job come its payload, stdin, stdout and stderr; with the first turn of a REPL nothing,
@@ -29,6 +37,8 @@ def main(descriptor: int, filter_program: bytes, *, shared: bool) -> NoReturn:
         # Unlike the first process, whose memory it has a copy of, it may be looked at: its memory
         # is counted that way.
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        if confine is not None:
+            confine()
         seccomp.install(filter_program)
         _default_signals()
         data, descriptors = messages.receive(connection)
@@ -37,10 +47,10 @@ def main(descriptor: int, filter_program: bytes, *, shared: bool) -> NoReturn:
             _limit(order)
             if order["kind"] == "turn":
                 interpreter.forget_engine()
-                repl.serve(connection)
+                repl.serve(connection, environment)
             else:
                 connection.close()
-                code = _carry_out(descriptors, shared=shared)
+                code = _carry_out(descriptors, environment, shared=shared)
     except BaseException as error:  # nothing may return into the first process's program
         with contextlib.suppress(OSError):
             os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
@@ -48,13 +58,13 @@ def main(descriptor: int, filter_program: bytes, *, shared: bool) -> NoReturn:
         os._exit(code)
 
 
-def _carry_out(descriptors: list[int], *, shared: bool) -> int:
+def _carry_out(descriptors: list[int], environment: dict[str, str], *, shared: bool) -> int:
     payload, *streams = descriptors
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     header, contents = messages.read_payload(payload)
-    return orders.carry_out(header, contents, shared=shared)
+    return orders.carry_out(header, contents, environment, shared=shared)
 
 
 def _arrange(descriptor: int) -> int:

@@ -12,15 +12,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from primerl.sandbox.engine import child, kernel, messages
-from primerl.sandbox.engine.watchdog import Watchdog
+from primerl.sandbox.engine.processes import OwnNamespace, Processes, children, end
+from primerl.sandbox.engine.watchdog import Watchdog, filesystem_bytes
 
 _SWEEP_S = 2.0  # in which killed processes release what they hold
 _IDLE_S = 5.0
-_KILLED = -int(signal.SIGKILL)
 
 
 class _Job:
@@ -44,11 +44,17 @@ class Init:
         *,
         filter_program: bytes,
         shared: bool,
+        processes: Processes,
+        written_bytes: Callable[[], int],
+        confine: Callable[[], None] | None,
     ) -> None:
         self._control = control
         self._settings = settings
         self._filter = filter_program
         self._shared = shared  # whether the interpreter's library is the one seen inside
+        self._processes = processes
+        self._written_bytes = written_bytes
+        self._confine = confine
         self._poll = select.poll()
         self._job: _Job | None = None
         self._waiting: tuple[int, socket.socket] | None = None
@@ -92,7 +98,12 @@ class Init:
         return max(0.0, min(waits))
 
     def _new_watchdog(self, memory_bytes: int) -> Watchdog:
-        return Watchdog(memory_bytes=memory_bytes, open_files=self._settings["all_open_files"])
+        return Watchdog(
+            memory_bytes=memory_bytes,
+            open_files=self._settings["all_open_files"],
+            processes=self._processes,
+            written_bytes=self._written_bytes,
+        )
 
     def _take_order(self) -> bool:
         """Take one order; returns whether there will be more."""
@@ -145,7 +156,13 @@ class Init:
         pid = os.fork()
         if pid == 0:
             ours.close()
-            child.main(theirs.detach(), self._filter, shared=self._shared)
+            child.main(
+                theirs.detach(),
+                filter_program=self._filter,
+                confine=self._confine,
+                environment=self._settings["environment"],
+                shared=self._shared,
+            )
         theirs.close()
         self._waiting = (pid, ours)
 
@@ -187,9 +204,8 @@ class Init:
 
     def _only_waits(self) -> bool:
         """Whether no process is left but the one that waits for an order."""
-        with open("/proc/self/task/1/children") as file:
-            children = file.read().split()
-        return self._waiting is not None and children == [str(self._waiting[0])]
+        left = children(str(os.getpid()))
+        return self._waiting is not None and left == [str(self._waiting[0])]
 
     def _forget_waiting(self) -> None:
         if self._waiting is not None:
@@ -239,18 +255,9 @@ class Init:
         """Kill every process of the sandbox but this one."""
         self._forget_repl()
         self._forget_waiting()
-        deadline = time.monotonic() + _SWEEP_S
-        while time.monotonic() < deadline:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
-            try:
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            except ChildProcessError:
-                self._busy = False
-                return
-            time.sleep(0.001)
-        os._exit(1)  # the kernel ends what could not be ended here
+        if not end(self._processes, within_s=_SWEEP_S):
+            os._exit(1)  # the kernel ends what could not be ended here
+        self._busy = False
 
     def _reply(
         self, *, exit_code: int | None, limits: list[str], cpu_s: float, rss_bytes: int
@@ -267,11 +274,49 @@ class Init:
         self._control.send(json.dumps(reply).encode())
 
 
+def introduce(control: socket.socket, set_up: Callable[[], socket.socket | None]) -> None:
+    """Set up a sandbox in this process, and say whether it is ready; its end if it isn't.
+
+    ``set_up`` may return a socket that the owner is to listen on.
+    """
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    try:
+        listener = set_up()
+    except OSError as error:
+        failure = {"failed": str(error), "errno": error.errno or 0}
+        control.send(json.dumps(failure).encode()[: messages.LARGEST])
+        os._exit(1)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))  # a change of user clears it
+    listeners = [] if listener is None else [listener.fileno()]
+    socket.send_fds(control, [b'{"ready": true}'], listeners)
+    if listener is not None:
+        listener.close()
+
+
 def main(
-    control: socket.socket, settings: dict[str, Any], *, filter_program: bytes, shared: bool
+    control: socket.socket,
+    settings: dict[str, Any],
+    *,
+    filter_program: bytes,
+    shared: bool,
+    processes: Processes | None = None,
+    written_bytes: Callable[[], int] = filesystem_bytes,
+    confine: Callable[[], None] | None = None,
 ) -> None:
-    """Serve one sandbox's orders to its end."""
+    """Serve one sandbox's orders to its end.
+
+    ``processes`` are all others of the sandbox, ``written_bytes`` what its files take, ``confine``
+    is called in each process that will run untrusted code.
+    """
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     sys.stdin.close()
-    init = Init(control, settings, filter_program=filter_program, shared=shared)
+    init = Init(
+        control,
+        settings,
+        filter_program=filter_program,
+        shared=shared,
+        processes=processes or OwnNamespace(),
+        written_bytes=written_bytes,
+        confine=confine,
+    )
     init.serve()

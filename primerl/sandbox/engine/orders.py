@@ -7,6 +7,7 @@ the host's behalf: a process that can do no more than the code itself.
 import io
 import os
 import shutil
+import stat
 from typing import Any
 
 from primerl.sandbox.engine import archive, interpreter, subject, testside
@@ -14,10 +15,17 @@ from primerl.sandbox.engine import archive, interpreter, subject, testside
 REFUSED = 126  # the exit code where an order could not be carried out
 
 
-def carry_out(header: dict[str, Any], contents: list[bytes], *, shared: bool) -> int:
-    """Do what the header says; returns the exit code."""
+def carry_out(
+    header: dict[str, Any], contents: list[bytes], environment: dict[str, str], *, shared: bool
+) -> int:
+    """Do what the header says; returns the exit code.
+
+    ``environment`` is what every process of the sandbox gets. Code runs in this interpreter if it
+    is ``shared`` with the sandbox, that is: its library is the one seen inside.
+    """
     os.environ.clear()
-    os.environ.update(interpreter.ENVIRONMENT | header["environment"])
+    os.environ.update(environment | header["environment"])
+    os.chdir(environment["HOME"])
     os.chdir(header["folder"])
     for path, content in zip(header["files"], contents, strict=True):
         _write(path, content)
@@ -27,13 +35,13 @@ def carry_out(header: dict[str, Any], contents: list[bytes], *, shared: bool) ->
     if kind == "code":
         if not shared:  # a root filesystem with another Python
             return _execute(["python3", "-c", header["code"]])
-        return interpreter.run(header["code"])
+        return interpreter.run(header["code"], environment["HOME"])
     if kind == "read":
         return _read(header["path"])
     if kind == "write":
         return _write_input(header["path"])
     if kind in ("subject", "tests"):
-        interpreter.fresh_main("")
+        interpreter.fresh_main("", environment["HOME"])
         return _run_side(kind, header)
     if kind == "pack":
         return archive.pack(header["paths"])
@@ -62,7 +70,7 @@ def _read(path: str) -> int:
     # Opening a pipe must not wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as source:
-        if not os.path.isfile(f"/proc/self/fd/{descriptor}"):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is not a regular file")
         shutil.copyfileobj(source, io.FileIO(1, "w", closefd=False))
     return 0

@@ -41,8 +41,11 @@ _IOCTL = (
 _Instruction = tuple[int, int, int, int]
 
 
-def program(machine: str, *, sockets: bool) -> bytes:
-    """The filter for ``machine``; without ``sockets``, only pairs of Unix sockets can be made.
+def program(machine: str, *, sockets: bool, attributes: bool = True) -> bytes:
+    """The filter for ``machine``.
+
+    Without ``sockets``, only pairs of Unix sockets can be made. Without ``attributes``, no file's
+    mode, owner or extended attributes can be changed, and its times don't change.
 
     Raises:
         ValueError: there is no table of system calls for that architecture.
@@ -61,9 +64,9 @@ def program(machine: str, *, sockets: bool) -> bytes:
     for name, number in syscalls.checked(machine).items():
         body = _argument_check(name, sockets=sockets)
         code += [(_JUMP_EQUAL, 0, len(body), number), *body]
-    for number in syscalls.ignored(machine):
+    for number in syscalls.ignored(machine, attributes=attributes):
         code += [(_JUMP_EQUAL, 0, 1, number), _return(_ERRNO)]
-    for first, last in _ranges(syscalls.allowed(machine)):
+    for first, last in _ranges(syscalls.allowed(machine, attributes=attributes)):
         code += [
             (_JUMP_AT_LEAST, 0, 2, first),
             (_JUMP_GREATER, 1, 0, last),

@@ -15,15 +15,21 @@ fcntl:72:25 flock:73:32 fsync:74:82 fdatasync:75:83
 truncate:76:45 ftruncate:77:46 fallocate:285:47 getdents:78:- getdents64:217:61
 getcwd:79:17 chdir:80:49 fchdir:81:50 rename:82:- renameat:264:38 renameat2:316:276 mkdir:83:-
 mkdirat:258:34 rmdir:84:- link:86:- linkat:265:37 unlink:87:- unlinkat:263:35 symlink:88:-
-symlinkat:266:36 readlink:89:- readlinkat:267:78 chmod:90:- fchmod:91:52 fchmodat:268:53
-fchmodat2:452:452 chown:92:- fchown:93:55 lchown:94:- fchownat:260:54 umask:95:166 utime:132:-
-utimes:235:- futimesat:261:- utimensat:280:88 statfs:137:43 fstatfs:138:44 fadvise64:221:223
+symlinkat:266:36 readlink:89:- readlinkat:267:78 umask:95:166 statfs:137:43 fstatfs:138:44 fadvise64:221:223
 readahead:187:213 sendfile:40:71 copy_file_range:326:285 splice:275:76 tee:276:77 pipe:22:-
-pipe2:293:59 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 getxattr:191:8 lgetxattr:192:9
-fgetxattr:193:10 listxattr:194:11 llistxattr:195:12 flistxattr:196:13 removexattr:197:14
-lremovexattr:198:15 fremovexattr:199:16 inotify_init:253:- inotify_init1:294:26
-inotify_add_watch:254:27 inotify_rm_watch:255:28 cachestat:451:451 mknod:133:- mknodat:259:33
+pipe2:293:59 getxattr:191:8 lgetxattr:192:9
+fgetxattr:193:10 listxattr:194:11 llistxattr:195:12 flistxattr:196:13
+inotify_init:253:- inotify_init1:294:26
+inotify_rm_watch:255:28 cachestat:451:451 mknod:133:- mknodat:259:33
 """
+
+# Of a file that can be read only, or not even that: none of them is Landlock's business.
+_ATTRIBUTES = """
+chmod:90:- fchmod:91:52 fchmodat:268:53 fchmodat2:452:452 chown:92:- fchown:93:55 lchown:94:-
+fchownat:260:54 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 removexattr:197:14
+lremovexattr:198:15 fremovexattr:199:16 inotify_add_watch:254:27
+"""
+_TIMES = """utime:132:- utimes:235:- futimesat:261:- utimensat:280:88"""
 
 _WAIT = """
 poll:7:- ppoll:271:73 select:23:- pselect6:270:72 epoll_create:213:- epoll_create1:291:20
@@ -81,14 +87,18 @@ _COLUMNS = {"x86_64": 1, "aarch64": 2}
 AUDIT_NUMBERS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
-def allowed(machine: str) -> list[int]:
+def allowed(machine: str, *, attributes: bool) -> list[int]:
     """Numbers of the calls that are allowed whatever their arguments are."""
-    return sorted(_numbers(_FILES + _WAIT + _MEM + _PROC + _NET, machine).values())
+    table = _FILES + _WAIT + _MEM + _PROC + _NET
+    if attributes:
+        table += _ATTRIBUTES + _TIMES
+    return sorted(_numbers(table, machine).values())
 
 
-def ignored(machine: str) -> list[int]:
+def ignored(machine: str, *, attributes: bool) -> list[int]:
     """Numbers of the calls that succeed without doing anything."""
-    return sorted(_numbers(_IGNORED, machine).values())
+    table = _IGNORED if attributes else f"{_IGNORED} {_TIMES}"
+    return sorted(_numbers(table, machine).values())
 
 
 def checked(machine: str) -> dict[str, int]:

@@ -7,6 +7,9 @@ mappings are refused, and pipes and sockets are bounded by the number of open fi
 """
 
 import os
+from collections.abc import Callable, Sequence
+
+from primerl.sandbox.engine.processes import Processes
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # Two cores that touch new pages fill about this much in a second: the next look comes before
@@ -18,18 +21,27 @@ _SHORTEST_S, _LONGEST_S = 0.004, 0.1
 class Watchdog:
     """Looks at a sandbox's use of memory, more often the closer it is to its limit."""
 
-    def __init__(self, *, memory_bytes: int, open_files: int) -> None:
+    def __init__(
+        self,
+        *,
+        memory_bytes: int,
+        open_files: int,
+        processes: Processes,
+        written_bytes: Callable[[], int],
+    ) -> None:
         self._memory_bytes = memory_bytes
         self._open_files = open_files
+        self._processes = processes
+        self._written_bytes = written_bytes
         self.interval_s = _SHORTEST_S
 
     def exceeded(self) -> str | None:
         """The limit that is exceeded now, ``memory`` or ``files``, if any."""
-        processes = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+        processes = self._processes.listed()
         files = sum(_open_files(process) for process in processes)
         if files > self._open_files:
             return "files"
-        written = _written_bytes()
+        written = self._written_bytes()
         used = written + sum(map(_resident_bytes, processes))
         if used > self._memory_bytes:  # shared pages were counted more than once
             used = written + sum(map(_proportional_bytes, processes))
@@ -40,9 +52,10 @@ class Watchdog:
         return None
 
 
-def _written_bytes() -> int:
-    status = os.statvfs("/tmp")  # the same filesystem as all other writable places
-    return (status.f_blocks - status.f_bfree) * status.f_frsize
+def filesystem_bytes(places: Sequence[str] = ("/tmp",)) -> int:
+    """What the filesystems mounted at ``places`` hold, deleted files included."""
+    found = [os.statvfs(place) for place in places]
+    return sum((status.f_blocks - status.f_bfree) * status.f_frsize for status in found)
 
 
 def _resident_bytes(process: str) -> int:

@@ -78,7 +78,7 @@ class Confined:
             filter_program=self._filter,
             shared=True,
             processes=processes.Descendants(),
-            written_bytes=lambda: written_bytes(folder, most_files=settings["files"]),
+            written=lambda: written(folder, most_files=settings["files"]),
             confine=lambda: _confine(settings, folder),
         )
 
@@ -112,28 +112,26 @@ def environment(folder: str) -> dict[str, str]:
     return interpreter.ENVIRONMENT | {"HOME": f"{folder}/home", "TMPDIR": f"{folder}/tmp"}
 
 
-def written_bytes(folder: str, *, most_files: int) -> int:
-    """What the files of a folder take; a deleted file that stays open isn't seen.
+def written(folder: str, *, most_files: int) -> tuple[int, int]:
+    """Bytes and number of the files in a folder; a deleted file that stays open isn't seen.
 
-    Beyond every limit if there are more than ``most_files``, or if a folder can't be looked into.
+    Beyond every limit if a folder can't be looked into; not counted on beyond ``most_files``.
     """
-    total = count = 0
+    size = count = 0
     folders = [folder]
-    while folders:
+    while folders and count <= most_files:
         try:
             with os.scandir(folders.pop()) as entries:
                 for entry in entries:
                     count += 1
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
-                    total += 512 * entry.stat(follow_symlinks=False).st_blocks
+                    size += 512 * entry.stat(follow_symlinks=False).st_blocks
         except FileNotFoundError:  # removed meanwhile
             continue
         except OSError:
-            return _BEYOND
-        if count > most_files:
-            return _BEYOND
-    return total
+            return _BEYOND, _BEYOND
+    return size, count
 
 
 def _threads_of_this_user() -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from primerl.sandbox.engine import child, kernel, messages
 from primerl.sandbox.engine.processes import OwnNamespace, Processes, children, end
-from primerl.sandbox.engine.watchdog import Watchdog, filesystem_bytes
+from primerl.sandbox.engine.watchdog import Watchdog, filesystem_use
 
 _SWEEP_S = 2.0  # in which killed processes release what they hold
 _IDLE_S = 5.0
@@ -45,7 +45,7 @@ class Init:
         filter_program: bytes,
         shared: bool,
         processes: Processes,
-        written_bytes: Callable[[], int],
+        written: Callable[[], tuple[int, int]],
         confine: Callable[[], None] | None,
     ) -> None:
         self._control = control
@@ -53,7 +53,7 @@ class Init:
         self._filter = filter_program
         self._shared = shared  # whether the interpreter's library is the one seen inside
         self._processes = processes
-        self._written_bytes = written_bytes
+        self._written = written
         self._confine = confine
         self._poll = select.poll()
         self._job: _Job | None = None
@@ -100,9 +100,9 @@ class Init:
     def _new_watchdog(self, memory_bytes: int) -> Watchdog:
         return Watchdog(
             memory_bytes=memory_bytes,
-            open_files=self._settings["all_open_files"],
+            limits=self._settings,
             processes=self._processes,
-            written_bytes=self._written_bytes,
+            written=self._written,
         )
 
     def _take_order(self) -> bool:
@@ -300,13 +300,13 @@ def main(
     filter_program: bytes,
     shared: bool,
     processes: Processes | None = None,
-    written_bytes: Callable[[], int] = filesystem_bytes,
+    written: Callable[[], tuple[int, int]] = filesystem_use,
     confine: Callable[[], None] | None = None,
 ) -> None:
     """Serve one sandbox's orders to its end.
 
-    ``processes`` are all others of the sandbox, ``written_bytes`` what its files take, ``confine``
-    is called in each process that will run untrusted code.
+    ``processes`` are all others of the sandbox, ``written`` says how many bytes and files it
+    has written, ``confine`` is called in each process that will run untrusted code.
     """
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     sys.stdin.close()
@@ -316,7 +316,7 @@ def main(
         filter_program=filter_program,
         shared=shared,
         processes=processes or OwnNamespace(),
-        written_bytes=written_bytes,
+        written=written,
         confine=confine,
     )
     init.serve()

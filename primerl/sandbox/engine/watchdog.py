@@ -8,6 +8,7 @@ mappings are refused, and pipes and sockets are bounded by the number of open fi
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from primerl.sandbox.engine.processes import Processes
 
@@ -25,23 +26,25 @@ class Watchdog:
         self,
         *,
         memory_bytes: int,
-        open_files: int,
+        limits: dict[str, Any],
         processes: Processes,
-        written_bytes: Callable[[], int],
+        written: Callable[[], tuple[int, int]],
     ) -> None:
         self._memory_bytes = memory_bytes
-        self._open_files = open_files
+        self._limits = limits
         self._processes = processes
-        self._written_bytes = written_bytes
+        self._written = written
         self.interval_s = _SHORTEST_S
 
     def exceeded(self) -> str | None:
-        """The limit that is exceeded now, ``memory`` or ``files``, if any."""
+        """The limit that is exceeded now, ``memory``, ``files`` or ``disk``, if any."""
         processes = self._processes.listed()
-        files = sum(_open_files(process) for process in processes)
-        if files > self._open_files:
+        open_files = sum(_open_files(process) for process in processes)
+        if open_files > self._limits["all_open_files"]:
             return "files"
-        written = self._written_bytes()
+        written, files = self._written()
+        if written > self._limits["disk_bytes"] or files > self._limits["files"]:
+            return "disk"
         used = written + sum(map(_resident_bytes, processes))
         if used > self._memory_bytes:  # shared pages were counted more than once
             used = written + sum(map(_proportional_bytes, processes))
@@ -52,10 +55,11 @@ class Watchdog:
         return None
 
 
-def filesystem_bytes(places: Sequence[str] = ("/tmp",)) -> int:
-    """What the filesystems mounted at ``places`` hold, deleted files included."""
+def filesystem_use(places: Sequence[str] = ("/tmp",)) -> tuple[int, int]:
+    """Bytes and files that the filesystems mounted at ``places`` hold, deleted ones included."""
     found = [os.statvfs(place) for place in places]
-    return sum((status.f_blocks - status.f_bfree) * status.f_frsize for status in found)
+    size = sum((status.f_blocks - status.f_bfree) * status.f_frsize for status in found)
+    return size, sum(status.f_files - status.f_ffree for status in found)
 
 
 def _resident_bytes(process: str) -> int:

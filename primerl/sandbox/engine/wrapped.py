@@ -17,7 +17,7 @@ from typing import Any
 
 from primerl.sandbox.engine import init, interpreter, kernel, namespaces, seccomp, skeleton, users
 from primerl.sandbox.engine.processes import OwnNamespace
-from primerl.sandbox.engine.watchdog import filesystem_bytes
+from primerl.sandbox.engine.watchdog import filesystem_use
 
 ENGINE = "/.engine"  # where sandboxes find this package
 PLACES = (skeleton.HOME, "/tmp", "/dev/shm")  # filesystems in memory that they can write
@@ -86,7 +86,7 @@ def main() -> None:
         filter_program=seccomp.program(platform.machine(), sockets=True),
         shared=True,
         processes=OwnNamespace(),
-        written_bytes=lambda: filesystem_bytes(PLACES),
+        written=lambda: filesystem_use(PLACES),
     )
 
 

@@ -1,5 +1,9 @@
 """A tier of bubblewrap (``bwrap``), with our filter of system calls and our watchdog inside."""
 
+import os
+
+from primerl.sandbox.engine.confined import DEVICES
+from primerl.sandbox.engine.namespaces import HOST_FILES
 from primerl.sandbox.engine.wrapped import ENGINE, PLACES
 from primerl.sandbox.errors import Probe
 from primerl.sandbox.tiers import programs
@@ -16,12 +20,18 @@ class Bubblewrap(WrappedTier):
         """See ``LocalTier``."""
         options = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1"]
         options += ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--clearenv"]
-        options += ["--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev"]
+        options += ["--cap-drop", "ALL", "--proc", "/proc"]
+        for name in HOST_FILES:
+            if os.path.lexists(f"/proc/{name}"):
+                options += ["--ro-bind", "/dev/null", f"/proc/{name}"]
+        for device in DEVICES:
+            options += ["--dev-bind", device, device]
         for path in self.options.readable:
             options += ["--ro-bind", path, path]
         for place in PLACES:
             options += ["--size", str(self.options.limits.disk_bytes), "--tmpfs", place]
         options += ["--ro-bind", f"{folder}/engine", ENGINE, "--chdir", PLACES[0]]
+        options += ["--remount-ro", "/proc", "--remount-ro", "/"]
         return [programs.find(self.program) or self.program, *options, "--"]
 
     async def probes(self) -> list[Probe]:

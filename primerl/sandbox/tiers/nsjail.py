@@ -2,6 +2,7 @@
 
 import os
 
+from primerl.sandbox.engine.confined import DEVICES
 from primerl.sandbox.engine.wrapped import ENGINE, PLACES
 from primerl.sandbox.errors import Probe
 from primerl.sandbox.tiers import programs
@@ -27,11 +28,12 @@ class Nsjail(WrappedTier):
                 options += ["--symlink", f"{os.readlink(path)}:{path}"]
             else:
                 options += ["--bindmount_ro", path]
-        for device in ("null", "full", "random", "urandom"):
-            options += ["--bindmount", f"/dev/{device}"]
+        for device in DEVICES:
+            options += ["--bindmount", device]
         for place in PLACES:
             size = self.options.limits.disk_bytes
-            options += ["--mount", f"none:{place}:tmpfs:size={size},nr_inodes={self.options.limits.files}"]
+            files = self.options.limits.files
+            options += ["--mount", f"none:{place}:tmpfs:size={size},nr_inodes={files}"]
         options += ["--bindmount_ro", f"{folder}/engine:{ENGINE}", "--cwd", PLACES[0]]
         return [programs.find(self.program) or self.program, *options, "--"]
 

@@ -40,6 +40,15 @@ class Order:
     keeps: bool = False  # the sandbox stays when there is too much output
     connection: int | None = None  # a descriptor to be stdin instead; the slot closes it
 
+    @property
+    def complete_header(self) -> dict[str, Any]:
+        """The header of the payload that goes to the sandbox."""
+        return self.header | {
+            "kind": self.kind,
+            "files": list(self.files),
+            "sizes": [len(content) for content in self.files.values()],
+        }
+
 
 class Slot:
     """A sandbox that waits for orders; it takes one at a time."""
@@ -150,11 +159,6 @@ class Slot:
 
     def _send(self, order: Order, stdin: int, outputs: list[int]) -> None:
         """Send an order; the sandbox's ends of the streams are closed here in any case."""
-        header = order.header | {
-            "kind": order.kind,
-            "files": list(order.files),
-            "sizes": [len(content) for content in order.files.values()],
-        }
         control = {
             "id": self._count,
             "kind": "turn" if order.kind == "turn" else "job",
@@ -166,7 +170,8 @@ class Slot:
         }
         descriptors = [stdin, *outputs]
         try:
-            descriptors.insert(0, messages.payload(header, list(order.files.values())))
+            payload = messages.payload(order.complete_header, list(order.files.values()))
+            descriptors.insert(0, payload)
             socket.send_fds(self._control, [json.dumps(control).encode()], descriptors)
         except OSError:
             if self._reply is not None and not self._reply.done():

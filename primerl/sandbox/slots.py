@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from primerl.sandbox.cgroups import Cgroup
 from primerl.sandbox.engine import messages
 from primerl.sandbox.errors import BadReply, SandboxError
 from primerl.sandbox.launching import parse
@@ -55,7 +56,8 @@ class Slot:
 
     def __init__(self, control: socket.socket, handle: int, limits: Limits) -> None:
         self.listener: socket.socket | None = None
-        self.on_end: Callable[[], None] = lambda: None
+        self.on_end: list[Callable[[], None]] = []
+        self.cgroup: Cgroup | None = None
         self._control = control
         self._handle = handle
         self._limits = limits
@@ -95,6 +97,8 @@ class Slot:
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
         self._count += 1
+        if self.cgroup is not None:
+            self.cgroup.limit_memory(order.memory_bytes)
         reply: asyncio.Future[dict[str, Any]] = loop.create_future()
         self._reply = reply
 
@@ -129,6 +133,8 @@ class Slot:
             for stream in streams:
                 stream.close()
         limits = tuple(ended["limits"])
+        if self.cgroup is not None and self.cgroup.ran_out_of_memory():
+            limits, ended = ("memory",), ended | {"exit": None}
         if "output" not in limits and any(stream.overflowed for stream in streams):
             limits += ("output",)
         return Result(
@@ -145,7 +151,8 @@ class Slot:
         """Kill the sandbox: its first process dies, and with it, all others."""
         if self._control.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._control)
-            self.on_end()
+            for work in self.on_end:
+                work()
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
             self._control.close()

@@ -5,13 +5,14 @@ import os
 import resource
 import signal
 import time
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from primerl.sandbox.engine import kernel
 
 _PAUSE_S = 0.001
 
 
+@runtime_checkable
 class Processes(Protocol):
     """All processes of a sandbox but the first."""
 

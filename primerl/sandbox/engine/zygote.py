@@ -12,7 +12,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from primerl.sandbox.engine import confined, kernel, landlock, messages, namespaces, processes, wrapped
 
@@ -24,6 +24,7 @@ _PRELOADED = (
 )
 
 
+@runtime_checkable
 class Way(Protocol):
     """A way of making sandboxes."""
 
@@ -154,15 +155,17 @@ class Zygote:
                 os.read(wake, 4096)
                 self._way.reap()
             if self._connection.fileno() in events:
-                data, _ = messages.receive(self._connection)
+                data, entrances = messages.receive(self._connection)
                 if not data:
                     return
                 heard = time.monotonic()
                 request = json.loads(data)
                 if "sandbox" in request:
-                    self._make(request)
+                    self._make(request, entrances)
+                for entrance in entrances:
+                    os.close(entrance)
 
-    def _make(self, request: dict[str, Any]) -> None:
+    def _make(self, request: dict[str, Any], entrances: list[int]) -> None:
         """Make one sandbox; its control socket and a handle of its first process go to the
         owner.
         """
@@ -177,7 +180,7 @@ class Zygote:
             return
         if pid == 0:
             ours.close()
-            self._become_sandbox(theirs, request)
+            self._become_sandbox(theirs, request, entrances)
         theirs.close()
         self._way.made(pid, request["sandbox"])
         handle = os.pidfd_open(pid)
@@ -186,9 +189,14 @@ class Zygote:
         ours.close()
         os.close(handle)
 
-    def _become_sandbox(self, control: socket.socket, request: dict[str, Any]) -> NoReturn:
+    def _become_sandbox(
+        self, control: socket.socket, request: dict[str, Any], entrances: list[int]
+    ) -> NoReturn:
         code = 1
         try:
+            for entrance in entrances:  # of a control group
+                os.write(entrance, b"0")
+                os.close(entrance)
             kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
             self._connection.close()
             os.close(self._owner)

@@ -39,6 +39,8 @@ GUEST = (
 NOBODY = 65534
 _ENDS_LATER_S = 10.0  # the guest's own limit of time, for owners that crash
 _STOP_S = 30.0
+# Of the owner's environment, what container engines look at; none of it reaches the inside.
+_PASSED = ("PATH", "HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "CONTAINER_HOST", "STORAGE_DRIVER")
 
 
 class CommandTier:
@@ -285,7 +287,7 @@ def _start_process(command: list[str], streams: Sequence[int]) -> subprocess.Pop
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,
-        env={"PATH": os.environ.get("PATH", ""), "HOME": os.environ.get("HOME", "/")},
+        env={name: os.environ[name] for name in _PASSED if name in os.environ},
         cwd="/",
         start_new_session=True,
     )

@@ -9,6 +9,8 @@ from primerl.sandbox.results import Isolation
 from primerl.sandbox.tiers import programs
 from primerl.sandbox.tiers.commands import ENGINE, GUEST, NOBODY, CommandTier
 
+# Of the user on the whole host; the number in one container is limited by --pids-limit.
+_MOST_OF_USER = 4096
 _IMAGE = "python:3.11-slim"
 
 
@@ -30,6 +32,8 @@ class Containers(CommandTier):
         options += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
         options += ["--user", f"{user}:{user}", "--pids-limit", str(limits.processes)]
         options += ["--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes)]
+        options += ["--ulimit", f"nofile={limits.open_files}:{limits.open_files}"]
+        options += ["--ulimit", f"nproc={_MOST_OF_USER}:{_MOST_OF_USER}"]
         options += ["--ipc", "none", "--hostname", "sandbox", "--workdir", skeleton.HOME]
         space = f"rw,nosuid,nodev,size={limits.disk_bytes},mode=1777"
         options += ["--tmpfs", f"/tmp:{space}"]

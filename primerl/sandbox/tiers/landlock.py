@@ -1,7 +1,7 @@
 """A tier without namespaces, for containers that forbid them: Landlock and the filter alone."""
 
 from primerl.sandbox.results import Isolation
-from primerl.sandbox.tiers.local import WATCHDOG, LocalTier
+from primerl.sandbox.tiers.local import LocalTier
 
 
 class Landlock(LocalTier):
@@ -29,7 +29,7 @@ class Landlock(LocalTier):
         return Isolation(
             tier=self.name,
             shared_kernel=True,
-            memory=WATCHDOG,
+            memory=self.memory(),
             user="for each sandbox one whom no account has" if own else self.user(),
             layers=("landlock", "seccomp", "no capabilities", "rlimits"),
             stops=(

@@ -1,10 +1,12 @@
 """What the tiers have in common whose sandboxes a zygote makes on this machine."""
 
 import asyncio
+import functools
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,20 @@ from typing import Any
 import attrs
 
 from primerl.sandbox import launching
+from primerl.sandbox.cgroups import Cgroup, Cgroups, delegated
 from primerl.sandbox.errors import Probe, SandboxError, SandboxUnavailable
 from primerl.sandbox.roots import Root
 from primerl.sandbox.slots import Slot
 from primerl.sandbox.tiers.protocol import Ability, Options
 
-WATCHDOG = (
+_WATCHDOG = (
     "rlimits for each process, and a watchdog for all processes and files together, which looks "
     "every 4 to 100 ms, so that a sandbox can pass its limit for that long. Kernel memory of "
-    "pipes, sockets and processes is bounded by their number, not counted. No cgroup is used"
+    "pipes, sockets and processes is bounded by their number, not counted"
+)
+_CGROUP = (
+    "a control group of its own, whose limits of memory and processes are hard and count kernel "
+    "memory, too; before it, rlimits and a watchdog"
 )
 WAY_OUT = (
     "Ways out: on a Linux host, allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
@@ -36,6 +43,7 @@ _PROBE_PROGRAM = (
     "from primerl.sandbox.engine import probes; probes.main()"
 )
 _PROBES_TAKE_S = 30.0
+_GROUPS_GO_S = 5.0
 
 
 class LocalTier:
@@ -51,6 +59,8 @@ class LocalTier:
         self.options = options
         self._launcher: launching.Launcher | None = None
         self._beats: asyncio.Task[None] | None = None
+        self._cgroups: Cgroups | None = None
+        self._why_no_cgroups = ""
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -102,7 +112,7 @@ class LocalTier:
             ) from error
         self._beats = asyncio.get_running_loop().create_task(self._give_signs_of_life())
         try:
-            (await self.make({})).kill()
+            await self._try()
         except SandboxError as error:
             await self.close()
             raise SandboxUnavailable(
@@ -115,9 +125,23 @@ class LocalTier:
 
     async def make(self, settings: Mapping[str, Any]) -> Slot:
         """See ``Tier``."""
-        async with asyncio.timeout(self.options.start_timeout_s):
-            control, handle = await self.launcher.make(dict(settings))
-        slot = Slot(control, handle, self.options.limits)
+        launcher, limits = self.launcher, self.options.limits
+        cgroup = None
+        if self._cgroups is not None:
+            cgroup = self._cgroups.make(
+                memory_bytes=limits.memory_bytes, processes=limits.processes
+            )
+        try:
+            async with asyncio.timeout(self.options.start_timeout_s):
+                control, handle = await launcher.make(
+                    dict(settings), cgroup=None if cgroup is None else cgroup.entrance
+                )
+        except BaseException:
+            self._close_cgroup(cgroup)
+            raise
+        slot = Slot(control, handle, limits)
+        slot.cgroup = cgroup
+        slot.on_end.append(functools.partial(self._close_cgroup, cgroup))
         await slot.ready(self.options.start_timeout_s)
         return slot
 
@@ -132,11 +156,41 @@ class LocalTier:
             await asyncio.gather(self._beats, return_exceptions=True)
         if self._launcher is not None:
             await self._launcher.close()
+        await self._remove_cgroups()
 
     async def probes(self) -> list[Probe]:
         """See ``Tier``."""
         found = await kernel_probes(self.options.python)
         return [probe for probe in found if not self.needs or probe.name in self.needs]
+
+    def memory(self) -> str:
+        """How memory is limited."""
+        if self._cgroups is not None:
+            return _CGROUP
+        return f"{_WATCHDOG}. No cgroup is used: {self._why_no_cgroups}"
+
+    async def _try(self) -> None:
+        """Make a sandbox to see that it can be done: in a control group, else without."""
+        found, self._why_no_cgroups = delegated()
+        if found is not None:
+            self._cgroups = Cgroups(found)
+            try:
+                (await self.make({})).kill()
+            except (OSError, SandboxError) as error:
+                self._cgroups, self._why_no_cgroups = None, str(error)
+        if self._cgroups is None:
+            (await self.make({})).kill()
+
+    def _close_cgroup(self, cgroup: Cgroup | None) -> None:
+        if cgroup is not None and self._cgroups is not None:
+            self._cgroups.close(cgroup)
+
+    async def _remove_cgroups(self) -> None:
+        deadline = time.monotonic() + _GROUPS_GO_S
+        while self._cgroups is not None and self._cgroups.remove_closed():
+            if time.monotonic() > deadline:
+                return
+            await asyncio.sleep(0.01)
 
     def user(self) -> str:
         """Whom the code belongs to."""

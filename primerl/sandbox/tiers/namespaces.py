@@ -8,7 +8,7 @@ from primerl.sandbox.proxy import Proxy
 from primerl.sandbox.results import Isolation
 from primerl.sandbox.roots import Root, Roots
 from primerl.sandbox.slots import Slot
-from primerl.sandbox.tiers.local import WATCHDOG, LocalTier
+from primerl.sandbox.tiers.local import LocalTier
 from primerl.sandbox.tiers.protocol import Options
 
 
@@ -35,7 +35,7 @@ class Namespaces(LocalTier):
         """See ``Tier``."""
         slot = await super().make(settings)
         if self._proxy is not None and slot.listener is not None:
-            slot.on_end = functools.partial(self._proxy.forget, slot.listener)
+            slot.on_end.append(functools.partial(self._proxy.forget, slot.listener))
             self._proxy.serve(slot.listener)
         return slot
 
@@ -61,7 +61,7 @@ class Namespaces(LocalTier):
         return Isolation(
             tier=self.name,
             shared_kernel=True,
-            memory=WATCHDOG,
+            memory=self.memory(),
             user=self.user(),
             layers=(*layers, *(["landlock"] if self.launcher.landlock else [])),
             stops=(

@@ -1,7 +1,7 @@
 """What a pool needs of a tier, and what it needs of each sandbox."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 
@@ -26,6 +26,7 @@ class Options:
     image: str | None
 
 
+@runtime_checkable
 class Sandbox(Protocol):
     """One sandbox; it takes one order at a time."""
 
@@ -43,6 +44,7 @@ class Sandbox(Protocol):
         ...
 
 
+@runtime_checkable
 class Tier(Protocol):
     """A way of keeping code inside.
 

@@ -1,7 +1,7 @@
 """What the tiers have in common whose sandboxes another program makes."""
 
 from primerl.sandbox.results import Isolation
-from primerl.sandbox.tiers.local import WATCHDOG, LocalTier
+from primerl.sandbox.tiers.local import LocalTier
 
 
 class WrappedTier(LocalTier):
@@ -22,7 +22,7 @@ class WrappedTier(LocalTier):
         return Isolation(
             tier=self.name,
             shared_kernel=True,
-            memory=WATCHDOG,
+            memory=self.memory(),
             user=self.user(),
             layers=(f"namespaces (by {self.program})", "seccomp", "no capabilities", "rlimits"),
             stops=(

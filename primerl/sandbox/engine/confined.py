@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import socket
+import stat
 from typing import Any
 
 from primerl.sandbox.engine import (
@@ -72,13 +73,14 @@ class Confined:
         """Turn this process into the first one of a sandbox, and serve its orders."""
         folder = f"{self._folder}/{number}"
         init.introduce(control, lambda: _set_up(settings, folder, users.free(number)))
+        family = processes.Descendants()
         init.main(
             control,
             settings | {"environment": environment(folder)},
             filter_program=self._filter,
             shared=True,
-            processes=processes.Descendants(),
-            written=lambda: written(folder, most_files=settings["files"]),
+            processes=family,
+            written=lambda: written(folder, family, most_files=settings["files"]),
             confine=lambda: _confine(settings, folder),
         )
 
@@ -112,12 +114,15 @@ def environment(folder: str) -> dict[str, str]:
     return interpreter.ENVIRONMENT | {"HOME": f"{folder}/home", "TMPDIR": f"{folder}/tmp"}
 
 
-def written(folder: str, *, most_files: int) -> tuple[int, int]:
-    """Bytes and number of the files in a folder; a deleted file that stays open isn't seen.
+def written(
+    folder: str, family: processes.Processes, *, most_files: int
+) -> tuple[int, int]:
+    """Bytes and number of the files in a folder, and of deleted ones that its processes hold open.
 
     Beyond every limit if a folder can't be looked into; not counted on beyond ``most_files``.
     """
-    size = count = 0
+    deleted = _deleted_files(family.listed())
+    size, count = sum(deleted.values()), len(deleted)
     folders = [folder]
     while folders and count <= most_files:
         try:
@@ -132,6 +137,19 @@ def written(folder: str, *, most_files: int) -> tuple[int, int]:
         except OSError:
             return _BEYOND, _BEYOND
     return size, count
+
+
+def _deleted_files(family: list[str]) -> dict[int, int]:
+    """Sizes of the deleted files that processes hold open, by inode."""
+    found: dict[int, int] = {}
+    for process in family:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{process}/fd"):
+                with contextlib.suppress(OSError):
+                    status = os.stat(f"/proc/{process}/fd/{name}")
+                    if status.st_nlink == 0 and stat.S_ISREG(status.st_mode):
+                        found[status.st_ino] = 512 * status.st_blocks
+    return found
 
 
 def _threads_of_this_user() -> int:

@@ -44,7 +44,7 @@ _Instruction = tuple[int, int, int, int]
 def program(machine: str, *, sockets: bool, attributes: bool = True) -> bytes:
     """The filter for ``machine``.
 
-    Without ``sockets``, only pairs of Unix sockets can be made. Without ``attributes``, no file's
+    Without ``sockets``, only pairs of Unix sockets can be made, and they pass no descriptors. Without ``attributes``, no file's
     mode, owner or extended attributes can be changed, and its times don't change.
 
     Raises:
@@ -66,7 +66,7 @@ def program(machine: str, *, sockets: bool, attributes: bool = True) -> bytes:
         code += [(_JUMP_EQUAL, 0, len(body), number), *body]
     for number in syscalls.ignored(machine, attributes=attributes):
         code += [(_JUMP_EQUAL, 0, 1, number), _return(_ERRNO)]
-    for first, last in _ranges(syscalls.allowed(machine, attributes=attributes)):
+    for first, last in _ranges(syscalls.allowed(machine, sockets=sockets, attributes=attributes)):
         code += [
             (_JUMP_AT_LEAST, 0, 2, first),
             (_JUMP_GREATER, 1, 0, last),

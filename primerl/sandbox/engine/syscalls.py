@@ -68,9 +68,12 @@ map_shadow_stack:453:453
 
 _NET = """
 bind:49:200 listen:50:201 accept:43:202 accept4:288:242 connect:42:203 getsockname:51:204
-getpeername:52:205 sendto:44:206 recvfrom:45:207 sendmsg:46:211 recvmsg:47:212 sendmmsg:307:269
-recvmmsg:299:243 setsockopt:54:208 getsockopt:55:209 shutdown:48:210
+getpeername:52:205 sendto:44:206 recvfrom:45:207 recvmsg:47:212 recvmmsg:299:243
+setsockopt:54:208 getsockopt:55:209 shutdown:48:210
 """
+
+# They can send descriptors: files that nothing holds but a socket.
+_SEND = """ sendmsg:46:211 sendmmsg:307:269 """
 
 _CHECKED = """
 mmap:9:222
@@ -87,9 +90,11 @@ _COLUMNS = {"x86_64": 1, "aarch64": 2}
 AUDIT_NUMBERS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
-def allowed(machine: str, *, attributes: bool) -> list[int]:
+def allowed(machine: str, *, sockets: bool, attributes: bool) -> list[int]:
     """Numbers of the calls that are allowed whatever their arguments are."""
     table = _FILES + _WAIT + _MEM + _PROC + _NET
+    if sockets:
+        table += _SEND
     if attributes:
         table += _ATTRIBUTES + _TIMES
     return sorted(_numbers(table, machine).values())

@@ -50,7 +50,8 @@ class Watchdog:
             used = written + sum(map(_proportional_bytes, processes))
         if used > self._memory_bytes:
             return "memory"
-        left_s = (self._memory_bytes - used) / _FILL_BYTES_PER_S
+        left = min(self._memory_bytes - used, self._limits["disk_bytes"] - written)
+        left_s = left / _FILL_BYTES_PER_S
         self.interval_s = min(max(left_s, _SHORTEST_S), _LONGEST_S)
         return None
 

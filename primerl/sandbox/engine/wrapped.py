@@ -71,6 +71,8 @@ def copy_engine(folder: Path) -> None:
     """Copy this package, compiled, to where every user can read it."""
     target = folder / "primerl" / "sandbox" / "engine"
     shutil.copytree(Path(__file__).parent, target, ignore=shutil.ignore_patterns("__pycache__"))
+    for package in (target.parent, target.parent.parent):  # of its own, whatever is installed there
+        (package / "__init__.py").touch()
     compileall.compile_dir(folder, quiet=2)
 
 

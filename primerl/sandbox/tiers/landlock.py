@@ -5,7 +5,11 @@ from primerl.sandbox.tiers.local import LocalTier
 
 
 class Landlock(LocalTier):
-    """A folder of the host's for each sandbox, all else out of reach or read-only."""
+    """A folder of the host's for each sandbox, all else out of reach or read-only.
+
+    Each order has a Landlock domain of its own: its processes can't be signalled by those of
+    another order of the same session.
+    """
 
     name = "landlock"
     way = "landlock"

@@ -140,9 +140,7 @@ class Launcher:
         future = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            self._say(
-                {"sandbox": number, "settings": settings}, [] if cgroup is None else [cgroup]
-            )
+            self._say({"sandbox": number, "settings": settings}, [] if cgroup is None else [cgroup])
             made: tuple[socket.socket, int] = await asyncio.shield(future)
             return made
         except asyncio.CancelledError:

@@ -120,7 +120,9 @@ def test_many_small_processes_stay_near_the_limit():
         async with pool.session() as session:
             inside = await session.run(["true"])
             assert inside.exit == 0
-            watcher = threading.Thread(target=watch, args=([_handle_pid(session._sandbox._handle)],))
+            watcher = threading.Thread(
+                target=watch, args=([_handle_pid(session._sandbox._handle)],)
+            )
             watcher.start()
             code = """
 import os, time

@@ -24,7 +24,8 @@ def tree(tmp_path):
             (group / "cgroup.subtree_control").write_text(enabled)
             (group / "cgroup.controllers").write_text(controllers if group != leaf else "")
         (tmp_path / "mountinfo").write_text(
-            f"22 1 0:1 / /proc rw - proc proc rw\n30 1 0:26 / {root} rw shared:4 - cgroup2 none rw\n"
+            "22 1 0:1 / /proc rw - proc proc rw\n"
+            f"30 1 0:26 / {root} rw shared:4 - cgroup2 none rw\n"
         )
         (tmp_path / "cgroup").write_text(f"5:cpu:/x\n0::/{own}\n")
         return root

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - programs for sandboxes
 """The tier of hosted sandboxes, against a stand-in for the service that runs its commands here.
 
 The real service has never been called: it needs an account.
@@ -49,7 +50,9 @@ class Service:
         home = f"import os; os.environ; {prime._GUEST}"
         local = self.local(command.replace(prime._GUEST, home)).replace(
             "guest.main()",
-            f"from primerl.sandbox.engine import interpreter as i; i.ENVIRONMENT['HOME'] = {str(self.folder / 'sandbox')!r}; guest.main()".replace("'", "'\"'\"'"),
+            f"from primerl.sandbox.engine import interpreter as i; i.ENVIRONMENT['HOME'] = {str(self.folder / 'sandbox')!r}; guest.main()".replace(
+                "'", "'\"'\"'"
+            ),
         )
         done = subprocess.run(["sh", "-c", local], capture_output=True, text=True, timeout=timeout)
         return sdk.CommandResponse(

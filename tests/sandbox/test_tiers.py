@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - programs for sandboxes
 """The same attacks in the tiers other than the default, and what else each of them promises."""
 
 import asyncio

@@ -114,9 +114,7 @@ def environment(folder: str) -> dict[str, str]:
     return interpreter.ENVIRONMENT | {"HOME": f"{folder}/home", "TMPDIR": f"{folder}/tmp"}
 
 
-def written(
-    folder: str, family: processes.Processes, *, most_files: int
-) -> tuple[int, int]:
+def written(folder: str, family: processes.Processes, *, most_files: int) -> tuple[int, int]:
     """Bytes and number of the files in a folder, and of deleted ones that its processes hold open.
 
     Beyond every limit if a folder can't be looked into; not counted on beyond ``most_files``.

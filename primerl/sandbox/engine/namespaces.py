@@ -65,12 +65,11 @@ class Namespaces:
 
     def become(self, control: socket.socket, settings: dict[str, Any], number: int) -> None:
         """Turn this process into the first one of a sandbox, and serve its orders."""
+        del number
         library = os.stat(os.__file__)
         settings = settings | {"landlock": self._landlock, "environment": interpreter.ENVIRONMENT}
         init.introduce(control, lambda: set_up(settings, uid=self.user, gid=self.user))
-        init.main(
-            control, settings, filter_program=self._filter, shared=_same_library(library)
-        )
+        init.main(control, settings, filter_program=self._filter, shared=_same_library(library))
 
 
 def _same_library(before: os.stat_result) -> bool:

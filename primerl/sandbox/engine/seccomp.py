@@ -44,8 +44,9 @@ _Instruction = tuple[int, int, int, int]
 def program(machine: str, *, sockets: bool, attributes: bool = True) -> bytes:
     """The filter for ``machine``.
 
-    Without ``sockets``, only pairs of Unix sockets can be made, and they pass no descriptors. Without ``attributes``, no file's
-    mode, owner or extended attributes can be changed, and its times don't change.
+    Without ``sockets``, only pairs of Unix sockets can be made, and they pass no descriptors.
+    Without ``attributes``, no file's mode, owner or extended attributes can be changed, and its
+    times don't change.
 
     Raises:
         ValueError: there is no table of system calls for that architecture.

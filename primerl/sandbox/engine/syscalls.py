@@ -15,7 +15,8 @@ fcntl:72:25 flock:73:32 fsync:74:82 fdatasync:75:83
 truncate:76:45 ftruncate:77:46 getdents:78:- getdents64:217:61
 getcwd:79:17 chdir:80:49 fchdir:81:50 rename:82:- renameat:264:38 renameat2:316:276 mkdir:83:-
 mkdirat:258:34 rmdir:84:- link:86:- linkat:265:37 unlink:87:- unlinkat:263:35 symlink:88:-
-symlinkat:266:36 readlink:89:- readlinkat:267:78 umask:95:166 statfs:137:43 fstatfs:138:44 fadvise64:221:223
+symlinkat:266:36 readlink:89:- readlinkat:267:78 umask:95:166 statfs:137:43
+fstatfs:138:44 fadvise64:221:223
 readahead:187:213 sendfile:40:71 copy_file_range:326:285 splice:275:76 tee:276:77 pipe:22:-
 pipe2:293:59 getxattr:191:8 lgetxattr:192:9
 fgetxattr:193:10 listxattr:194:11 llistxattr:195:12 flistxattr:196:13

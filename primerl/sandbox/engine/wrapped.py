@@ -54,6 +54,7 @@ class Wrapped:
 
     def become(self, control: socket.socket, settings: dict[str, Any], number: int) -> None:
         """Execute the program, which makes the sandbox."""
+        del number
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.set_inheritable(control.fileno(), True)
         command = [

@@ -14,7 +14,15 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
-from primerl.sandbox.engine import confined, kernel, landlock, messages, namespaces, processes, wrapped
+from primerl.sandbox.engine import (
+    confined,
+    kernel,
+    landlock,
+    messages,
+    namespaces,
+    processes,
+    wrapped,
+)
 
 _SWEEP_S = 5.0
 # What most programs import; each further module makes every fork slower.
@@ -73,7 +81,9 @@ def _keep(zygote: int, owner: int, folder: str) -> NoReturn:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends with its owner, not with its terminal
-    left = processes.Descendants()  # whatever of a sandbox survives its first process and the zygote
+    left = (
+        processes.Descendants()
+    )  # whatever of a sandbox survives its first process and the zygote
     handle = os.pidfd_open(zygote)
     poll = select.poll()
     poll.register(owner, select.POLLIN)

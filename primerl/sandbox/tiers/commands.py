@@ -12,14 +12,11 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import attrs
 
 from primerl.sandbox.engine import messages
 from primerl.sandbox.engine.guest import READY
@@ -214,8 +211,9 @@ class CommandSandbox:
             if handle >= 0:
                 loop.remove_reader(handle)
                 os.close(handle)
-            for stream in (given, *outputs):
-                stream.close()
+            given.close()
+            for output in outputs:
+                output.close()
         if not stdout.startswith(READY):
             said = stderr.decode(errors="replace").strip()
             raise SandboxError(f"the tier {self._tier.name!r} started no sandbox: {said[-500:]}")
@@ -240,7 +238,9 @@ class CommandSandbox:
         """Start the program; returns a handle of it."""
         self._name = f"primerl-{secrets.token_hex(8)}"
         theirs = [given.theirs, *(output.theirs for output in outputs)]
-        start = asyncio.to_thread(_start_process, self._tier.command(self._name, self._files), theirs)
+        start = asyncio.to_thread(
+            _start_process, self._tier.command(self._name, self._files), theirs
+        )
         try:
             self._process = await asyncio.shield(asyncio.ensure_future(start))
         except OSError as error:
@@ -273,7 +273,8 @@ async def _first(
     begun: "asyncio.Future[None]", over: "asyncio.Future[str]", start_s: float, limit_s: float
 ) -> str:
     """Why an order is over: a limit, or an empty string if its program has ended."""
-    await asyncio.wait([begun, over], timeout=start_s, return_when=asyncio.FIRST_COMPLETED)
+    either: list[asyncio.Future[Any]] = [begun, over]
+    await asyncio.wait(either, timeout=start_s, return_when=asyncio.FIRST_COMPLETED)
     if not begun.done() and not over.done():
         raise SandboxError(f"a sandbox did not start within {start_s} s")
     await asyncio.wait([over], timeout=max(0.0, limit_s))

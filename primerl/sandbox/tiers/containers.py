@@ -15,7 +15,7 @@ _IMAGE = "python:3.11-slim"
 
 
 class Containers(CommandTier):
-    """One container for each order, without network, capabilities, or a root that can be written."""
+    """One container for each order, with no network, no capabilities and a read-only root."""
 
     program: str
 
@@ -69,8 +69,8 @@ class Containers(CommandTier):
                 "more processes, memory, time and output than allowed",
             ),
             does_not_stop=(
-                "a bug in the kernel or in the engine: the kernel is shared, and the filter of "
-                "system calls is the engine's own, which allows more than ours",
+                "a bug in the kernel or in the engine: the kernel is shared",
+                "system calls that the engine's own filter allows, more than ours",
                 "more files than allowed, and in sessions more disk than allowed",
                 "side channels of the processor and of timing",
                 "outliving a crashed owner for as long as an order's timeout and 10 s",

@@ -41,7 +41,7 @@ class Gvisor(CommandTier):
         return Isolation(
             tier=self.name,
             shared_kernel=False,
-            memory="an address space of at most the limit for each process; their sum isn't limited",
+            memory="an address space of at most the limit for each process, their sum unlimited",
             user=f"user {NOBODY} of gVisor's kernel",
             layers=("gVisor's kernel in user space", "read-only root", "no capabilities"),
             stops=(
@@ -80,9 +80,8 @@ class Gvisor(CommandTier):
             mounts.append(_mount("tmpfs", skeleton.HOME, "tmpfs", *space))
         else:
             mounts.append(_mount(str(files), skeleton.HOME, "bind", "rbind", "rw"))
-        for path in self.options.readable:
-            if not os.path.islink(path):
-                mounts.append(_mount(path, path, "bind", "rbind", "ro"))
+        shown = [path for path in self.options.readable if not os.path.islink(path)]
+        mounts += [_mount(path, path, "bind", "rbind", "ro") for path in shown]
         nothing: list[str] = []
         names = ("bounding", "effective", "inheritable", "permitted", "ambient")
         return {
@@ -99,9 +98,7 @@ class Gvisor(CommandTier):
             "hostname": "sandbox",
             "mounts": mounts,
             "linux": {
-                "namespaces": [
-                    {"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")
-                ]
+                "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")]
             },
         }
 

@@ -24,8 +24,8 @@ class Landlock(LocalTier):
             "a bug in the kernel that the allowed system calls reach: the kernel is shared",
             "side channels of the processor and of timing",
             "seeing the host's name, load and uptime",
-            "filling the disk for up to 0.1 s, until the watchdog sees it; and by deleted files "
-            "that stay mapped and not open, which it doesn't see",
+            "filling the disk for up to 0.1 s, until the watchdog sees it",
+            "filling it by deleted files that stay mapped and not open, which nothing sees",
             "outliving the pool where its keeper is killed by SIGKILL",
             "use of processor time by all sandboxes together, within their limits",
         ]

@@ -499,26 +499,14 @@ for path in ("/sys", "/sys/kernel", "/sys/fs/cgroup", "/proc/kpageflags", "/proc
 fd = libc.inotify_init1(0)
 if fd >= 0 and libc.inotify_add_watch(fd, b"@SECRET@", 2) >= 0: pwned("inotify")
 """,
-    "memory of threads with tables of their own": """
+    "threads with tables of descriptors of their own": """
 import threading
-kept = []
-def work():
-    libc.unshare(0x400)  # CLONE_FILES
-    for _ in range(50):
-        a, b = socket.socketpair(); kept.append((a, b)); a.setblocking(False)
-        try:
-            while True: a.send(bytes(4096))
-        except OSError: pass
-threads = [threading.Thread(target=work, daemon=True) for _ in range(30)]
-try:
-    for t in threads: t.start()
-except RuntimeError: pass
-for t in threads:
-    try: t.join(3)
-    except RuntimeError: pass
-count = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-if len(kept) * 2 > 1100: pwned(f"{len(kept)} pairs")
-os._exit(0)
+if not refused(436, 500, 600, 2): pwned("close_range")
+if not refused(272, 0x400): pwned("unshare")
+stack = ctypes.create_string_buffer(1 << 16)
+if not refused(56, 0x10900, ctypes.c_void_p(ctypes.addressof(stack) + (1 << 15)), 0, 0, 0): pwned("clone")
+thread = threading.Thread(target=os.write, args=(1, b"threads work"))
+thread.start(); thread.join()
 """,
     "swap and locked memory": """
 if libc.mlockall(3) == 0: pwned("mlockall")

@@ -57,6 +57,11 @@ def test_bytes_come_through(results):
     assert results["bytes that are no UTF-8"].stdout == bytes(range(256)) * 10
 
 
+def test_threads_still_work(results):
+    result = results["threads with tables of descriptors of their own"]
+    assert result.stdout == b"threads work"
+
+
 def test_signals_to_the_first_process_change_nothing(results):
     assert results["signals to the first process"].stdout.endswith(b"still here")
 

@@ -69,7 +69,9 @@ def attacked(host):
 
                 return dict(await asyncio.gather(*map(attack, ATTACKS)))
 
-            kept[tier] = in_tier(tier, run_all, concurrency=2, limits=Limits())
+            # Without namespaces, an ordinary user's sandboxes share one limit of processes.
+            together = 2 if os.getuid() == 0 else 1
+            kept[tier] = in_tier(tier, run_all, concurrency=together, limits=Limits())
         return kept[tier]
 
     return results

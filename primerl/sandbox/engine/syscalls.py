@@ -9,7 +9,7 @@ kernels add. Those in ``CHECKED`` are allowed for some arguments only (``seccomp
 _FILES = """
 read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 preadv:295:69
 pwritev:296:70 preadv2:327:286 pwritev2:328:287 open:2:- openat:257:56 openat2:437:437 creat:85:-
-close:3:57 close_range:436:436 stat:4:- fstat:5:80 lstat:6:- newfstatat:262:79 statx:332:291
+close:3:57 stat:4:- fstat:5:80 lstat:6:- newfstatat:262:79 statx:332:291
 access:21:- faccessat:269:48 faccessat2:439:439 lseek:8:62 dup:32:23 dup2:33:- dup3:292:24
 fcntl:72:25 flock:73:32 fsync:74:82 fdatasync:75:83
 truncate:76:45 ftruncate:77:46 getdents:78:- getdents64:217:61
@@ -80,7 +80,7 @@ _SEND = """ sendmsg:46:211 sendmmsg:307:269 """
 
 _CHECKED = """
 mmap:9:222
-clone:56:220 clone3:435:435 socket:41:198 socketpair:53:199 ioctl:16:29 prctl:157:167
+clone:56:220 clone3:435:435 close_range:436:436 socket:41:198 socketpair:53:199 ioctl:16:29 prctl:157:167
 personality:135:92 prlimit64:302:261 setpriority:141:140 sched_setaffinity:203:122
 sched_setscheduler:144:119 sched_setparam:142:118 sched_setattr:314:274
 """

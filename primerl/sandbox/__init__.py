@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from primerl.sandbox.errors import BadReply, Probe, SandboxError, SandboxUnavailable
     from primerl.sandbox.grading import Case, Verdict, grade
-    from primerl.sandbox.isolation import probe
     from primerl.sandbox.pool import SandboxPool
+    from primerl.sandbox.probing import probe
     from primerl.sandbox.repositories import TestReport, grade_repository
     from primerl.sandbox.results import Isolation, Limits, Result
     from primerl.sandbox.roots import Root
@@ -38,7 +38,7 @@ _LAZY = {
     "Verdict": "grading",
     "grade": "grading",
     "grade_repository": "repositories",
-    "probe": "isolation",
+    "probe": "probing",
     "verifiers_runtime": "verifiers_adapter",
 }
 

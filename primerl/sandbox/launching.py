@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,15 @@ class Launcher:
     async def start(
         cls,
         *,
+        way: str,
+        command: Callable[[str], list[str]],
         python: str,
         readable: list[str],
         settings: dict[str, Any],
         lease_s: float,
         start_timeout_s: float,
     ) -> "Launcher":
-        """Start a zygote.
+        """Start a zygote; ``way`` is how it makes sandboxes, ``command`` is given its folder.
 
         Raises:
             ZygoteFailed: it could not set itself up.
@@ -83,6 +86,8 @@ class Launcher:
         config = {
             "owner": os.getpid(),
             "folder": str(folder),
+            "way": way,
+            "command": command(str(folder)),
             "readable": readable,
             "settings": settings,
             "lease_s": lease_s,
@@ -120,8 +125,12 @@ class Launcher:
         """Whether the zygote can still be asked."""
         return self._connection.fileno() >= 0
 
-    async def make(self, settings: dict[str, Any]) -> tuple[socket.socket, int]:
+    async def make(
+        self, settings: dict[str, Any], *, cgroup: int | None = None
+    ) -> tuple[socket.socket, int]:
         """A new sandbox's control socket, and a handle (pidfd) of its first process.
+
+        ``cgroup`` is a descriptor of the ``cgroup.procs`` that it is to enter.
 
         Raises:
             SandboxError: the zygote is gone, or the kernel refuses.
@@ -131,7 +140,7 @@ class Launcher:
         future = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            self._say({"sandbox": number, "settings": settings})
+            self._say({"sandbox": number, "settings": settings}, [] if cgroup is None else [cgroup])
             made: tuple[socket.socket, int] = await asyncio.shield(future)
             return made
         except asyncio.CancelledError:
@@ -155,9 +164,9 @@ class Launcher:
             await asyncio.to_thread(self._process.wait)
         await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _say(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         try:
-            self._connection.send(json.dumps(message).encode())
+            socket.send_fds(self._connection, [json.dumps(message).encode()], descriptors)
         except OSError as error:
             raise SandboxError(f"the zygote can't be reached: {error}") from error
 

@@ -6,20 +6,15 @@ import os
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-import attrs
-
-from primerl.sandbox import isolation, launching
-from primerl.sandbox.errors import SandboxError, SandboxUnavailable
-from primerl.sandbox.proxy import Proxy
+from primerl.sandbox import launching, tiers
+from primerl.sandbox.errors import SandboxError
 from primerl.sandbox.results import Isolation, Limits, Result
-from primerl.sandbox.roots import Root, Roots
+from primerl.sandbox.roots import Root
 from primerl.sandbox.sessions import Session, Snapshot
-from primerl.sandbox.slots import Order, Slot
-
-HOME = "/sandbox"
-_BEATS = 4  # signs of life per lease
+from primerl.sandbox.slots import Order
+from primerl.sandbox.tiers.protocol import Ability, Options, Sandbox
 
 
 class SandboxPool:
@@ -29,7 +24,7 @@ class SandboxPool:
             result = await pool.run("print(6 * 7)", timeout_s=5)
 
     Args:
-        min_isolation: the weakest tier that will do; ``namespaces`` is the only one built in.
+        tier: how code is kept inside; see ``docs/sandbox.md``. No other is ever taken instead.
         limits: limits of each sandbox.
         concurrency: how many run at once; others wait in order of arrival. Twice the processors by
             default.
@@ -43,6 +38,8 @@ class SandboxPool:
             by default.
         allow_network: ``"host:port"`` of the servers that sandboxes may reach, through a proxy of
             the pool's; none by default.
+        image: the image of sandboxes in containers (``docker``, ``podman``, ``prime``); it needs
+            Python as ``python3``.
 
     Raises:
         SandboxUnavailable: this machine lacks what the tier needs; raised on entering.
@@ -52,7 +49,7 @@ class SandboxPool:
     def __init__(
         self,
         *,
-        min_isolation: Literal["namespaces"] = "namespaces",
+        tier: tiers.TierName = "namespaces",
         limits: Limits | None = None,
         concurrency: int | None = None,
         warm: int | None = None,
@@ -62,6 +59,7 @@ class SandboxPool:
         readable: Sequence[str] = (),
         python: str | None = None,
         allow_network: Sequence[str] = (),
+        image: str | None = None,
     ) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         self.limits = limits or Limits()
@@ -69,43 +67,31 @@ class SandboxPool:
         self._warm = self._concurrency if warm is None else warm
         if self._concurrency < 1 or starting < 1 or self._warm < 0:
             raise ValueError("concurrency and starting must be positive, warm not negative")
-        self._tier = isolation.tier(min_isolation)
-        self._starting = starting
-        self._start_timeout_s = start_timeout_s
-        self._lease_s = lease_s
         self._python = python or launching.default_python()
-        self._readable = launching.readable_paths(self._python, tuple(readable))
-        self._proxy = Proxy(allow_network) if allow_network else None
-        self._launcher: launching.Launcher | None = None
-        self._ready: deque[Slot] = deque()
-        self._alive: set[Slot] = set()
+        self._tier = tiers.choose(
+            tier,
+            Options(
+                limits=self.limits,
+                python=self._python,
+                readable=launching.readable_paths(self._python, tuple(readable)),
+                allow_network=tuple(allow_network),
+                lease_s=lease_s,
+                start_timeout_s=start_timeout_s,
+                image=image,
+            ),
+        )
+        self._starting = starting
+        self._running = False
+        self._ready: deque[Sandbox] = deque()
+        self._alive: set[Sandbox] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._refilling = 0
 
     async def __aenter__(self) -> Self:
         self._turns = asyncio.Semaphore(self._concurrency)
         self._starts = asyncio.Semaphore(self._starting)
-        self._launcher = await isolation.start(
-            self._tier,
-            python=self._python,
-            readable=self._readable,
-            settings=self._settings(),
-            lease_s=self._lease_s,
-            start_timeout_s=self._start_timeout_s,
-        )
-        self._roots = Roots(self._launcher.folder / "roots", user=self._launcher.user)
-        try:
-            self._ready.append(await self._make())
-        except SandboxError as error:
-            await self._launcher.close()
-            raise SandboxUnavailable(
-                f"sandboxes can't be made here: {error}. {isolation.WAY_OUT}",
-                await isolation.probe(self._python),
-            ) from error
-        except BaseException:
-            await self._launcher.close()
-            raise
-        self._spawn(self._give_signs_of_life())
+        await self._tier.start()
+        self._running = True
         self._refill()
         return self
 
@@ -118,20 +104,16 @@ class SandboxPool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for slot in list(self._alive):
-            slot.kill()
-        if self._proxy is not None:
-            await self._proxy.close()
-        if self._launcher is not None:
-            await self._launcher.close()
+        self._running = False
+        for sandbox in list(self._alive):
+            self._end(sandbox)
+        await self._tier.close()
 
     @property
     def isolation(self) -> Isolation:
         """What keeps code inside: the tier in force, what it stops, and what it doesn't."""
-        launcher = self._running()
-        return isolation.describe(
-            self._tier, landlock=launcher.landlock, user=launcher.user, network=self._proxy
-        )
+        self._check_running()
+        return self._tier.isolation()
 
     @property
     def alive(self) -> bool:
@@ -167,11 +149,11 @@ class SandboxPool:
             output_bytes=output_bytes,
         )
         async with self._turns:
-            slot = await self._take()
+            sandbox = await self._take()
             try:
-                return await slot.execute(order)
+                return await sandbox.execute(order)
             finally:
-                self._end(slot)
+                self._end(sandbox)
                 self._refill()
 
     @contextlib.asynccontextmanager
@@ -192,17 +174,17 @@ class SandboxPool:
         """
         if snapshot is not None:
             root = snapshot.root
-        settings: dict[str, Any] = {"lifetime_s": lifetime_s}
+        settings: dict[str, Any] = {"session": True, "lifetime_s": lifetime_s}
         if root is not None:
-            settings |= self._roots.settings(root)
-        slot = await self._make(settings)
+            settings |= root.settings
+        sandbox = await self._make(settings)
         try:
-            session = Session(self, slot, root=root)
+            session = Session(self, sandbox, root=root)
             if snapshot is not None:
                 await session.restore(snapshot)
             yield session
         finally:
-            self._end(slot)
+            self._end(sandbox)
 
     async def prepare_root(self, *layers: str | os.PathLike[str]) -> Root:
         """Make a root filesystem for sessions of one folder, or of an image's unpacked layers.
@@ -212,8 +194,14 @@ class SandboxPool:
         Raises:
             SandboxError: a layer can't be read, or the pool isn't running.
         """
-        self._running()
-        return await self._roots.prepare([os.fspath(layer) for layer in layers], make=self._make)
+        self._check_running()
+        self.check_able("roots", "root filesystems of their own")
+        return await self._tier.prepare_root([os.fspath(layer) for layer in layers])
+
+    def check_able(self, ability: Ability, what: str) -> None:
+        """Raise SandboxError if the pool's tier lacks an ability."""
+        if ability in self._tier.lacks:
+            raise SandboxError(f"sandboxes of the tier {self._tier.name!r} have no {what}")
 
     def order(
         self,
@@ -222,7 +210,7 @@ class SandboxPool:
         stdin: bytes = b"",
         files: Mapping[str, bytes] | None = None,
         environment: Mapping[str, str] | None = None,
-        folder: str = HOME,
+        folder: str = ".",
         timeout_s: float = 10.0,
         memory_bytes: int | None = None,
         output_bytes: int | None = None,
@@ -236,7 +224,8 @@ class SandboxPool:
             raise ValueError("the command is empty")
         if timeout_s <= 0 or (memory_bytes is not None and memory_bytes <= 0):
             raise ValueError("timeout_s and memory_bytes must be positive")
-        header: dict[str, Any] = {"environment": self._environment(environment), "folder": folder}
+        environment = {**self._tier.environment, **(environment or {})}
+        header: dict[str, Any] = {"environment": environment, "folder": folder}
         if isinstance(code, str):
             header["code"] = code
         else:
@@ -251,64 +240,38 @@ class SandboxPool:
             output_bytes=output_bytes or self.limits.output_bytes,
         )
 
-    async def execute(self, slot: Slot, order: Order) -> Result:
+    async def execute(self, sandbox: Sandbox, order: Order) -> Result:
         """Carry out a session's order when it is its turn among all that want to run."""
         async with self._turns:
-            return await slot.execute(order)
+            return await sandbox.execute(order)
 
     # ---- sandboxes ----
 
-    def _settings(self) -> dict[str, Any]:
-        return {
-            **attrs.asdict(self.limits),
-            "lifetime_s": 1e9,
-            "root": None,
-            "overlay": False,
-            "network": self._proxy is not None,
-            "readable": self._readable,
-        }
-
-    def _environment(self, given: Mapping[str, str] | None) -> dict[str, str]:
-        environment = {} if self._proxy is None else dict(self._proxy.environment)
-        return environment | dict(given or {})
-
-    def _running(self) -> launching.Launcher:
-        if self._launcher is None or not self._launcher.alive:
+    def _check_running(self) -> None:
+        if not self._running:
             raise SandboxError(
                 "the pool isn't running: use it as `async with SandboxPool() as pool`"
             )
-        return self._launcher
 
-    async def _make(self, settings: dict[str, Any] | None = None) -> Slot:
+    async def _make(self, settings: Mapping[str, Any] | None = None) -> Sandbox:
         """A new sandbox; as many start at once as ``starting`` allows."""
-        launcher = self._running()
+        self._check_running()
         async with self._starts:
-            async with asyncio.timeout(self._start_timeout_s):
-                control, handle = await launcher.make(settings or {})
-            slot = Slot(control, handle, self.limits)
-            self._alive.add(slot)
-            try:
-                await slot.ready(self._start_timeout_s)
-            except BaseException:
-                self._end(slot)
-                raise
-        if self._proxy is not None and slot.listener is not None:
-            self._proxy.serve(slot.listener)
-        return slot
+            sandbox = await self._tier.make(settings or {})
+        self._alive.add(sandbox)
+        return sandbox
 
-    async def _take(self) -> Slot:
+    async def _take(self) -> Sandbox:
         while self._ready:
-            slot = self._ready.popleft()
-            if slot.alive:
-                return slot
-            self._end(slot)
+            sandbox = self._ready.popleft()
+            if sandbox.alive:
+                return sandbox
+            self._end(sandbox)
         return await self._make()
 
-    def _end(self, slot: Slot) -> None:
-        if self._proxy is not None and slot.listener is not None:
-            self._proxy.forget(slot.listener)
-        slot.kill()
-        self._alive.discard(slot)
+    def _end(self, sandbox: Sandbox) -> None:
+        sandbox.kill()
+        self._alive.discard(sandbox)
 
     def _refill(self) -> None:
         """Make sandboxes until enough are ready, behind the back of whoever runs something."""
@@ -318,18 +281,11 @@ class SandboxPool:
 
     async def _add_one(self) -> None:
         try:
-            slot = await self._make()
-            self._ready.append(slot)
+            self._ready.append(await self._make())
         except (SandboxError, TimeoutError):
             pass  # whoever needs one tries again, and is told why it fails
         finally:
             self._refilling -= 1
-
-    async def _give_signs_of_life(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease_s / _BEATS)
-            if self._launcher is not None and self._launcher.alive:
-                self._launcher.renew()
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -63,6 +63,7 @@ async def grade_repository(
     """
     if not tests or not modules:
         raise ValueError("grading a repository needs tests, and the modules that they test")
+    pool.check_able("connections", "connection to one another, which this needs; use `grade`")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     limits: dict[str, Any] = {"timeout_s": timeout_s, "memory_bytes": memory_bytes}
     subject = pool.order("", files=repository, **limits)

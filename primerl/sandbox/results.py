@@ -3,7 +3,7 @@
 import attrs
 
 _FEWEST_OPEN_FILES = 64
-LIMITS = ("timeout", "memory", "output", "files", "died", "protocol")
+LIMITS = ("timeout", "memory", "output", "files", "disk", "died", "protocol")
 
 
 @attrs.frozen(kw_only=True)
@@ -12,7 +12,8 @@ class Result:
 
     ``exit`` is the exit code, negative for the number of the signal that ended the process, or
     None if a limit ended it. ``limits_hit`` has ``timeout``, ``memory``, ``output`` (stdout or
-    stderr was cut), ``files`` (too many open ones), ``died`` (the sandbox ended by itself) or
+    stderr was cut), ``files`` (too many open ones), ``disk`` (too much or too many written,
+    where no filesystem says so at once), ``died`` (the sandbox ended by itself) or
     ``protocol`` (it broke the protocol, and was ended).
     """
 

@@ -31,6 +31,11 @@ class Root:
     name: str
     copy_on_write: str
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a sandbox with this root is asked for."""
+        return {"root": self.name, "overlay": self.copy_on_write == "overlay"}
+
 
 class Roots:
     """The prepared root filesystems of a pool, in its folder."""
@@ -55,7 +60,7 @@ class Roots:
         for way in ("overlay", "copy"):
             root = Root(name=name, copy_on_write=way)
             try:
-                slot = await make(self.settings(root))
+                slot = await make(root.settings)
             except SandboxError:
                 if way == "copy":
                     raise
@@ -63,10 +68,6 @@ class Roots:
             slot.kill()
             return root
         raise AssertionError("unreachable")
-
-    def settings(self, root: Root) -> dict[str, Any]:
-        """What a sandbox with this root is asked for."""
-        return {"root": root.name, "overlay": root.copy_on_write == "overlay"}
 
 
 def merge(layers: list[str], target: Path, *, owner: int) -> None:

@@ -10,10 +10,11 @@ import attrs
 from primerl.sandbox.errors import SandboxError
 from primerl.sandbox.results import Result
 from primerl.sandbox.roots import Root
-from primerl.sandbox.slots import Order, Slot
+from primerl.sandbox.slots import Order
 
 if TYPE_CHECKING:
     from primerl.sandbox.pool import SandboxPool
+    from primerl.sandbox.tiers.protocol import Sandbox
 
 _HOME = "/sandbox"
 _MOST_SNAPSHOT_BYTES = 1 << 30
@@ -35,15 +36,15 @@ class Session:
     stay in any case.
     """
 
-    def __init__(self, pool: "SandboxPool", slot: Slot, *, root: Root | None) -> None:
+    def __init__(self, pool: "SandboxPool", sandbox: "Sandbox", *, root: Root | None) -> None:
         self._pool = pool
-        self._slot = slot
+        self._sandbox = sandbox
         self._root = root
 
     @property
     def alive(self) -> bool:
         """Whether the sandbox can still be used."""
-        return self._slot.alive
+        return self._sandbox.alive
 
     async def run(
         self,
@@ -52,12 +53,15 @@ class Session:
         stdin: bytes = b"",
         files: Mapping[str, bytes] | None = None,
         environment: Mapping[str, str] | None = None,
-        folder: str = _HOME,
+        folder: str = ".",
         timeout_s: float = 60.0,
         memory_bytes: int | None = None,
         output_bytes: int | None = None,
     ) -> Result:
-        """Run Python code (a string) in a new process, or a command (a list), in ``folder``."""
+        """Run Python code (a string) in a new process, or a command (a list), in ``folder``.
+
+        Relative paths are below the sandbox's home, which is ``/sandbox`` in most tiers.
+        """
         order = self._pool.order(
             code,
             stdin=stdin,
@@ -75,7 +79,11 @@ class Session:
 
         The value of a last expression is printed. A turn that exceeds its time or memory ends that
         Python; the next turn starts anew. Standard input is empty.
+
+        Raises:
+            SandboxError: the sandbox has ended, or its tier keeps no Python.
         """
+        self._pool.check_able("turns", "Python that keeps its state; use `run`")
         order = self._pool.order(code, timeout_s=timeout_s)
         return await self._execute(attrs.evolve(order, kind="turn"))
 
@@ -102,8 +110,10 @@ class Session:
         """A copy of the files under ``paths``: ``/sandbox`` and ``/tmp`` by default.
 
         Raises:
+            SandboxError: the sandbox has ended, or its tier has no snapshots.
             OSError: they can't be packed, or have more than 1 GiB.
         """
+        self._pool.check_able("snapshots", "snapshots")
         names = list(paths) or [_HOME, "/tmp"]
         done = await self._do(
             "pack", {"paths": names}, output_bytes=_MOST_SNAPSHOT_BYTES, timeout_s=timeout_s
@@ -121,7 +131,7 @@ class Session:
 
     async def execute_at_once(self, order: Order) -> Result:
         """Carry out an order without waiting in the pool's queue: for two sessions that talk."""
-        return await self._slot.execute(order)
+        return await self._sandbox.execute(order)
 
     async def _do(
         self,
@@ -136,9 +146,9 @@ class Session:
         return await self._execute(attrs.evolve(order, kind=kind, header=order.header | header))
 
     async def _execute(self, order: Order) -> Result:
-        if not self._slot.alive:
+        if not self._sandbox.alive:
             raise SandboxError("the session's sandbox has ended; its files are gone")
-        return await self._pool.execute(self._slot, attrs.evolve(order, keeps=True))
+        return await self._pool.execute(self._sandbox, attrs.evolve(order, keeps=True))
 
     @staticmethod
     def _checked(done: Result, what: str) -> bytes:

@@ -8,10 +8,12 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 
+from primerl.sandbox.cgroups import Cgroup
 from primerl.sandbox.engine import messages
 from primerl.sandbox.errors import BadReply, SandboxError
 from primerl.sandbox.launching import parse
@@ -39,12 +41,23 @@ class Order:
     keeps: bool = False  # the sandbox stays when there is too much output
     connection: int | None = None  # a descriptor to be stdin instead; the slot closes it
 
+    @property
+    def complete_header(self) -> dict[str, Any]:
+        """The header of the payload that goes to the sandbox."""
+        return self.header | {
+            "kind": self.kind,
+            "files": list(self.files),
+            "sizes": [len(content) for content in self.files.values()],
+        }
+
 
 class Slot:
     """A sandbox that waits for orders; it takes one at a time."""
 
     def __init__(self, control: socket.socket, handle: int, limits: Limits) -> None:
         self.listener: socket.socket | None = None
+        self.on_end: list[Callable[[], None]] = []
+        self.cgroup: Cgroup | None = None
         self._control = control
         self._handle = handle
         self._limits = limits
@@ -84,6 +97,8 @@ class Slot:
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
         self._count += 1
+        if self.cgroup is not None:
+            self.cgroup.limit_memory(order.memory_bytes)
         reply: asyncio.Future[dict[str, Any]] = loop.create_future()
         self._reply = reply
 
@@ -118,6 +133,8 @@ class Slot:
             for stream in streams:
                 stream.close()
         limits = tuple(ended["limits"])
+        if self.cgroup is not None and self.cgroup.ran_out_of_memory():
+            limits, ended = ("memory",), ended | {"exit": None}
         if "output" not in limits and any(stream.overflowed for stream in streams):
             limits += ("output",)
         return Result(
@@ -134,6 +151,8 @@ class Slot:
         """Kill the sandbox: its first process dies, and with it, all others."""
         if self._control.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._control)
+            for work in self.on_end:
+                work()
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
             self._control.close()
@@ -147,11 +166,6 @@ class Slot:
 
     def _send(self, order: Order, stdin: int, outputs: list[int]) -> None:
         """Send an order; the sandbox's ends of the streams are closed here in any case."""
-        header = order.header | {
-            "kind": order.kind,
-            "files": list(order.files),
-            "sizes": [len(content) for content in order.files.values()],
-        }
         control = {
             "id": self._count,
             "kind": "turn" if order.kind == "turn" else "job",
@@ -163,7 +177,8 @@ class Slot:
         }
         descriptors = [stdin, *outputs]
         try:
-            descriptors.insert(0, messages.payload(header, list(order.files.values())))
+            payload = messages.payload(order.complete_header, list(order.files.values()))
+            descriptors.insert(0, payload)
             socket.send_fds(self._control, [json.dumps(control).encode()], descriptors)
         except OSError:
             if self._reply is not None and not self._reply.done():

@@ -10,11 +10,17 @@ _CHUNK = 1 << 16
 class Output:
     """The host's end of one output stream: keeps at most ``limit`` bytes."""
 
-    def __init__(self, limit: int, on_overflow: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        limit: int,
+        on_overflow: Callable[[], None],
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
         self.content = bytearray()
         self.overflowed = False
         self._limit = limit
         self._on_overflow = on_overflow
+        self._on_start = on_start  # when the first byte is there
         self._loop = asyncio.get_running_loop()
         self._ours, self.theirs = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._ours, False)
@@ -30,6 +36,8 @@ class Output:
         if not chunk:
             self._stop()
             return False
+        if not self.content:
+            self._on_start()
         self.content += chunk
         if len(self.content) > self._limit:
             del self.content[self._limit :]

@@ -348,6 +348,219 @@ with open("sparse", "wb") as file:
 """,
 }
 
+# Of a second round.
+FURTHER |= {
+    "io_uring and others by number": """
+b = ctypes.create_string_buffer(4096)
+for name, number in dict(io_uring_setup=425, userfaultfd=323, memfd_secret=447, pidfd_getfd=438, process_vm_writev=311, setns=308, clone3=435, landlock_create=444, quotactl_fd=443, mount_setattr=442, set_mempolicy_home_node=450, map_shadow=453, lsm_get=459, lsm_set=460, listmount=458, setxattrat=463, getxattrat=464, open_tree_attr=467, epoll_ctl_old=214, pivot_root=155, name_to_handle=303, add_key=248, nfsservctl=180, uselib=134, vserver=236, modify_ldt=154, seccomp=317, process_mrelease=448).items():
+    if name == "map_shadow": continue
+    if not refused(number, b, b, b, b, b, b): pwned(name)
+""",
+    "clone with the parent's parent, and other flags": """
+before = os.readlink("/proc/self/ns/time") if os.path.exists("/proc/self/ns/time") else ""
+for flags in (0x10000000, 0x02000000, 0x80 | 0x10000000):
+    pid = libc.syscall(56, flags | 17, 0, 0, 0, 0)
+    if pid == 0: os._exit(0)
+    if pid > 0: pwned(hex(flags))
+# CLONE_PARENT makes a sibling: a child of the first process, which must not confuse it. Signal 0
+# as the signal of the end makes a child that an ordinary wait doesn't see.
+for flags in (0x8000 | 17, 0, 0x91):
+    pid = libc.syscall(56, flags, 0, 0, 0, 0)
+    if pid == 0:
+        if before and os.readlink("/proc/self/ns/time") != before: pwned("time")
+        time.sleep(0.2); os._exit(7)
+os.write(1, b"still here")
+""",
+    "memory of other processes by /proc": """
+for pid in [p for p in os.listdir("/proc") if p.isdigit() and int(p) not in (os.getpid(),)]:
+    for name in ("mem", "maps", "environ", "syscall", "auxv", "personality", "clear_refs", "map_files"):
+        try:
+            fd = os.open(f"/proc/{pid}/{name}", os.O_RDWR if name in ("mem",) else os.O_RDONLY); pwned((pid, name))
+        except OSError: pass
+""",
+    "prlimit, oom score and cgroup of itself": """
+for path, data in {"oom_score_adj": b"-1000", "coredump_filter": b"ff", "loginuid": b"0", "timens_offsets": b"monotonic 1 0", "cgroup": b"/", "gid_map": b"0 0 1", "projid_map": b"0 0 1"}.items():
+    try:
+        fd = os.open(f"/proc/self/{path}", os.O_WRONLY); os.write(fd, data); pwned(path)
+    except OSError: pass
+""",
+    "descriptors passed over sockets": """
+a, b = socket.socketpair()
+root = os.open("/", os.O_RDONLY)
+socket.send_fds(a, [b"x"], [root]); _, fds, _, _ = socket.recv_fds(b, 9, 4)
+for up in ("..", "../..", "../../.."):
+    try:
+        if "lost+found" in os.listdir(f"/proc/self/fd/{fds[0]}/{up}"): pwned(up)
+    except OSError: pass
+# descriptors in flight, closed on both sides, are counted nowhere
+n = 0
+try:
+    for _ in range(60000):
+        a, b = socket.socketpair(); socket.send_fds(a, [b"x"], [a.fileno(), b.fileno()]); a.close(); b.close(); n += 1
+except OSError: pass
+if n > 5000: pwned(f"{n} pairs in flight")
+""",
+    "large buffers of sockets and pipes": """
+n = 0
+kept = []
+try:
+    for _ in range(100):
+        r, w = os.pipe(); os.set_blocking(w, False); kept.append((r, w))
+        try: fcntl.fcntl(w, 1031, 1 << 20)
+        except OSError: pass
+        try:
+            while True: n += os.write(w, bytes(1 << 16))
+        except BlockingIOError: pass
+except OSError: pass
+if n > 80 << 20: pwned(f"pipes {n >> 20} MB")
+""",
+    "abstract sockets between sandboxes and the host's": r"""
+s = socket.socket(socket.AF_UNIX);
+for line in open("/proc/net/unix").read().split("\n")[1:]:
+    if "@" in line and "primerl" in line: pwned(line)
+""",
+    "TIOCLINUX and pushing on inherited terminals": """
+for fd in (0, 1, 2):
+    for request in (0x541C, 0x5412, 0x5420, 0x540E):
+        try: fcntl.ioctl(fd, request, bytes(8)); pwned((fd, hex(request)))
+        except OSError: pass
+""",
+    "fallocate and sparse files": """
+total = 0
+for k in range(40):
+    fd = os.open(f"f{k}", os.O_RDWR | os.O_CREAT)
+    try: os.posix_fallocate(fd, 0, 100 << 20); total += 100
+    except OSError: break
+    os.unlink(f"f{k}")
+if total > 300: pwned(total)
+""",
+    "names that are no text": r"""
+os.makedirs(b"/sandbox/d") if os.path.isdir("/sandbox") else os.makedirs(b"d")
+for name in (b"new\nline", b"\xff\xfe", b"-rf", b"$(id)", b"a" * 255, b"\x1b[2J"):
+    open(b"d/" + name, "w").close()
+os.write(1, b"made")
+""",
+    "hard links to what can't be written": """
+for path in (os.__file__, "/usr/bin/python3", "/etc/passwd", "/proc/self/environ"):
+    try: os.link(path, "link"); open("link", "r+").close(); pwned(path)
+    except OSError: pass
+""",
+    "attributes of what can't be written": """
+for path in (os.__file__, "/usr/bin/env", "/usr", "/etc/passwd"):
+    for what in (lambda: os.chmod(path, 0o777), lambda: os.chown(path, os.getuid(), os.getgid()), lambda: os.setxattr(path, "user.x", b"1")):
+        try: what(); pwned(path)
+        except OSError: pass
+    before = os.stat(path).st_mtime_ns
+    try: os.utime(path, (1, 1))
+    except OSError: pass
+    if os.stat(path).st_mtime_ns != before: pwned("utime " + path)
+""",
+    "escape from a root": """
+try: os.chroot("/tmp"); pwned("chroot")
+except OSError: pass
+fd = os.open("/", os.O_RDONLY | os.O_DIRECTORY)
+os.chdir("/tmp"); os.fchdir(fd)
+for _ in range(20): os.chdir("..")
+if os.path.exists("lost+found") or os.path.exists("boot"): pwned(os.listdir("."))
+""",
+    "huge environment and arguments": """
+pids = []
+for _ in range(20):
+    pid = os.fork()
+    if pid == 0:
+        try: os.execve("/bin/sleep", ["sleep", "0.5"] + [], {f"v{i}": "x" * 100000 for i in range(60)})
+        except OSError: os._exit(0)
+    pids.append(pid)
+for pid in pids: os.waitpid(pid, 0)
+os.write(1, b"done")
+""",
+    "signals to everything": """
+signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGCONT, signal.SIG_IGN)
+for target in (0, -1, -os.getpgid(0), os.getppid(), 1):
+    for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGURG):
+        try: os.kill(target, number)
+        except OSError: pass
+fd = os.open("/sandbox/x" if os.path.isdir("/sandbox") else "x", os.O_CREAT | os.O_RDWR)
+for target in (1, @PID@):
+    try: fcntl.fcntl(fd, 8, target)
+    except OSError: pass
+os.write(1, b"still here")
+""",
+    "reading the counters of the machine": """
+for number in (298, 321):
+    if not refused(number, bytes(128), 0, -1, -1, 0): pwned(number)
+for path in ("/sys", "/sys/kernel", "/sys/fs/cgroup", "/proc/kpageflags", "/proc/kpagecount", "/proc/slabinfo", "/proc/pagetypeinfo", "/proc/iomem", "/proc/vmallocinfo"):
+    try:
+        data = os.listdir(path) if os.path.isdir(path) else open(path, "rb").read(8)
+        if data and not (path == "/proc/iomem"): pwned(path)
+    except OSError: pass
+""",
+    "watching the host's files": """
+fd = libc.inotify_init1(0)
+if fd >= 0 and libc.inotify_add_watch(fd, b"@SECRET@", 2) >= 0: pwned("inotify")
+""",
+    "threads with tables of descriptors of their own": """
+import threading
+if not refused(436, 500, 600, 2): pwned("close_range")
+if not refused(272, 0x400): pwned("unshare")
+stack = ctypes.create_string_buffer(1 << 16)
+if not refused(56, 0x10900, ctypes.c_void_p(ctypes.addressof(stack) + (1 << 15)), 0, 0, 0): pwned("clone")
+thread = threading.Thread(target=os.write, args=(1, b"threads work"))
+thread.start(); thread.join()
+""",
+    "swap and locked memory": """
+if libc.mlockall(3) == 0: pwned("mlockall")
+""",
+    "files held open by sockets": """
+n, kept = 0, []
+for k in range(30):
+    a, b = socket.socketpair()
+    fd = os.open(f"g{k}", os.O_RDWR | os.O_CREAT); os.unlink(f"g{k}")
+    size = 0
+    try:
+        for _ in range(15): size += os.write(fd, bytes(1 << 20))
+        socket.send_fds(a, [b"x"], [fd]); n += size
+    except OSError: pass
+    os.close(fd); kept.append((a, b))
+if n > 250 << 20: pwned(n)
+""",
+    "pinning of processors and priorities": """
+try: os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1)); pwned("fifo")
+except OSError: pass
+try: os.nice(-5); pwned("nice")
+except OSError: pass
+""",
+    "clocks and names": """
+for number, arguments in {227: (0, bytes(16)), 170: (b"x", 1), 171: (b"x", 1), 305: (0, bytes(256)), 159: (bytes(256),), 164: (bytes(16), None)}.items():
+    if not refused(number, *arguments) and number not in (305, 159): pwned(number)
+""",
+    "copies of /dev/zero's and other devices' memory": """
+for path in ("/dev/zero", "/dev/full"):
+    try:
+        fd = os.open(path, os.O_RDWR); mmap.mmap(fd, 1 << 20, flags=mmap.MAP_SHARED); pwned(path)
+    except OSError: pass
+""",
+    "a child that outlives its session": """
+if os.fork() == 0:
+    os.setsid(); signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for _ in range(3):
+        if os.fork(): os._exit(0)
+        os.setsid()
+    os.closerange(0, 64)
+    os.execv("/usr/bin/python3", ["python3", "-S", "-c", "import time; time.sleep(300)", "@MARK@"])
+time.sleep(0.3)
+""",
+    "fork bomb that races its killers": """
+end = time.monotonic() + 20
+def bomb():
+    while time.monotonic() < end:
+        try:
+            if os.fork() == 0: os.setsid()
+        except OSError: pass
+bomb()
+""",
+}
+
 # How the result shows that an attack was stopped, where that is by a limit.
 LIMITED = {
     "infinite output": "output",

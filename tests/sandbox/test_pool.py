@@ -74,7 +74,7 @@ def test_bad_arguments(arguments):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"min_isolation": "hope"},
+        {"tier": "hope"},
         {"concurrency": 0},
         {"readable": ["relative"]},
         {"readable": ["/no/such/folder"]},
@@ -425,7 +425,7 @@ async def main():
             await session.run(["sh", "-c", "setsid nohup sleep 299.{mark} & setsid sleep 299.{mark} &"])
             task = asyncio.create_task(pool.run(["sleep", "299.{mark}"], timeout_s=600))
             await asyncio.sleep(0.3)
-            print(pool._launcher.folder, flush=True)
+            print(pool._tier.launcher.folder, flush=True)
             await task
 
 asyncio.run(main())
@@ -477,9 +477,8 @@ def test_nothing_outlives_a_crashed_owner():
 
 def test_stopped_owner_loses_its_lease():
     async def run(pool):
-        launcher = pool._launcher
-        for task in list(pool._tasks):
-            task.cancel()  # no more signs of life
+        launcher = pool._tier.launcher
+        pool._tier._beats.cancel()  # no more signs of life
         deadline = time.monotonic() + 60
         while launcher._process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -546,8 +545,8 @@ def test_owner_is_not_forked():
     """The helpers are a new program, with nothing of the owner's environment or memory."""
 
     async def run(pool):
-        command = Path(f"/proc/{pool._launcher._process.pid}/cmdline").read_bytes()
-        environment = Path(f"/proc/{pool._launcher._process.pid}/environ").read_bytes()
+        command = Path(f"/proc/{pool._tier.launcher._process.pid}/cmdline").read_bytes()
+        environment = Path(f"/proc/{pool._tier.launcher._process.pid}/environ").read_bytes()
         return command, environment
 
     command, environment = with_pool(run, concurrency=1)
@@ -559,7 +558,7 @@ def test_interrupt_of_the_terminal_does_not_reach_sandboxes():
     async def run(pool):
         task = asyncio.create_task(pool.run("import time; time.sleep(1); print('end')"))
         await asyncio.sleep(0.2)
-        os.kill(pool._launcher._process.pid, signal.SIGINT)
+        os.kill(pool._tier.launcher._process.pid, signal.SIGINT)
         return await task
 
     assert with_pool(run, concurrency=1).stdout == b"end\n"

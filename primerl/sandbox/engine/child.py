@@ -1,54 +1,56 @@
-"""The process that runs untrusted code: the last steps before it, and the code.
+"""The process that runs untrusted code: the last steps before it.
 
-Everything that touches paths or data of the sandbox happens here, also reading and writing files on
-the host's behalf: a process that can do no more than the code itself.
+It is forked from the sandbox's first process, confines itself, and waits for one order.
 """
 
 import contextlib
-import io
 import json
 import os
 import resource
-import shutil
 import signal
 import socket
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from primerl.sandbox.engine import (
-    archive,
-    interpreter,
-    kernel,
-    messages,
-    repl,
-    seccomp,
-    subject,
-    testside,
-)
+from primerl.sandbox.engine import interpreter, kernel, messages, orders, repl, seccomp
 
-REFUSED = 126  # the exit code where an order could not be carried out
 _FIRST_INHERITED = 3
 _OUT_OF_THE_WAY = 50  # above all descriptors that the first process has
 
 
 def main(
-    descriptors: list[int], order: dict[str, Any], filter_program: bytes, *, shared: bool
+    descriptor: int,
+    *,
+    filter_program: bytes,
+    confine: Callable[[], None] | None,
+    environment: dict[str, str],
+    shared: bool,
 ) -> NoReturn:
-    """Confine this process, and carry out an order: with its payload, stdin, stdout and stderr."""
-    code = REFUSED
+    """Confine this process, then wait for an order on a socket and carry it out.
+
+    With a job come its payload, stdin, stdout and stderr; with the first turn of a REPL nothing,
+    but the connection stays for its turns.
+    """
+    code = orders.REFUSED
     try:
-        payload = _arrange(descriptors)
-        _limit(order)
+        connection = socket.socket(fileno=_arrange(descriptor))
         # Unlike the first process, whose memory it has a copy of, it may be looked at: its memory
         # is counted that way.
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        if confine is not None:
+            confine()
         seccomp.install(filter_program)
         _default_signals()
-        if order["kind"] == "turn":
-            interpreter.forget_engine()
-            repl.serve(socket.socket(fileno=payload))
-        else:
-            header, contents = messages.read_payload(payload)
-            code = _carry_out(header, contents, shared=shared)
+        data, descriptors = messages.receive(connection)
+        if data:
+            order = json.loads(data)
+            _limit(order)
+            if order["kind"] == "turn":
+                interpreter.forget_engine()
+                repl.serve(connection, environment)
+            else:
+                connection.close()
+                code = _carry_out(descriptors, environment, shared=shared)
     except BaseException as error:  # nothing may return into the first process's program
         with contextlib.suppress(OSError):
             os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
@@ -56,36 +58,21 @@ def main(
         os._exit(code)
 
 
-def wait(descriptor: int, filter_program: bytes, *, shared: bool) -> NoReturn:
-    """Confine this process, then wait for the first order of a sandbox and carry it out."""
-    code = REFUSED
-    try:
-        connection = socket.socket(fileno=_arrange([descriptor]))
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
-        seccomp.install(filter_program)
-        _default_signals()
-        data, descriptors = messages.receive(connection)
-        connection.close()
-        if data:
-            _limit(json.loads(data))
-            for number, stream in enumerate(descriptors[1:]):
-                os.dup2(stream, number)
-                os.close(stream)
-            header, contents = messages.read_payload(descriptors[0])
-            code = _carry_out(header, contents, shared=shared)
-    except BaseException as error:  # as above
-        with contextlib.suppress(OSError):
-            os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
-    finally:
-        os._exit(code)
+def _carry_out(descriptors: list[int], environment: dict[str, str], *, shared: bool) -> int:
+    payload, *streams = descriptors
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    header, contents = messages.read_payload(payload)
+    return orders.carry_out(header, contents, environment, shared=shared)
 
 
-def _arrange(descriptors: list[int]) -> int:
-    """Leave open stdin, stdout, stderr and the first descriptor, whose new number is returned."""
-    first = os.dup2(descriptors[0], _OUT_OF_THE_WAY)
-    streams = descriptors[1:] or [os.open(os.devnull, os.O_RDWR)] * 3
-    for number, descriptor in enumerate(streams):
-        os.dup2(descriptor, number)
+def _arrange(descriptor: int) -> int:
+    """Leave open only a descriptor, whose new number is returned, and no streams."""
+    first = os.dup2(descriptor, _OUT_OF_THE_WAY)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(_FIRST_INHERITED):
+        os.dup2(nothing, number)
     os.closerange(_FIRST_INHERITED, first)
     os.closerange(first + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     os.setsid()
@@ -104,72 +91,3 @@ def _default_signals() -> None:
     for number in (signal.SIGPIPE, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _carry_out(header: dict[str, Any], contents: list[bytes], *, shared: bool) -> int:
-    """Do what the header says; returns the exit code."""
-    os.environ.clear()
-    os.environ.update(interpreter.ENVIRONMENT | header["environment"])
-    os.chdir(header["folder"])
-    for path, content in zip(header["files"], contents, strict=True):
-        _write(path, content)
-    kind = header["kind"]
-    if kind == "argv":
-        return _execute(header["argv"])
-    if kind == "code":
-        if not shared:  # a root filesystem with another Python
-            return _execute(["python3", "-c", header["code"]])
-        return interpreter.run(header["code"])
-    if kind == "read":
-        return _read(header["path"])
-    if kind == "write":
-        return _write_input(header["path"])
-    if kind in ("subject", "tests"):
-        interpreter.fresh_main("")
-        return _run_side(kind, header)
-    if kind == "pack":
-        return archive.pack(header["paths"])
-    return archive.unpack()
-
-
-def _run_side(kind: str, header: dict[str, Any]) -> int:
-    if kind == "subject":
-        subject.main()
-        return 0
-    return testside.main(header["modules"], header["packages"], header["files"])
-
-
-def _write(path: str, content: bytes) -> None:
-    _make_parents(path)
-    with open(path, "wb") as file:
-        file.write(content)
-
-
-def _make_parents(path: str) -> None:
-    if os.path.dirname(path):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-
-
-def _read(path: str) -> int:
-    # Opening a pipe must not wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as source:
-        if not os.path.isfile(f"/proc/self/fd/{descriptor}"):
-            raise OSError(f"{path} is not a regular file")
-        shutil.copyfileobj(source, io.FileIO(1, "w", closefd=False))
-    return 0
-
-
-def _write_input(path: str) -> int:
-    _make_parents(path)
-    with open(path, "wb") as target:
-        shutil.copyfileobj(io.FileIO(0, closefd=False), target)
-    return 0
-
-
-def _execute(argv: list[str]) -> int:
-    try:
-        os.execvp(argv[0], argv)
-    except OSError as error:
-        os.write(2, f"{argv[0]}: {error.strerror}\n".encode())
-        return 127 if isinstance(error, FileNotFoundError) else REFUSED

@@ -12,14 +12,15 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from primerl.sandbox.engine import child, kernel, messages
-from primerl.sandbox.engine.watchdog import Watchdog
+from primerl.sandbox.engine.processes import OwnNamespace, Processes, children, end
+from primerl.sandbox.engine.watchdog import Watchdog, filesystem_use
 
 _SWEEP_S = 2.0  # in which killed processes release what they hold
 _IDLE_S = 5.0
-_KILLED = -int(signal.SIGKILL)
 
 
 class _Job:
@@ -43,16 +44,23 @@ class Init:
         *,
         filter_program: bytes,
         shared: bool,
+        processes: Processes,
+        written: Callable[[], tuple[int, int]],
+        confine: Callable[[], None] | None,
     ) -> None:
         self._control = control
         self._settings = settings
         self._filter = filter_program
         self._shared = shared  # whether the interpreter's library is the one seen inside
+        self._processes = processes
+        self._written = written
+        self._confine = confine
         self._poll = select.poll()
         self._job: _Job | None = None
         self._waiting: tuple[int, socket.socket] | None = None
         self._repl: tuple[int, socket.socket] | None = None
         self._watchdog = self._new_watchdog(settings["memory_bytes"])
+        self._looks_at = 0.0
         self._ends_at = time.monotonic() + settings["lifetime_s"]
         self._busy = False  # whether any process but this one is left
 
@@ -65,6 +73,7 @@ class Init:
         signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         poll.register(wake, select.POLLIN)
+        self._prepare()
         while time.monotonic() < self._ends_at:
             ready = {fd for fd, _ in poll.poll(1000 * self._patience_s())}
             if wake in ready:
@@ -75,19 +84,26 @@ class Init:
             self._turn_ended()
             self._reap()
             self._enforce()
+            if self._settings["session"]:  # a sandbox for one run gets no second order
+                self._prepare()
 
     def _patience_s(self) -> float:
         now = time.monotonic()
         waits: list[float] = [
             self._ends_at - now,
-            self._watchdog.interval_s if self._busy else _IDLE_S,
+            self._looks_at - now if self._busy else _IDLE_S,
         ]
         if self._job is not None:
             waits.append(self._job.deadline - now)
         return max(0.0, min(waits))
 
     def _new_watchdog(self, memory_bytes: int) -> Watchdog:
-        return Watchdog(memory_bytes=memory_bytes, open_files=self._settings["all_open_files"])
+        return Watchdog(
+            memory_bytes=memory_bytes,
+            limits=self._settings,
+            processes=self._processes,
+            written=self._written,
+        )
 
     def _take_order(self) -> bool:
         """Take one order; returns whether there will be more."""
@@ -104,35 +120,49 @@ class Init:
 
     def _start(self, order: dict[str, Any], descriptors: list[int]) -> None:
         self._watchdog = self._new_watchdog(order["memory_bytes"])
+        self._looks_at = time.monotonic() + self._watchdog.interval_s
         self._busy = True
         if order["kind"] == "turn":
-            if self._waiting is not None:
-                self._waiting[1].close()  # it ends: no untrusted code may ever meet it
-                self._waiting = None
             pid = self._send_turn(order, descriptors)
             self._job = _Job(order, pid, turn=True)
             return
-        self._job = _Job(order, self._start_job(order, descriptors), turn=False)
+        pid, connection = self._take_waiting(order, descriptors)
+        connection.close()
+        self._job = _Job(order, pid, turn=False)
 
-    def _start_job(self, order: dict[str, Any], descriptors: list[int]) -> int:
-        if self._waiting is not None:
-            pid, connection = self._waiting
-            self._waiting = None
-            with connection:
-                socket.send_fds(connection, [json.dumps(order).encode()], descriptors)
-            return pid
-        pid = os.fork()
-        if pid == 0:
-            child.main(descriptors, order, self._filter, shared=self._shared)
-        return pid
+    def _take_waiting(
+        self, order: dict[str, Any], descriptors: Sequence[int] = ()
+    ) -> tuple[int, socket.socket]:
+        """Give the order to the process that waits for one."""
+        if self._waiting is None:
+            self._prepare()
+        assert self._waiting is not None
+        pid, connection = self._waiting
+        self._waiting = None
+        # A background process may have killed it: then it is reaped, which ends the job.
+        with contextlib.suppress(OSError):
+            socket.send_fds(connection, [json.dumps(order).encode()], descriptors)
+        return pid, connection
 
-    def prepare(self) -> None:
-        """Start the process for the first order before it comes: no untrusted code has run yet."""
+    def _prepare(self) -> None:
+        """Start the process for the next order before it comes, unless there is work.
+
+        It is confined already, and has no more than what code in the sandbox has anyway: a
+        background process that attacks it while it waits gains what it had.
+        """
+        if self._waiting is not None or self._job is not None:
+            return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
             ours.close()
-            child.wait(theirs.detach(), self._filter, shared=self._shared)
+            child.main(
+                theirs.detach(),
+                filter_program=self._filter,
+                confine=self._confine,
+                environment=self._settings["environment"],
+                shared=self._shared,
+            )
         theirs.close()
         self._waiting = (pid, ours)
 
@@ -140,15 +170,9 @@ class Init:
 
     def _send_turn(self, order: dict[str, Any], descriptors: list[int]) -> int:
         if self._repl is None:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            pid = os.fork()
-            if pid == 0:
-                ours.close()
-                child.main([theirs.detach()], order, self._filter, shared=self._shared)
-            theirs.close()
-            ours.setblocking(False)
-            self._poll.register(ours, select.POLLIN)
-            self._repl = (pid, ours)
+            self._repl = pid, connection = self._take_waiting(order)
+            connection.setblocking(False)
+            self._poll.register(connection, select.POLLIN)
         pid, connection = self._repl
         with contextlib.suppress(OSError):  # it has ended, or is full: the deadline decides
             socket.send_fds(connection, [messages.TURN.pack(order["id"], 0)], descriptors)
@@ -178,6 +202,16 @@ class Init:
             self._repl[1].close()
             self._repl = None
 
+    def _only_waits(self) -> bool:
+        """Whether no process is left but the one that waits for an order."""
+        left = children(str(os.getpid()))
+        return self._waiting is not None and left == [str(self._waiting[0])]
+
+    def _forget_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting[1].close()
+            self._waiting = None
+
     # ---- ends ----
 
     def _reap(self) -> None:
@@ -188,7 +222,10 @@ class Init:
                 self._busy = False
                 return
             if pid == 0:
+                self._busy = self._job is not None or not self._only_waits()
                 return
+            if self._waiting is not None and pid == self._waiting[0]:
+                self._forget_waiting()
             if self._repl is not None and pid == self._repl[0]:
                 self._forget_repl()
             if self._job is not None and pid == self._job.pid:
@@ -201,10 +238,12 @@ class Init:
 
     def _enforce(self) -> None:
         """End everything if a limit is exceeded."""
-        if not self._busy:
-            return
-        exceeded = self._watchdog.exceeded()
-        if exceeded is None and self._job is not None and time.monotonic() >= self._job.deadline:
+        now = time.monotonic()
+        exceeded = None
+        if self._busy and now >= self._looks_at:
+            exceeded = self._watchdog.exceeded()
+            self._looks_at = now + self._watchdog.interval_s
+        if exceeded is None and self._job is not None and now >= self._job.deadline:
             exceeded = "timeout"
         if exceeded is None:
             return
@@ -215,18 +254,10 @@ class Init:
     def _kill_all(self) -> None:
         """Kill every process of the sandbox but this one."""
         self._forget_repl()
-        deadline = time.monotonic() + _SWEEP_S
-        while time.monotonic() < deadline:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
-            try:
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            except ChildProcessError:
-                self._busy = False
-                return
-            time.sleep(0.001)
-        os._exit(1)  # the kernel ends what could not be ended here
+        self._forget_waiting()
+        if not end(self._processes, within_s=_SWEEP_S):
+            os._exit(1)  # the kernel ends what could not be ended here
+        self._busy = False
 
     def _reply(
         self, *, exit_code: int | None, limits: list[str], cpu_s: float, rss_bytes: int
@@ -243,12 +274,49 @@ class Init:
         self._control.send(json.dumps(reply).encode())
 
 
+def introduce(control: socket.socket, set_up: Callable[[], socket.socket | None]) -> None:
+    """Set up a sandbox in this process, and say whether it is ready; its end if it isn't.
+
+    ``set_up`` may return a socket that the owner is to listen on.
+    """
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    try:
+        listener = set_up()
+    except OSError as error:
+        failure = {"failed": str(error), "errno": error.errno or 0}
+        control.send(json.dumps(failure).encode()[: messages.LARGEST])
+        os._exit(1)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))  # a change of user clears it
+    listeners = [] if listener is None else [listener.fileno()]
+    socket.send_fds(control, [b'{"ready": true}'], listeners)
+    if listener is not None:
+        listener.close()
+
+
 def main(
-    control: socket.socket, settings: dict[str, Any], *, filter_program: bytes, shared: bool
+    control: socket.socket,
+    settings: dict[str, Any],
+    *,
+    filter_program: bytes,
+    shared: bool,
+    processes: Processes | None = None,
+    written: Callable[[], tuple[int, int]] = filesystem_use,
+    confine: Callable[[], None] | None = None,
 ) -> None:
-    """Serve one sandbox's orders to its end."""
+    """Serve one sandbox's orders to its end.
+
+    ``processes`` are all others of the sandbox, ``written`` says how many bytes and files it
+    has written, ``confine`` is called in each process that will run untrusted code.
+    """
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     sys.stdin.close()
-    init = Init(control, settings, filter_program=filter_program, shared=shared)
-    init.prepare()
+    init = Init(
+        control,
+        settings,
+        filter_program=filter_program,
+        shared=shared,
+        processes=processes or OwnNamespace(),
+        written=written,
+        confine=confine,
+    )
     init.serve()

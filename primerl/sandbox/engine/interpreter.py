@@ -23,10 +23,10 @@ ENVIRONMENT = {
 }
 
 
-def run(code: str) -> int:
+def run(code: str, home: str) -> int:
     """Run a program as its interpreter's main module; returns the exit code."""
     forget_engine()
-    module = fresh_main(code)
+    module = fresh_main(code, home)
     status = 0
     try:
         exec(compile(code, "main.py", "exec"), module.__dict__)
@@ -47,7 +47,7 @@ def run(code: str) -> int:
     return status
 
 
-def fresh_main(code: str) -> types.ModuleType:
+def fresh_main(code: str, home: str) -> types.ModuleType:
     """A new ``__main__``, with the streams, path and random numbers of an interpreter just
     started.
     """
@@ -56,7 +56,7 @@ def fresh_main(code: str) -> types.ModuleType:
     gc.enable()
     random.seed()
     sys.argv = ["main.py"]
-    sys.path.insert(0, skeleton.HOME)
+    sys.path.insert(0, home)
     sys.path_importer_cache.clear()
     streams = {name: _stream(number) for number, name in enumerate(("stdin", "stdout", "stderr"))}
     for name, stream in streams.items():

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import struct
-from typing import Any
+from typing import Any, BinaryIO
 
 LARGEST = 16384
 MOST_DESCRIPTORS = 5
@@ -39,15 +39,17 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     return data, list(descriptors)
 
 
+def packed(header: dict[str, Any], contents: list[bytes]) -> bytes:
+    """A header and contents in one piece."""
+    encoded = json.dumps(header).encode()
+    return b"".join([_LENGTH.pack(len(encoded)), encoded, *contents])
+
+
 def payload(header: dict[str, Any], contents: list[bytes]) -> int:
     """The descriptor of a file in memory that holds a header and contents; the caller closes it."""
-    encoded = json.dumps(header).encode()
     descriptor = os.memfd_create("primerl-sandbox", os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
-        file.write(_LENGTH.pack(len(encoded)))
-        file.write(encoded)
-        for content in contents:
-            file.write(content)
+        file.write(packed(header, contents))
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
 
@@ -55,6 +57,26 @@ def payload(header: dict[str, Any], contents: list[bytes]) -> int:
 def read_payload(descriptor: int) -> tuple[dict[str, Any], list[bytes]]:
     """The header and contents that ``payload`` has written; closes the descriptor."""
     with open(descriptor, "rb") as file:
-        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-        header = json.loads(file.read(length))
-        return header, [file.read(size) for size in header["sizes"]]
+        return unpacked(file)
+
+
+def unpacked(file: BinaryIO) -> tuple[dict[str, Any], list[bytes]]:
+    """The header and contents at the start of a file; what follows them isn't read.
+
+    Raises:
+        EOFError: the file ends before them.
+    """
+    (length,) = _LENGTH.unpack(_exactly(file, _LENGTH.size))
+    header = json.loads(_exactly(file, length))
+    return header, [_exactly(file, size) for size in header["sizes"]]
+
+
+def _exactly(file: BinaryIO, size: int) -> bytes:
+    parts = []
+    while size:
+        part = file.read(size)
+        if not part:
+            raise EOFError("an order was cut short")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import platform
 import resource
+import signal
 import socket
 from typing import Any
 
-from primerl.sandbox.engine import kernel, landlock, skeleton
+from primerl.sandbox.engine import init, interpreter, kernel, landlock, seccomp, skeleton, users
 
 FLAGS = (
     kernel.CLONE_NEWUSER
@@ -30,6 +32,52 @@ _SOCKET_BUFFERS = {
 }
 _MOST_SIGNALS = 256
 _MOST_LOCKED_BYTES = 65536
+
+
+class Namespaces:
+    """Sandboxes with everything of their own but the kernel: a way of the zygote's."""
+
+    flags = FLAGS
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._filter = seccomp.program(platform.machine(), sockets=True)
+        self._landlock = landlock.version() > 0
+        self.user = users.free(0)  # other than 0 only for real root, which must not own a sandbox
+        skeleton.enter_namespaces(as_root=self.user != 0)
+        # Written to through a shared mapping, /dev/zero gives memory that nothing counts.
+        devices = [name for name in skeleton.DEVICES if name != "zero" or self._landlock]
+        skeleton.build(
+            f"{config['folder']}/skeleton",
+            readable=config["readable"],
+            roots=f"{config['folder']}/roots",
+            devices=devices,
+        )
+        if self.user != 0:
+            skeleton.become_user(self.user)
+        skeleton.check_interpreter()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    def made(self, pid: int, number: int) -> None:
+        """Nothing: the kernel ends all of a sandbox with its first process."""
+
+    def reap(self) -> None:
+        """Nothing, as above."""
+
+    def become(self, control: socket.socket, settings: dict[str, Any], number: int) -> None:
+        """Turn this process into the first one of a sandbox, and serve its orders."""
+        del number
+        library = os.stat(os.__file__)
+        settings = settings | {"landlock": self._landlock, "environment": interpreter.ENVIRONMENT}
+        init.introduce(control, lambda: set_up(settings, uid=self.user, gid=self.user))
+        init.main(control, settings, filter_program=self._filter, shared=_same_library(library))
+
+
+def _same_library(before: os.stat_result) -> bool:
+    """Whether this interpreter's library is still the one under its path."""
+    try:
+        return os.path.samestat(before, os.stat(os.__file__))
+    except OSError:
+        return False
 
 
 def set_up(settings: dict[str, Any], *, uid: int, gid: int) -> socket.socket | None:
@@ -58,7 +106,7 @@ def set_up(settings: dict[str, Any], *, uid: int, gid: int) -> socket.socket | N
     kernel.raise_loopback()
     socket.sethostname("sandbox")
     listener = _listen() if settings["network"] else None
-    _limit(settings)
+    limit_all(settings)
     if settings["landlock"]:
         _confine(root=settings["root"] is not None)
     kernel.drop_capabilities()
@@ -108,7 +156,7 @@ def _listen() -> socket.socket:
     return listener
 
 
-def _limit(settings: dict[str, Any]) -> None:
+def limit_all(settings: dict[str, Any]) -> None:
     """The limits that hold for all processes; those of one job are the child's."""
     kernel.limit(resource.RLIMIT_CORE, 0)
     kernel.limit(resource.RLIMIT_NOFILE, settings["open_files"])

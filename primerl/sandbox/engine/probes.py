@@ -1,5 +1,6 @@
 """What a tier needs, tried one by one in children that end at once: never guessed from versions."""
 
+import errno
 import json
 import os
 import platform
@@ -33,6 +34,7 @@ def main() -> None:
         _tried("seccomp filter", _filter),
         _tried("pidfd", lambda: os.close(os.pidfd_open(os.getpid()))),
         _tried("landlock", _landlock),
+        _tried("landlock of version 6", _scoped_landlock),
     ]
     json.dump(rows, sys.stdout)
 
@@ -109,6 +111,11 @@ def _filter() -> None:
         os.unlink("/nonexistent-primerl")
     except FileNotFoundError:
         return
+
+
+def _scoped_landlock() -> None:
+    if landlock.version() < landlock.SCOPED_VERSION:
+        raise OSError(errno.ENOSYS, f"this kernel's Landlock is version {landlock.version()}")
 
 
 def _landlock() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from primerl.sandbox.engine import interpreter, messages
 
 
-def serve(connection: socket.socket) -> None:
+def serve(connection: socket.socket, environment: dict[str, str]) -> None:
     """Carry out turns until the connection ends; each brings its streams and its code along."""
     names: dict[str, Any] | None = None
     while True:
@@ -24,8 +24,9 @@ def serve(connection: socket.socket) -> None:
         header, contents = messages.read_payload(descriptors[0])
         if names is None:
             os.environ.clear()
-            os.environ.update(interpreter.ENVIRONMENT | header["environment"])
-            names = interpreter.fresh_main("").__dict__
+            os.environ.update(environment | header["environment"])
+            os.chdir(environment["HOME"])
+            names = interpreter.fresh_main("", environment["HOME"]).__dict__
         for path, content in zip(header["files"], contents, strict=True):
             with open(path, "wb") as file:
                 file.write(content)

@@ -21,6 +21,7 @@ _X32 = 0x40000000
 _NEWER_CALLS = 424
 
 _NAMESPACE_FLAGS = 0x7E020000 | 0x80  # the CLONE_NEW* flags, and CLONE_NEWTIME
+_CLONE_FILES, _CLONE_THREAD, _CLOSE_RANGE_CLOEXEC = 0x400, 0x10000, 4
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _PROTOCOLS = (0, 6, 17)  # the family's own, TCP, UDP
 _ANONYMOUS, _TYPE_MASK, _HUGE = 0x20, 0x0F, 0x40000
@@ -41,8 +42,12 @@ _IOCTL = (
 _Instruction = tuple[int, int, int, int]
 
 
-def program(machine: str, *, sockets: bool) -> bytes:
-    """The filter for ``machine``; without ``sockets``, only pairs of Unix sockets can be made.
+def program(machine: str, *, sockets: bool, attributes: bool = True) -> bytes:
+    """The filter for ``machine``.
+
+    Without ``sockets``, only pairs of Unix sockets can be made, and they pass no descriptors.
+    Without ``attributes``, no file's mode, owner or extended attributes can be changed, and its
+    times don't change.
 
     Raises:
         ValueError: there is no table of system calls for that architecture.
@@ -61,9 +66,9 @@ def program(machine: str, *, sockets: bool) -> bytes:
     for name, number in syscalls.checked(machine).items():
         body = _argument_check(name, sockets=sockets)
         code += [(_JUMP_EQUAL, 0, len(body), number), *body]
-    for number in syscalls.ignored(machine):
+    for number in syscalls.ignored(machine, attributes=attributes):
         code += [(_JUMP_EQUAL, 0, 1, number), _return(_ERRNO)]
-    for first, last in _ranges(syscalls.allowed(machine)):
+    for first, last in _ranges(syscalls.allowed(machine, sockets=sockets, attributes=attributes)):
         code += [
             (_JUMP_AT_LEAST, 0, 2, first),
             (_JUMP_GREATER, 1, 0, last),
@@ -90,7 +95,18 @@ def _argument_check(name: str, *, sockets: bool) -> list[_Instruction]:
     refuse = _return(_ERRNO | errno.EPERM)
     allow = _return(_ALLOW)
     if name == "clone":
-        return [_argument(0), (_JUMP_ANY_BIT, 0, 1, _NAMESPACE_FLAGS & ~0x80), refuse, allow]
+        return [
+            _argument(0),
+            (_JUMP_ANY_BIT, 0, 1, _NAMESPACE_FLAGS & ~0x80),
+            refuse,
+            # A thread shares its process's table of descriptors, where they are counted.
+            (_JUMP_ANY_BIT, 0, 2, _CLONE_THREAD),
+            (_JUMP_ANY_BIT, 1, 0, _CLONE_FILES),
+            refuse,
+            allow,
+        ]
+    if name == "close_range":  # not with CLOSE_RANGE_UNSHARE, for the same reason
+        return [*_only(2, (0, _CLOSE_RANGE_CLOEXEC), refuse), allow]
     if name == "clone3":  # its flags are behind a pointer; C libraries fall back to clone
         return [_return(_ERRNO | errno.ENOSYS)]
     if name in ("socket", "socketpair"):

@@ -48,6 +48,15 @@ def become_user(uid: int) -> None:
         raise PermissionError(f"this process could not become user {uid}")
 
 
+def check_interpreter() -> None:
+    """Raise PermissionError if this process can't read its own library."""
+    if not os.access(os.__file__, os.R_OK):
+        raise PermissionError(
+            f"sandboxes can't read the interpreter's library, {os.__file__}; name an interpreter "
+            "that every user can read, as in SandboxPool(python='/usr/bin/python3')"
+        )
+
+
 def build(
     folder: str, *, readable: Iterable[str], roots: str, devices: Iterable[str] = DEVICES
 ) -> None:

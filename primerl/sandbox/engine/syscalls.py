@@ -9,21 +9,30 @@ kernels add. Those in ``CHECKED`` are allowed for some arguments only (``seccomp
 _FILES = """
 read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 preadv:295:69
 pwritev:296:70 preadv2:327:286 pwritev2:328:287 open:2:- openat:257:56 openat2:437:437 creat:85:-
-close:3:57 close_range:436:436 stat:4:- fstat:5:80 lstat:6:- newfstatat:262:79 statx:332:291
+close:3:57 stat:4:- fstat:5:80 lstat:6:- newfstatat:262:79 statx:332:291
 access:21:- faccessat:269:48 faccessat2:439:439 lseek:8:62 dup:32:23 dup2:33:- dup3:292:24
 fcntl:72:25 flock:73:32 fsync:74:82 fdatasync:75:83
-truncate:76:45 ftruncate:77:46 fallocate:285:47 getdents:78:- getdents64:217:61
+truncate:76:45 ftruncate:77:46 getdents:78:- getdents64:217:61
 getcwd:79:17 chdir:80:49 fchdir:81:50 rename:82:- renameat:264:38 renameat2:316:276 mkdir:83:-
 mkdirat:258:34 rmdir:84:- link:86:- linkat:265:37 unlink:87:- unlinkat:263:35 symlink:88:-
-symlinkat:266:36 readlink:89:- readlinkat:267:78 chmod:90:- fchmod:91:52 fchmodat:268:53
-fchmodat2:452:452 chown:92:- fchown:93:55 lchown:94:- fchownat:260:54 umask:95:166 utime:132:-
-utimes:235:- futimesat:261:- utimensat:280:88 statfs:137:43 fstatfs:138:44 fadvise64:221:223
+symlinkat:266:36 readlink:89:- readlinkat:267:78 umask:95:166 statfs:137:43
+fstatfs:138:44 fadvise64:221:223
 readahead:187:213 sendfile:40:71 copy_file_range:326:285 splice:275:76 tee:276:77 pipe:22:-
-pipe2:293:59 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 getxattr:191:8 lgetxattr:192:9
-fgetxattr:193:10 listxattr:194:11 llistxattr:195:12 flistxattr:196:13 removexattr:197:14
-lremovexattr:198:15 fremovexattr:199:16 inotify_init:253:- inotify_init1:294:26
-inotify_add_watch:254:27 inotify_rm_watch:255:28 cachestat:451:451 mknod:133:- mknodat:259:33
+pipe2:293:59 getxattr:191:8 lgetxattr:192:9
+fgetxattr:193:10 listxattr:194:11 llistxattr:195:12 flistxattr:196:13
+inotify_init:253:- inotify_init1:294:26
+inotify_rm_watch:255:28 cachestat:451:451 mknod:133:- mknodat:259:33
 """
+
+# Refused where files are those of a disk. Landlock doesn't keep them from files that can only be
+# read, or not even that; and fallocate takes a disk's space faster than anything can look.
+_ATTRIBUTES = """
+fallocate:285:47
+chmod:90:- fchmod:91:52 fchmodat:268:53 fchmodat2:452:452 chown:92:- fchown:93:55 lchown:94:-
+fchownat:260:54 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 removexattr:197:14
+lremovexattr:198:15 fremovexattr:199:16 inotify_add_watch:254:27
+"""
+_TIMES = """utime:132:- utimes:235:- futimesat:261:- utimensat:280:88"""
 
 _WAIT = """
 poll:7:- ppoll:271:73 select:23:- pselect6:270:72 epoll_create:213:- epoll_create1:291:20
@@ -62,13 +71,16 @@ map_shadow_stack:453:453
 
 _NET = """
 bind:49:200 listen:50:201 accept:43:202 accept4:288:242 connect:42:203 getsockname:51:204
-getpeername:52:205 sendto:44:206 recvfrom:45:207 sendmsg:46:211 recvmsg:47:212 sendmmsg:307:269
-recvmmsg:299:243 setsockopt:54:208 getsockopt:55:209 shutdown:48:210
+getpeername:52:205 sendto:44:206 recvfrom:45:207 recvmsg:47:212 recvmmsg:299:243
+setsockopt:54:208 getsockopt:55:209 shutdown:48:210
 """
+
+# They can send descriptors: files that nothing holds but a socket.
+_SEND = """ sendmsg:46:211 sendmmsg:307:269 """
 
 _CHECKED = """
 mmap:9:222
-clone:56:220 clone3:435:435 socket:41:198 socketpair:53:199 ioctl:16:29 prctl:157:167
+clone:56:220 clone3:435:435 close_range:436:436 socket:41:198 socketpair:53:199 ioctl:16:29 prctl:157:167
 personality:135:92 prlimit64:302:261 setpriority:141:140 sched_setaffinity:203:122
 sched_setscheduler:144:119 sched_setparam:142:118 sched_setattr:314:274
 """
@@ -81,14 +93,20 @@ _COLUMNS = {"x86_64": 1, "aarch64": 2}
 AUDIT_NUMBERS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
-def allowed(machine: str) -> list[int]:
+def allowed(machine: str, *, sockets: bool, attributes: bool) -> list[int]:
     """Numbers of the calls that are allowed whatever their arguments are."""
-    return sorted(_numbers(_FILES + _WAIT + _MEM + _PROC + _NET, machine).values())
+    table = _FILES + _WAIT + _MEM + _PROC + _NET
+    if sockets:
+        table += _SEND
+    if attributes:
+        table += _ATTRIBUTES + _TIMES
+    return sorted(_numbers(table, machine).values())
 
 
-def ignored(machine: str) -> list[int]:
+def ignored(machine: str, *, attributes: bool) -> list[int]:
     """Numbers of the calls that succeed without doing anything."""
-    return sorted(_numbers(_IGNORED, machine).values())
+    table = _IGNORED if attributes else f"{_IGNORED} {_TIMES}"
+    return sorted(_numbers(table, machine).values())
 
 
 def checked(machine: str) -> dict[str, int]:

@@ -7,6 +7,10 @@ mappings are refused, and pipes and sockets are bounded by the number of open fi
 """
 
 import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from primerl.sandbox.engine.processes import Processes
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # Two cores that touch new pages fill about this much in a second: the next look comes before
@@ -18,31 +22,45 @@ _SHORTEST_S, _LONGEST_S = 0.004, 0.1
 class Watchdog:
     """Looks at a sandbox's use of memory, more often the closer it is to its limit."""
 
-    def __init__(self, *, memory_bytes: int, open_files: int) -> None:
+    def __init__(
+        self,
+        *,
+        memory_bytes: int,
+        limits: dict[str, Any],
+        processes: Processes,
+        written: Callable[[], tuple[int, int]],
+    ) -> None:
         self._memory_bytes = memory_bytes
-        self._open_files = open_files
+        self._limits = limits
+        self._processes = processes
+        self._written = written
         self.interval_s = _SHORTEST_S
 
     def exceeded(self) -> str | None:
-        """The limit that is exceeded now, ``memory`` or ``files``, if any."""
-        processes = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-        files = sum(_open_files(process) for process in processes)
-        if files > self._open_files:
+        """The limit that is exceeded now, ``memory``, ``files`` or ``disk``, if any."""
+        processes = self._processes.listed()
+        open_files = sum(_open_files(process) for process in processes)
+        if open_files > self._limits["all_open_files"]:
             return "files"
-        written = _written_bytes()
+        written, files = self._written()
+        if written > self._limits["disk_bytes"] or files > self._limits["files"]:
+            return "disk"
         used = written + sum(map(_resident_bytes, processes))
         if used > self._memory_bytes:  # shared pages were counted more than once
             used = written + sum(map(_proportional_bytes, processes))
         if used > self._memory_bytes:
             return "memory"
-        left_s = (self._memory_bytes - used) / _FILL_BYTES_PER_S
+        left = min(self._memory_bytes - used, self._limits["disk_bytes"] - written)
+        left_s = left / _FILL_BYTES_PER_S
         self.interval_s = min(max(left_s, _SHORTEST_S), _LONGEST_S)
         return None
 
 
-def _written_bytes() -> int:
-    status = os.statvfs("/tmp")  # the same filesystem as all other writable places
-    return (status.f_blocks - status.f_bfree) * status.f_frsize
+def filesystem_use(places: Sequence[str] = ("/tmp",)) -> tuple[int, int]:
+    """Bytes and files that the filesystems mounted at ``places`` hold, deleted ones included."""
+    found = [os.statvfs(place) for place in places]
+    size = sum((status.f_blocks - status.f_bfree) * status.f_frsize for status in found)
+    return size, sum(status.f_files - status.f_ffree for status in found)
 
 
 def _resident_bytes(process: str) -> int:

@@ -1,0 +1,152 @@
+"""Hard limits of memory and processes by control groups (version 2), where they are delegated.
+
+Delegated means: the group that this process is in, or the one above, lets it make groups below and
+give them the controllers ``memory`` and ``pids``. Under systemd, ``Delegate=yes`` does that; the
+kernel then wants processes in leaves only, so that the owner must be in a group of its own below.
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+_CONTROLLERS = ("memory", "pids")
+_OF_FIRST_PROCESS = 32 << 20  # memory that the sandbox's first process and its copies take
+_FIRST_PROCESSES = 2
+
+
+class Cgroup:
+    """The group of one sandbox."""
+
+    def __init__(self, path: Path, *, memory_bytes: int, processes: int) -> None:
+        path.mkdir()
+        self.path = path
+        try:
+            self.limit_memory(memory_bytes)
+            _write(path / "pids.max", str(processes + _FIRST_PROCESSES))
+            if (path / "memory.swap.max").exists():  # else there is no swap to limit
+                _write(path / "memory.swap.max", "0")
+            # Written to by the sandbox's first process, with the permissions of who opens it.
+            self.entrance = os.open(path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+        except OSError:
+            path.rmdir()
+            raise
+        self._kills = self._kill_count()
+
+    def limit_memory(self, memory_bytes: int) -> None:
+        """Set the limit of all processes and files of the sandbox together."""
+        _write(self.path / "memory.max", str(memory_bytes + _OF_FIRST_PROCESS))
+
+    def ran_out_of_memory(self) -> bool:
+        """Whether the kernel has killed a process for the limit since this was last asked."""
+        before, self._kills = self._kills, self._kill_count()
+        return self._kills > before
+
+    def close(self) -> None:
+        """Kill all that is in it; it can be removed when they are gone."""
+        if self.entrance >= 0:
+            os.close(self.entrance)
+            self.entrance = -1
+            with contextlib.suppress(OSError):
+                _write(self.path / "cgroup.kill", "1")
+
+    def _kill_count(self) -> int:
+        try:
+            rows = (self.path / "memory.events").read_text().split("\n")
+        except OSError:
+            return 0
+        counts = dict(row.split() for row in rows if row)
+        return int(counts.get("oom_kill", 0))
+
+
+class Cgroups:
+    """The groups of a pool's sandboxes, below one that is delegated to this process."""
+
+    def __init__(self, parent: Path) -> None:
+        self.parent = parent
+        self._closed: list[Cgroup] = []
+
+    def make(self, *, memory_bytes: int, processes: int) -> Cgroup:
+        """A new group.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        self.remove_closed()
+        path = self.parent / f"primerl-{secrets.token_hex(8)}"
+        return Cgroup(path, memory_bytes=memory_bytes, processes=processes)
+
+    def close(self, group: Cgroup) -> None:
+        """Kill what is in a group, and remove it, then or later."""
+        group.close()
+        self._closed.append(group)
+        self.remove_closed()
+
+    def remove_closed(self) -> int:
+        """Remove closed groups whose processes are gone; returns how many are left."""
+        left = []
+        for group in self._closed:
+            try:
+                group.path.rmdir()
+            except FileNotFoundError:
+                continue
+            except OSError:
+                left.append(group)
+        self._closed = left
+        return len(left)
+
+
+def delegated(
+    *, groups: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/proc/self/mountinfo")
+) -> tuple[Path | None, str]:
+    """The group below which this process may make others, or None and the reason."""
+    root = _mounted_at(mounts)
+    if root is None:
+        return None, "cgroup v2 is not mounted"
+    own = next((row[3:] for row in groups.read_text().split("\n") if row.startswith("0::")), None)
+    if own is None:
+        return None, "this process is in no group of cgroup v2"
+    group = root / own.lstrip("/")
+    reasons = []
+    for candidate in (group, group.parent):
+        reason = _reason_against(candidate) if candidate.is_relative_to(root) else "above the mount"
+        if not reason:
+            return candidate, ""
+        reasons.append(f"{candidate}: {reason}")
+    return None, "; ".join(reasons)
+
+
+def _reason_against(group: Path) -> str:
+    try:
+        offered = (group / "cgroup.controllers").read_text().split()
+        if missing := _missing(offered):
+            return f"it has no controller {missing}"
+        if not os.access(group, os.W_OK) or not os.access(group / "cgroup.procs", os.W_OK):
+            return "it belongs to somebody else"
+        enabled = (group / "cgroup.subtree_control").read_text().split()
+        if _missing(enabled):
+            _write(group / "cgroup.subtree_control", "+memory +pids")
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _missing(names: Iterable[str]) -> str:
+    return ", ".join(name for name in _CONTROLLERS if name not in names)
+
+
+def _mounted_at(mounts: Path) -> Path | None:
+    for row in mounts.read_text().split("\n"):
+        before, _, behind = row.partition(" - ")
+        if behind.startswith("cgroup2 "):
+            return Path(before.split()[4])
+    return None
+
+
+def _write(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,91 @@
+"""What an order asks for, carried out by a process that is confined already.
+
+Everything that touches paths or data of the sandbox happens here, also reading and writing files on
+the host's behalf: a process that can do no more than the code itself.
+"""
+
+import io
+import os
+import shutil
+import stat
+from typing import Any
+
+from primerl.sandbox.engine import archive, interpreter, subject, testside
+
+REFUSED = 126  # the exit code where an order could not be carried out
+
+
+def carry_out(
+    header: dict[str, Any], contents: list[bytes], environment: dict[str, str], *, shared: bool
+) -> int:
+    """Do what the header says; returns the exit code.
+
+    ``environment`` is what every process of the sandbox gets. Code runs in this interpreter if it
+    is ``shared`` with the sandbox, that is: its library is the one seen inside.
+    """
+    os.environ.clear()
+    os.environ.update(environment | header["environment"])
+    os.chdir(environment["HOME"])
+    os.chdir(header["folder"])
+    for path, content in zip(header["files"], contents, strict=True):
+        _write(path, content)
+    kind = header["kind"]
+    if kind == "argv":
+        return _execute(header["argv"])
+    if kind == "code":
+        if not shared:  # a root filesystem with another Python
+            return _execute(["python3", "-c", header["code"]])
+        return interpreter.run(header["code"], environment["HOME"])
+    if kind == "read":
+        return _read(header["path"])
+    if kind == "write":
+        return _write_input(header["path"])
+    if kind in ("subject", "tests"):
+        interpreter.fresh_main("", environment["HOME"])
+        return _run_side(kind, header)
+    if kind == "pack":
+        return archive.pack(header["paths"])
+    return archive.unpack()
+
+
+def _run_side(kind: str, header: dict[str, Any]) -> int:
+    if kind == "subject":
+        subject.main()
+        return 0
+    return testside.main(header["modules"], header["packages"], header["files"])
+
+
+def _write(path: str, content: bytes) -> None:
+    _make_parents(path)
+    with open(path, "wb") as file:
+        file.write(content)
+
+
+def _make_parents(path: str) -> None:
+    if os.path.dirname(path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+
+
+def _read(path: str) -> int:
+    # Opening a pipe must not wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as source:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        shutil.copyfileobj(source, io.FileIO(1, "w", closefd=False))
+    return 0
+
+
+def _write_input(path: str) -> int:
+    _make_parents(path)
+    with open(path, "wb") as target:
+        shutil.copyfileobj(io.FileIO(0, closefd=False), target)
+    return 0
+
+
+def _execute(argv: list[str]) -> int:
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        os.write(2, f"{argv[0]}: {error.strerror}\n".encode())
+        return 127 if isinstance(error, FileNotFoundError) else REFUSED

@@ -1,0 +1,94 @@
+"""The processes of a sandbox, as its first process finds and ends them."""
+
+import contextlib
+import os
+import resource
+import signal
+import time
+from typing import Protocol, runtime_checkable
+
+from primerl.sandbox.engine import kernel
+
+_PAUSE_S = 0.001
+
+
+@runtime_checkable
+class Processes(Protocol):
+    """All processes of a sandbox but the first."""
+
+    def listed(self) -> list[str]:
+        """Their numbers, as ``/proc`` names them."""
+        ...
+
+    def kill(self) -> None:
+        """Kill those that there are."""
+        ...
+
+
+class OwnNamespace:
+    """Those of a pid namespace, whose first process this is."""
+
+    def listed(self) -> list[str]:
+        """See ``Processes``."""
+        return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+    def kill(self) -> None:
+        """See ``Processes``."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+
+
+class Descendants:
+    """Those that this process started, where there is no namespace.
+
+    Whose parent ends becomes this process's child: nothing it starts can leave its family.
+    """
+
+    def __init__(self) -> None:
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        self._first = str(os.getpid())
+
+    def listed(self) -> list[str]:
+        """See ``Processes``."""
+        found: list[str] = []
+        parents = [self._first]
+        while parents:
+            parents = [child for parent in parents for child in children(parent)]
+            found += parents
+        return found
+
+    def kill(self) -> None:
+        """See ``Processes``. They may start none before any is killed, or new ones could escape."""
+        seen: set[str] = set()
+        while new := set(self.listed()) - seen:
+            for process in new:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    resource.prlimit(int(process), resource.RLIMIT_NPROC, (0, 0))
+            seen |= new
+        for process in self.listed():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+
+
+def children(process: str) -> list[str]:
+    """The children of a process, started by any of its threads."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with open(f"/proc/{process}/task/{thread}/children") as file:
+                found += file.read().split()
+    return found
+
+
+def end(processes: Processes, *, within_s: float) -> bool:
+    """Kill and reap all; returns whether none is left in time."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        processes.kill()
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return True
+        time.sleep(_PAUSE_S)
+    return False

@@ -1,0 +1,294 @@
+"""What the tiers have in common that run one program for each order: gVisor and containers.
+
+The program starts our guest (``engine/guest.py``) inside, which reads the order from stdin. In a
+session, the files of ``/sandbox`` are in a folder of the host's, and all else begins anew with each
+order: processes don't go on from one to the next.
+"""
+
+import asyncio
+import contextlib
+import math
+import os
+import secrets
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from primerl.sandbox.engine import messages
+from primerl.sandbox.engine.guest import READY
+from primerl.sandbox.engine.wrapped import copy_engine
+from primerl.sandbox.errors import Probe, SandboxError, SandboxUnavailable
+from primerl.sandbox.results import Isolation, Result
+from primerl.sandbox.roots import Root
+from primerl.sandbox.slots import Order
+from primerl.sandbox.streams import Input, Output
+from primerl.sandbox.tiers.protocol import Ability, Options
+
+ENGINE = "/.engine"  # where sandboxes find the guest
+GUEST = (
+    f"import sys; sys.path.insert(0, {ENGINE!r}); "
+    "from primerl.sandbox.engine import guest; guest.main()"
+)
+NOBODY = 65534
+_ENDS_LATER_S = 10.0  # the guest's own limit of time, for owners that crash
+_STOP_S = 30.0
+# Of the owner's environment, what container engines look at; none of it reaches the inside.
+_PASSED = ("PATH", "HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "CONTAINER_HOST", "STORAGE_DRIVER")
+
+
+class CommandTier:
+    """A tier that runs one program for each order."""
+
+    name: str
+    lacks: frozenset[Ability] = frozenset({"network", "roots", "turns", "connections"})
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._folder: Path | None = None
+        self._cleaning: set[asyncio.Future[None]] = set()
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """See ``Tier``."""
+        return {}
+
+    @property
+    def folder(self) -> Path:
+        """The pool's folder on the host.
+
+        Raises:
+            SandboxError: the pool isn't running.
+        """
+        if self._folder is None:
+            raise SandboxError("the pool isn't running")
+        return self._folder
+
+    def command(self, name: str, files: Path | None) -> list[str]:
+        """The program that runs a sandbox of that name, with the guest as its command.
+
+        ``files`` is a folder to be ``/sandbox``; without it, that is empty and in memory.
+        """
+        raise NotImplementedError
+
+    def removal(self, name: str) -> list[str] | None:
+        """The program that ends and removes a sandbox of that name, if one is needed."""
+        del name
+        return None
+
+    async def probes(self) -> list[Probe]:
+        """See ``Tier``."""
+        raise NotImplementedError
+
+    def isolation(self) -> Isolation:
+        """See ``Tier``."""
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        """See ``Tier``."""
+        failed = [probe for probe in await self.probes() if not probe.ok]
+        if failed:
+            raise SandboxUnavailable(f"the tier {self.name!r} can't be had here", failed)
+        self._folder = Path(tempfile.mkdtemp(prefix="primerl-sandbox-"))
+        try:
+            await asyncio.to_thread(copy_engine, self._folder / "engine")
+            self._folder.chmod(0o711)
+            await self._try()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def make(self, settings: Mapping[str, Any]) -> "CommandSandbox":
+        """See ``Tier``."""
+        files = None
+        if settings.get("session"):
+            files = self.folder / f"session-{secrets.token_hex(16)}"
+            files.mkdir()
+            files.chmod(0o777)  # whatever user the sandbox has; none else knows the name
+        ends_in_s = settings.get("lifetime_s", math.inf)
+        return CommandSandbox(self, files, ends_at=time.monotonic() + ends_in_s)
+
+    async def prepare_root(self, layers: Sequence[str]) -> Root:
+        """See ``Tier``."""
+        raise NotImplementedError(self.name)
+
+    async def close(self) -> None:
+        """See ``Tier``."""
+        await asyncio.gather(*self._cleaning, return_exceptions=True)
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+            self._folder = None
+
+    def clean(self, name: str, files: Path | None) -> None:
+        """Remove what an ended sandbox leaves, behind the caller's back."""
+        removal = self.removal(name)
+
+        def work() -> None:
+            if removal is not None:
+                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                    subprocess.run(removal, capture_output=True, timeout=_STOP_S)
+            if files is not None:
+                shutil.rmtree(files, ignore_errors=True)
+
+        if removal is not None or files is not None:
+            task = asyncio.ensure_future(asyncio.to_thread(work))
+            self._cleaning.add(task)
+            task.add_done_callback(self._cleaning.discard)
+
+    async def _try(self) -> None:
+        sandbox = await self.make({})
+        order = Order(
+            kind="argv",
+            header={"argv": ["true"], "environment": {}, "folder": "."},
+            files={},
+            stdin=b"",
+            timeout_s=self.options.start_timeout_s,
+            memory_bytes=self.options.limits.memory_bytes,
+            output_bytes=4096,
+        )
+        try:
+            done = await sandbox.execute(order)
+            if not done.ok:
+                raise SandboxError(f"{done.limits_hit or done.exit}: {done.stderr!r:.300}")
+        except SandboxError as error:
+            raise SandboxUnavailable(
+                f"the tier {self.name!r} can't make sandboxes here: {error}",
+                [Probe(name="run", message=str(error))],
+            ) from error
+
+
+class CommandSandbox:
+    """A name, perhaps a folder, and the program that runs while there is an order."""
+
+    def __init__(self, tier: CommandTier, files: Path | None, *, ends_at: float) -> None:
+        self._tier = tier
+        self._files = files
+        self._ends_at = ends_at
+        self._process: subprocess.Popen[bytes] | None = None
+        self._name = ""
+        self._ended = False
+
+    @property
+    def alive(self) -> bool:
+        """See ``Sandbox``."""
+        return not self._ended and time.monotonic() < self._ends_at
+
+    async def execute(self, order: Order) -> Result:
+        """See ``Sandbox``."""
+        loop = asyncio.get_running_loop()
+        started = time.perf_counter()
+        begun: asyncio.Future[None] = loop.create_future()
+        over: asyncio.Future[str] = loop.create_future()
+
+        def end(reason: str) -> None:
+            if not over.done():
+                over.set_result(reason)
+
+        def begin() -> None:
+            if not begun.done():
+                begun.set_result(None)
+
+        given = Input(messages.packed(self._header(order), [*order.files.values()]) + order.stdin)
+        outputs = [
+            Output(order.output_bytes + len(READY), lambda: end("output"), begin),
+            Output(order.output_bytes, lambda: end("output")),
+        ]
+        handle = -1
+        try:
+            handle = await self._start(given, outputs)
+            loop.add_reader(handle, end, "")
+            limit_s = min(order.timeout_s, self._ends_at - time.monotonic())
+            reason = await _first(begun, over, self._tier.options.start_timeout_s, limit_s)
+            self._stop()
+            assert self._process is not None
+            code = await asyncio.to_thread(self._process.wait)
+            stdout, stderr = (output.finish() for output in outputs)
+        finally:
+            self._stop()
+            if handle >= 0:
+                loop.remove_reader(handle)
+                os.close(handle)
+            given.close()
+            for output in outputs:
+                output.close()
+        if not stdout.startswith(READY):
+            said = stderr.decode(errors="replace").strip()
+            raise SandboxError(f"the tier {self._tier.name!r} started no sandbox: {said[-500:]}")
+        overflowed = any(output.overflowed for output in outputs)
+        limits = ("output",) if overflowed else (reason,) if reason else ()
+        return Result(
+            stdout=stdout[len(READY) :],
+            stderr=stderr,
+            exit=None if reason else code,
+            limits_hit=limits,
+            wall_s=time.perf_counter() - started,
+        )
+
+    def kill(self) -> None:
+        """See ``Sandbox``."""
+        self._stop()
+        if not self._ended:
+            self._ended = True
+            self._tier.clean(self._name, self._files)
+
+    async def _start(self, given: Input, outputs: Sequence[Output]) -> int:
+        """Start the program; returns a handle of it."""
+        self._name = f"primerl-{secrets.token_hex(8)}"
+        theirs = [given.theirs, *(output.theirs for output in outputs)]
+        start = asyncio.to_thread(
+            _start_process, self._tier.command(self._name, self._files), theirs
+        )
+        try:
+            self._process = await asyncio.shield(asyncio.ensure_future(start))
+        except OSError as error:
+            raise SandboxError(f"the tier {self._tier.name!r}: {error}") from error
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
+        return os.pidfd_open(self._process.pid)
+
+    def _stop(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            self._tier.clean(self._name, None)
+
+    def _header(self, order: Order) -> dict[str, Any]:
+        limits = self._tier.options.limits
+        seconds = math.ceil(order.timeout_s) * limits.processes
+        rlimits = {
+            "RLIMIT_AS": limits.address_space_bytes or order.memory_bytes,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_CPU": seconds,
+            "RLIMIT_FSIZE": limits.disk_bytes,
+            "RLIMIT_NOFILE": limits.open_files,
+        }
+        ends_in_s = order.timeout_s + _ENDS_LATER_S
+        return order.complete_header | {"rlimits": rlimits, "ends_in_s": ends_in_s}
+
+
+async def _first(
+    begun: "asyncio.Future[None]", over: "asyncio.Future[str]", start_s: float, limit_s: float
+) -> str:
+    """Why an order is over: a limit, or an empty string if its program has ended."""
+    either: list[asyncio.Future[Any]] = [begun, over]
+    await asyncio.wait(either, timeout=start_s, return_when=asyncio.FIRST_COMPLETED)
+    if not begun.done() and not over.done():
+        raise SandboxError(f"a sandbox did not start within {start_s} s")
+    await asyncio.wait([over], timeout=max(0.0, limit_s))
+    return over.result() if over.done() else "timeout"
+
+
+def _start_process(command: list[str], streams: Sequence[int]) -> subprocess.Popen[bytes]:
+    stdin, stdout, stderr = streams
+    return subprocess.Popen(
+        command,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        env={name: os.environ[name] for name in _PASSED if name in os.environ},
+        cwd="/",
+        start_new_session=True,
+    )

@@ -1,0 +1,119 @@
+"""A tier of gVisor (``runsc``): a kernel of its own, in user space, for each order."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from primerl.sandbox.engine import skeleton
+from primerl.sandbox.errors import Probe
+from primerl.sandbox.results import Isolation
+from primerl.sandbox.tiers import programs
+from primerl.sandbox.tiers.commands import ENGINE, GUEST, NOBODY, CommandTier
+
+
+class Gvisor(CommandTier):
+    """``runsc run`` of a bundle; never ``runsc do``, which shows the host's files."""
+
+    name = "gvisor"
+
+    def command(self, name: str, files: Path | None) -> list[str]:
+        """See ``CommandTier``; it also writes the bundle."""
+        bundle = self.folder / "bundles" / name
+        root = bundle / "rootfs"
+        for path in ("dev", "proc", "tmp", "sandbox", ENGINE.lstrip("/")):
+            (root / path).mkdir(parents=True)
+        for path in self.options.readable:
+            _make_place(path, root)
+        (bundle / "config.json").write_text(json.dumps(self._configuration(files)))
+        return [*self._runsc(), "run", "--bundle", str(bundle), name]
+
+    def removal(self, name: str) -> list[str] | None:
+        """See ``CommandTier``."""
+        return [*self._runsc(), "delete", "--force", name]
+
+    async def probes(self) -> list[Probe]:
+        """See ``Tier``."""
+        return [await programs.answers("runsc", "--version")]
+
+    def isolation(self) -> Isolation:
+        """See ``Tier``."""
+        return Isolation(
+            tier=self.name,
+            shared_kernel=False,
+            memory="an address space of at most the limit for each process, their sum unlimited",
+            user=f"user {NOBODY} of gVisor's kernel",
+            layers=("gVisor's kernel in user space", "read-only root", "no capabilities"),
+            stops=(
+                "system calls of the host's kernel: gVisor answers them",
+                "reading and writing the host's files",
+                "network: no network",
+                "seeing, signalling and tracing the host's processes and other sandboxes",
+                "more time and output than allowed",
+            ),
+            does_not_stop=(
+                "a bug in gVisor, followed by one in the kernel",
+                "more processes and files, and memory of all processes together, than allowed",
+                "in sessions, more disk than allowed",
+                "side channels of the processor and of timing",
+                "reading the listed read-only folders",
+            ),
+        )
+
+    def _runsc(self) -> list[str]:
+        options = ["--root", str(self.folder / "runsc"), "--network=none", "--ignore-cgroups"]
+        if os.getuid() != 0:
+            options.append("--rootless")
+        return [programs.find("runsc") or "runsc", *options]
+
+    def _configuration(self, files: Path | None) -> dict[str, Any]:
+        """The bundle's configuration, by the runtime specification of the OCI."""
+        user = NOBODY if os.getuid() == 0 else 0  # rootless, only one user is mapped
+        space = ["nosuid", "nodev", f"size={self.options.limits.disk_bytes}", "mode=1777"]
+        mounts = [
+            _mount("proc", "/proc", "proc"),
+            _mount("tmpfs", "/dev", "tmpfs"),
+            _mount("tmpfs", "/tmp", "tmpfs", *space),
+            _mount(f"{self.folder}/engine", ENGINE, "bind", "rbind", "ro"),
+        ]
+        if files is None:
+            mounts.append(_mount("tmpfs", skeleton.HOME, "tmpfs", *space))
+        else:
+            mounts.append(_mount(str(files), skeleton.HOME, "bind", "rbind", "rw"))
+        shown = [path for path in self.options.readable if not os.path.islink(path)]
+        mounts += [_mount(path, path, "bind", "rbind", "ro") for path in shown]
+        nothing: list[str] = []
+        names = ("bounding", "effective", "inheritable", "permitted", "ambient")
+        return {
+            "ociVersion": "1.0.0",
+            "process": {
+                "user": {"uid": user, "gid": user},
+                "args": [self.options.python, "-I", "-c", GUEST],
+                "env": ["PATH=/usr/bin:/bin", "LANG=C.UTF-8"],
+                "cwd": skeleton.HOME,
+                "capabilities": dict.fromkeys(names, nothing),
+                "noNewPrivileges": True,
+            },
+            "root": {"path": "rootfs", "readonly": True},
+            "hostname": "sandbox",
+            "mounts": mounts,
+            "linux": {
+                "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")]
+            },
+        }
+
+
+def _mount(source: str, target: str, kind: str, *options: str) -> dict[str, Any]:
+    return {"destination": target, "type": kind, "source": source, "options": [*options]}
+
+
+def _make_place(path: str, root: Path) -> None:
+    """Make the link, or what ``path`` is mounted on, in the bundle's root."""
+    place = root / path.lstrip("/")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.islink(path):
+        place.symlink_to(os.readlink(path))
+    elif os.path.isdir(path):
+        place.mkdir(exist_ok=True)
+    else:
+        place.touch()

@@ -1,0 +1,237 @@
+"""What the tiers have in common whose sandboxes a zygote makes on this machine."""
+
+import asyncio
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from primerl.sandbox import launching
+from primerl.sandbox.cgroups import Cgroup, Cgroups, delegated
+from primerl.sandbox.errors import Probe, SandboxError, SandboxUnavailable
+from primerl.sandbox.roots import Root
+from primerl.sandbox.slots import Slot
+from primerl.sandbox.tiers.protocol import Ability, Options
+
+_WATCHDOG = (
+    "rlimits for each process, and a watchdog for all processes and files together, which looks "
+    "every 4 to 100 ms, so that a sandbox can pass its limit for that long. Kernel memory of "
+    "pipes, sockets and processes is bounded by their number, not counted"
+)
+_CGROUP = (
+    "a control group of its own, whose limits of memory and processes are hard and count kernel "
+    "memory, too; before it, rlimits and a watchdog"
+)
+WAY_OUT = (
+    "Ways out: on a Linux host, allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+    "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces above 0); in Docker, "
+    "run with --security-opt seccomp=unconfined --security-opt systempaths=unconfined (and "
+    "apparmor=unconfined), in Kubernetes with procMount: Unmasked, a seccompProfile that allows "
+    "unshare, and hostUsers: false; run environments on another machine; or choose another tier "
+    "(tier='landlock' needs no namespaces, and stops less)"
+)
+_BEATS = 4  # signs of life per lease
+_PROBE_PROGRAM = (
+    "import sys; sys.path.insert(0, {source!r}); "
+    "from primerl.sandbox.engine import probes; probes.main()"
+)
+_PROBES_TAKE_S = 30.0
+_GROUPS_GO_S = 5.0
+
+
+class LocalTier:
+    """A tier whose sandboxes are made by a zygote."""
+
+    name: str
+    way: str  # of the zygote's
+    lacks: frozenset[Ability] = frozenset()
+    needs: frozenset[str] = frozenset()  # names of the engine's probes; all of them if empty
+    network = False
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._launcher: launching.Launcher | None = None
+        self._beats: asyncio.Task[None] | None = None
+        self._cgroups: Cgroups | None = None
+        self._why_no_cgroups = ""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """See ``Tier``."""
+        return {}
+
+    @property
+    def launcher(self) -> launching.Launcher:
+        """The owner's end of the zygote.
+
+        Raises:
+            SandboxError: the pool isn't running.
+        """
+        if self._launcher is None or not self._launcher.alive:
+            raise SandboxError(
+                "the pool isn't running: use it as `async with SandboxPool() as pool`"
+            )
+        return self._launcher
+
+    def command(self, folder: str) -> list[str]:
+        """The program that makes a sandbox, for the way ``command``."""
+        del folder
+        return []
+
+    async def start(self) -> None:
+        """See ``Tier``."""
+        if not sys.platform.startswith("linux"):
+            raise SandboxUnavailable(
+                f"the tier {self.name!r} needs Linux, and this is {sys.platform}: run the worker "
+                "on a Linux machine, or in a Linux virtual machine (on macOS: Lima, Colima or "
+                f"Docker Desktop's, with these settings). {WAY_OUT}",
+                [Probe(name="Linux", message=f"this is {sys.platform}")],
+            )
+        try:
+            self._launcher = await launching.Launcher.start(
+                way=self.way,
+                command=self.command,
+                python=self.options.python,
+                readable=[*self.options.readable],
+                settings=self._settings(),
+                lease_s=self.options.lease_s,
+                start_timeout_s=self.options.start_timeout_s,
+            )
+        except launching.ZygoteFailed as error:
+            failed = Probe(name="start", errno=error.errno, message=str(error))
+            raise SandboxUnavailable(
+                f"the tier {self.name!r} can't be had here: {error}. {WAY_OUT}",
+                [failed, *await self.probes()],
+            ) from error
+        self._beats = asyncio.get_running_loop().create_task(self._give_signs_of_life())
+        try:
+            await self._try()
+        except SandboxError as error:
+            await self.close()
+            raise SandboxUnavailable(
+                f"the tier {self.name!r} can't make sandboxes here: {error}. {WAY_OUT}",
+                await self.probes(),
+            ) from error
+        except BaseException:
+            await self.close()
+            raise
+
+    async def make(self, settings: Mapping[str, Any]) -> Slot:
+        """See ``Tier``."""
+        launcher, limits = self.launcher, self.options.limits
+        cgroup = None
+        if self._cgroups is not None:
+            cgroup = self._cgroups.make(
+                memory_bytes=limits.memory_bytes, processes=limits.processes
+            )
+        try:
+            async with asyncio.timeout(self.options.start_timeout_s):
+                control, handle = await launcher.make(
+                    dict(settings), cgroup=None if cgroup is None else cgroup.entrance
+                )
+        except BaseException:
+            self._close_cgroup(cgroup)
+            raise
+        slot = Slot(control, handle, limits)
+        slot.cgroup = cgroup
+        slot.on_end.append(functools.partial(self._close_cgroup, cgroup))
+        await slot.ready(self.options.start_timeout_s)
+        return slot
+
+    async def prepare_root(self, layers: Sequence[str]) -> Root:
+        """See ``Tier``."""
+        raise NotImplementedError(self.name)
+
+    async def close(self) -> None:
+        """See ``Tier``."""
+        if self._beats is not None:
+            self._beats.cancel()
+            await asyncio.gather(self._beats, return_exceptions=True)
+        if self._launcher is not None:
+            await self._launcher.close()
+        await self._remove_cgroups()
+
+    async def probes(self) -> list[Probe]:
+        """See ``Tier``."""
+        found = await kernel_probes(self.options.python)
+        return [probe for probe in found if not self.needs or probe.name in self.needs]
+
+    def memory(self) -> str:
+        """How memory is limited."""
+        if self._cgroups is not None:
+            return _CGROUP
+        return f"{_WATCHDOG}. No cgroup is used: {self._why_no_cgroups}"
+
+    async def _try(self) -> None:
+        """Make a sandbox to see that it can be done: in a control group, else without."""
+        found, self._why_no_cgroups = delegated()
+        if found is not None:
+            self._cgroups = Cgroups(found)
+            try:
+                (await self.make({})).kill()
+            except (OSError, SandboxError) as error:
+                self._cgroups, self._why_no_cgroups = None, str(error)
+        if self._cgroups is None:
+            (await self.make({})).kill()
+
+    def _close_cgroup(self, cgroup: Cgroup | None) -> None:
+        if cgroup is not None and self._cgroups is not None:
+            self._cgroups.close(cgroup)
+
+    async def _remove_cgroups(self) -> None:
+        deadline = time.monotonic() + _GROUPS_GO_S
+        while self._cgroups is not None and self._cgroups.remove_closed():
+            if time.monotonic() > deadline:
+                return
+            await asyncio.sleep(0.01)
+
+    def user(self) -> str:
+        """Whom the code belongs to."""
+        user = self.launcher.user
+        return f"user {user}, whom no account has" if user else f"user {os.getuid()}"
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            **attrs.asdict(self.options.limits),
+            "session": False,
+            "lifetime_s": 1e9,
+            "root": None,
+            "overlay": False,
+            "network": self.network,
+            "readable": [*self.options.readable],
+        }
+
+    async def _give_signs_of_life(self) -> None:
+        while True:
+            await asyncio.sleep(self.options.lease_s / _BEATS)
+            if self._launcher is not None and self._launcher.alive:
+                self._launcher.renew()
+
+
+async def kernel_probes(python: str) -> list[Probe]:
+    """Try what the tiers need of the kernel, in processes of their own.
+
+    Raises:
+        SandboxError: the probes themselves can't be run.
+    """
+    program = _PROBE_PROGRAM.format(source=str(Path(__file__).parents[3]))
+    try:
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [python, "-I", "-c", program],
+            capture_output=True,
+            timeout=_PROBES_TAKE_S,
+            env={"PATH": "/usr/bin:/bin"},
+            check=True,
+        )
+        rows = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise SandboxError(f"the probes can't be run: {error}") from error
+    return [Probe(name=name, errno=number, message=message) for name, number, message in rows]

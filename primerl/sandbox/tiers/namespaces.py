@@ -1,0 +1,81 @@
+"""The default tier: Linux namespaces of our own making, with no program but Python."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from primerl.sandbox.proxy import Proxy
+from primerl.sandbox.results import Isolation
+from primerl.sandbox.roots import Root, Roots
+from primerl.sandbox.slots import Slot
+from primerl.sandbox.tiers.local import LocalTier
+from primerl.sandbox.tiers.protocol import Options
+
+
+class Namespaces(LocalTier):
+    """User, pid, mount, network, ipc, uts and cgroup namespaces, a filter of system calls, and
+    Landlock where there is it.
+    """
+
+    name = "namespaces"
+    way = "namespaces"
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._proxy = Proxy(options.allow_network) if options.allow_network else None
+        self.network = self._proxy is not None
+        self._roots: Roots | None = None
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """See ``Tier``."""
+        return {} if self._proxy is None else self._proxy.environment
+
+    async def make(self, settings: Mapping[str, Any]) -> Slot:
+        """See ``Tier``."""
+        slot = await super().make(settings)
+        if self._proxy is not None and slot.listener is not None:
+            slot.on_end.append(functools.partial(self._proxy.forget, slot.listener))
+            self._proxy.serve(slot.listener)
+        return slot
+
+    async def prepare_root(self, layers: Sequence[str]) -> Root:
+        """See ``Tier``."""
+        if self._roots is None:
+            self._roots = Roots(self.launcher.folder / "roots", user=self.launcher.user)
+        return await self._roots.prepare([*layers], make=super().make)
+
+    async def close(self) -> None:
+        """See ``Tier``."""
+        if self._proxy is not None:
+            await self._proxy.close()
+        await super().close()
+
+    def isolation(self) -> Isolation:
+        """See ``Tier``."""
+        layers = ["namespaces (user, pid, mount, net, ipc, uts, cgroup)", "read-only root"]
+        layers += ["seccomp", "no capabilities", "rlimits"]
+        reachable = "no network"
+        if self._proxy is not None:
+            reachable = f"no network but {', '.join(self._proxy.allowed)}, through a proxy"
+        return Isolation(
+            tier=self.name,
+            shared_kernel=True,
+            memory=self.memory(),
+            user=self.user(),
+            layers=(*layers, *(["landlock"] if self.launcher.landlock else [])),
+            stops=(
+                "reading and writing the host's files",
+                f"network: {reachable}",
+                "seeing, signalling and tracing the host's processes and other sandboxes",
+                "system calls off a list of about 240",
+                "more processes, files, memory, time and output than allowed",
+                "outliving its owner",
+            ),
+            does_not_stop=(
+                "a bug in the kernel that the allowed system calls reach: the kernel is shared",
+                "side channels of the processor and of timing",
+                "use of processor time by all sandboxes together, within their limits",
+                "reading the listed read-only folders",
+            ),
+        )

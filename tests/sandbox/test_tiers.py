@@ -1,0 +1,286 @@
+# ruff: noqa: E501 - programs for sandboxes
+"""The same attacks in the tiers other than the default, and what else each of them promises."""
+
+import asyncio
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from sandbox_attacks import FURTHER, LIMITED, LISTED, PRELUDE
+from sandboxed import processes_with
+
+from primerl.sandbox import Limits, SandboxError, SandboxPool, SandboxUnavailable, probe
+
+ATTACKS = LISTED | FURTHER
+LOCAL = ["landlock", "bubblewrap", "nsjail"]
+# What a tier doesn't stop, as `pool.isolation` and docs/sandbox.md say.
+NOT_STOPPED = {
+    "landlock": {"existence of the host's files", "descriptor of a folder above"},
+    "bubblewrap": set(),
+    "nsjail": {"writing to /proc"},  # it reads some of what /proc says of the host
+}
+# Where no filesystem has a limit of its own, the watchdog ends what writes too much.
+WATCHED = {
+    "landlock": {"disk", "inodes", "fallocate and sparse files"},
+    "bubblewrap": {"disk", "inodes"},
+    "nsjail": {"disk"},
+}
+
+
+def everybodys_python():
+    """An interpreter that sandboxes can read, whoever they belong to."""
+    own = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    closed = [path for path in Path(own).parents if not path.stat().st_mode & stat.S_IXOTH]
+    return "/usr/bin/python3" if closed else own
+
+
+def in_tier(tier, work, **arguments):
+    """The result of ``work`` with a pool; a skip, with the reasons, where there is none."""
+
+    async def run():
+        async with SandboxPool(tier=tier, python=everybodys_python(), **arguments) as pool:
+            return await work(pool)
+
+    try:
+        return asyncio.run(run())
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def attacked(host):
+    """Results of all attacks by tier, each carried out once."""
+    kept = {}
+
+    def results(tier):
+        if tier not in kept:
+
+            async def run_all(pool):
+                async def attack(name):
+                    code = PRELUDE + ATTACKS[name]
+                    for mark, value in host.items():
+                        code = code.replace(mark, value)
+                    limit_s = 1.0 if LIMITED.get(name) == "timeout" else 90.0
+                    return name, await pool.run(code, timeout_s=limit_s)
+
+                return dict(await asyncio.gather(*map(attack, ATTACKS)))
+
+            # Without namespaces, an ordinary user's sandboxes share one limit of processes.
+            together = 2 if os.getuid() == 0 else 1
+            kept[tier] = in_tier(tier, run_all, concurrency=together, limits=Limits())
+        return kept[tier]
+
+    return results
+
+
+@pytest.mark.parametrize("tier", LOCAL)
+def test_attacks_are_stopped(attacked, host, tier):
+    worked, limits = set(), {}
+    for name, result in attacked(tier).items():
+        if b"PWNED" in result.stdout:
+            worked.add(name)
+        if result.limits_hit != ((LIMITED[name],) if name in LIMITED else ()):
+            limits[name] = result.limits_hit
+    assert worked <= NOT_STOPPED[tier]
+    assert set(limits) <= WATCHED[tier], limits
+    assert set(limits.values()) <= {("disk",)}
+    assert not processes_with(host["@MARK@"])
+
+
+@pytest.mark.parametrize("tier", LOCAL)
+def test_sessions(tier):
+    async def work(pool):
+        async with pool.session() as session:
+            await session.write("notes/a", bytes(range(256)))
+            assert await session.read("notes/a") == bytes(range(256))
+            await session.python("x = 20")
+            slow = await session.run("import time; time.sleep(60)", timeout_s=0.5)
+            assert slow.limits_hit == ("timeout",)
+            assert (await session.run(["ls"], folder="notes")).stdout == b"a\n"
+            with pytest.raises(SandboxError, match="root filesystems"):
+                await pool.prepare_root("/usr")
+            return await session.python("x")
+
+    assert in_tier(tier, work, concurrency=1).exit == 1  # that Python ended with the timeout
+
+
+@pytest.mark.parametrize("tier", LOCAL)
+def test_nothing_outlives_an_owner(tier):
+    """The owner is killed at work; so are all of its sandboxes, daemons too."""
+    in_tier(tier, lambda pool: pool.run("pass"), concurrency=1)
+    mark = f"298.{os.getpid()}{LOCAL.index(tier)}"
+    program = f"""
+import asyncio
+from primerl.sandbox import SandboxPool
+async def main():
+    async with SandboxPool(tier={tier!r}, python={everybodys_python()!r}, concurrency=1) as pool:
+        async with pool.session() as session:
+            await session.run(["sh", "-c", "setsid sleep {mark} & setsid sh -c 'setsid sleep {mark} &' &"])
+            print(pool._tier.launcher.folder, flush=True)
+            await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        env=dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2])),
+    )
+    with owner:
+        folder = owner.stdout.readline().decode().strip()
+        worked = bool(processes_with(mark))
+        owner.kill()
+    assert folder
+    assert worked
+    deadline = time.monotonic() + 60
+    while (processes_with(mark) or os.path.exists(folder)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not processes_with(mark)
+    assert not os.path.exists(folder)
+
+
+def test_folders_of_ended_sandboxes_are_removed():
+    async def work(pool):
+        for _ in range(5):
+            assert (await pool.run("open('x', 'w').write('x')")).ok
+        folder = Path(pool._tier.launcher.folder) / "sandboxes"
+        deadline = time.monotonic() + 60
+        while len(list(folder.iterdir())) > 1 and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        return len(list(folder.iterdir()))
+
+    assert in_tier("landlock", work, concurrency=1, warm=1) <= 1
+
+
+def test_landlocked_sandboxes_do_not_see_each_other():
+    async def work(pool):
+        async with pool.session() as first, pool.session() as second:
+            await first.write("secret", b"of the first")
+            path = (await first.run(["pwd"])).stdout.decode().strip()
+            started = await first.run(["sh", "-c", "sleep 600 & echo $!"])
+            pid = started.stdout.decode().strip()
+            killed = await second.run(["kill", "-9", pid])
+            read = await second.run(["cat", f"{path}/secret"])
+            return read, killed, os.path.exists(f"/proc/{pid}")
+
+    read, killed, alive = in_tier("landlock", work, concurrency=1)
+    assert read.exit == 1
+    assert b"ermission denied" in read.stderr
+    assert killed.exit == 1
+    assert alive
+
+
+# ---- tiers that run a program for each order ----
+
+# Takes the place of docker: notes how it was called, and runs the guest here, without isolation.
+ENGINE = """#!{python}
+import json, os, sys
+with open({log!r}, "a") as file: file.write(json.dumps(sys.argv[1:]) + "\\n")
+command = sys.argv[1:]
+if command[0] == "info": sys.exit({info})
+if command[0] == "rm": sys.exit(0)
+mounts = [command[i + 1].split(":") for i, part in enumerate(command) if part == "--volume"]
+folders = {{target: source for source, target, *_ in mounts}}
+home = folders.get("/sandbox") or {home!r}
+program = command[-1].replace("/.engine", folders["/.engine"])
+program = program.replace("guest.main()", f"from primerl.sandbox.engine import interpreter as i; i.ENVIRONMENT['HOME'] = {{home!r}}; guest.main()")
+os.execv(sys.executable, [sys.executable, "-I", "-c", program])
+"""
+
+
+@pytest.fixture
+def docker(tmp_path, monkeypatch):
+    """A stand-in for Docker on the PATH; returns what it was called with."""
+    home = tmp_path / "home"
+    home.mkdir()
+    log = tmp_path / "calls"
+    program = tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+
+    def write(info=0):
+        program.write_text(
+            ENGINE.format(python=sys.executable, log=str(log), info=info, home=str(home))
+        )
+        program.chmod(0o755)
+        return log
+
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return write
+
+
+def test_container_is_confined_by_its_options(docker):
+    log = docker()
+
+    async def work(pool):
+        code = "import sys; print(sys.stdin.read(), open('a').read()); sys.exit(3)"
+        done = await pool.run(code, stdin=b"in", files={"a": b"file"}, timeout_s=60)
+        slow = await pool.run("import time; time.sleep(600)", timeout_s=0.5)
+        flood = await pool.run("while True: print('x' * 1000)", output_bytes=5000, timeout_s=60)
+        async with pool.session() as session:
+            await session.write("kept", b"from order to order")
+            kept = await session.read("kept")
+            with pytest.raises(SandboxError, match="keeps its state"):
+                await session.python("1")
+        return done, slow, flood, kept
+
+    limits = Limits(memory_bytes=300 << 20, processes=20)
+    done, slow, flood, kept = asyncio.run(used("docker", work, limits=limits, image="an-image"))
+    assert (done.stdout, done.exit, done.limits_hit) == (b"in file\n", 3, ())
+    assert (slow.exit, slow.limits_hit) == (None, ("timeout",))
+    assert flood.limits_hit == ("output",)
+    assert len(flood.stdout) == 5000
+    assert kept == b"from order to order"
+    call = next(row for row in log.read_text().splitlines() if row.startswith('["run"'))
+    for options in (
+        '"--network", "none"',
+        '"--read-only"',
+        '"--cap-drop", "ALL"',
+        '"--security-opt", "no-new-privileges"',
+        '"--pids-limit", "20"',
+        f'"--memory", "{300 << 20}"',
+        '"an-image", "python3", "-I", "-c"',
+    ):
+        assert options in call
+    assert '"--user", "0' not in call
+
+
+async def used(tier, work, **arguments):
+    async with SandboxPool(tier=tier, concurrency=1, warm=0, **arguments) as pool:
+        return await work(pool)
+
+
+def test_engine_that_does_not_answer_is_refused(docker):
+    docker(info=1)
+    with pytest.raises(SandboxUnavailable, match=r"docker info: exit code 1"):
+        asyncio.run(used("docker", lambda pool: pool.run("pass")))
+
+
+def test_programs_that_are_not_installed_are_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for tier, program in {"gvisor": "runsc", "podman": "podman", "bubblewrap": "bwrap"}.items():
+        failed = [found for found in asyncio.run(probe(tier)) if not found.ok]
+        assert f"{program} is not installed" in failed[0].message
+
+
+def test_network_is_refused_where_a_tier_has_none():
+    with pytest.raises(ValueError, match="can't let sandboxes reach"):
+        SandboxPool(tier="landlock", allow_network=["pypi.org:443"])
+
+
+@pytest.mark.slow
+def test_gvisor():
+    """Also under gVisor's own kernel; a start takes about a second."""
+
+    async def work(pool):
+        names = ("shadow", "files of the host", "signal to the host", "daemon", "mount")
+        done = [await pool.run(PRELUDE + ATTACKS[name], timeout_s=60) for name in names]
+        async with pool.session() as session:
+            await session.write("a", b"kept")
+            return done, await session.read("a")
+
+    done, kept = in_tier("gvisor", work, concurrency=1, warm=0)
+    assert not any(b"PWNED" in result.stdout for result in done)
+    assert kept == b"kept"

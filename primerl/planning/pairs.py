@@ -15,7 +15,7 @@ from primerl.planning.ranks import imagined_ranks
 from primerl.rollout.collection.staleness import check_schedule
 from primerl.rollout.engines.vllm.server.refusals import refuse_arguments
 from primerl.testing.families import tiny_family
-from primerl.weights.vllm.reload_refusals import refuse_reload
+from primerl.weights.vllm.reload_refusals import reload_refusal
 
 Pair = tuple[str, str]
 
@@ -51,12 +51,14 @@ def _sharded(family: str, *, cp: int = 1, ep: int = 1, **options: Any) -> None:
         parallel.shard(model, parallel.mesh(cp=cp, ep=ep), **options)
 
 
-def _serve(**arguments: Any) -> None:
-    refuse_arguments(arguments, ())
+def _serve(*, routes: bool = False, **arguments: Any) -> None:
+    refuse_arguments(arguments, (), routes=routes)
 
 
 def _reload_with_adapters() -> None:
-    refuse_reload(parallel_config=SimpleNamespace(enable_eplb=False), most_rank=8)
+    why = reload_refusal(parallel_config=SimpleNamespace(enable_eplb=False), most_rank=8)
+    if why:
+        raise ValueError(why)
 
 
 def _publish_mxfp8() -> None:
@@ -109,6 +111,12 @@ _ATTEMPTS: dict[Pair, Callable[[], Any]] = {
     ("MXFP8 training", "FP8 publications"): _publish_mxfp8,
     ("transposed experts", "FP8 publications"): _publish_transposed_experts,
     ("router replay", "a compiled model"): _replay_compiled,
+    ("router replay", "prefill and decode on servers of their own"): lambda: _serve(
+        routes=True, kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    ),
+    ("router replay", "pipeline parallel servers"): lambda: _serve(
+        routes=True, pipeline_parallel_size=2
+    ),
     ("recomputation", "a model that is sharded before"): _recompute_sharded,
     ("FP8 linears", "a model that is sharded before"): _convert_sharded,
     ("Muon", "parameters that are no matrices"): _muon_in_groups_of_vectors,

@@ -50,8 +50,8 @@ class Run:
 
     - ``args.json``: what the run was asked to do.
     - ``metrics.jsonl``: a line for each step, with an ``alarm`` while ``gate`` has one.
-    - ``rollouts.jsonl``: every trained sequence with its text, reward and per-token arrays;
-      ``tokens.jsonl``: the text of each token.
+    - ``rollouts.jsonl``: every trained sequence with its text, reward and per-token arrays, and the
+      conversation of its rollout, if it has one; ``tokens.jsonl``: the text of each token.
     - ``summary.json``: the outcome, also of a run that failed or was killed, whose ``error`` says
       so and which is not ``finished``; null where a metric does not apply.
       What is put into ``summary`` before appears there, too.

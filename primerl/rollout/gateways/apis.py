@@ -10,6 +10,7 @@ from primerl.rollout.agents.history import Reply
 from primerl.rollout.agents.messages import Message, Tools
 
 CHUNK = 24  # characters of a streamed piece
+COMMENT = b": ping\n\n"  # of a stream of server-sent events
 
 
 class BadRequest(ValueError):
@@ -33,6 +34,8 @@ class Api(Protocol):
     """One API: how it asks, answers, streams and refuses."""
 
     path: str
+    ping: bytes
+    """What a stream may hold before its first event, and clients skip."""
 
     def parse(self, body: Mapping[str, Any], replies: Mapping[str, Reply]) -> Request:
         """The request in ``body``; ``replies`` are the earlier ones of the rollout, by their id.
@@ -52,6 +55,10 @@ class Api(Protocol):
 
     def error(self, kind: str, code: str, message: str) -> dict[str, Any]:
         """An error; the kinds are invalid, authentication, missing and engine."""
+        ...
+
+    def error_event(self, kind: str, code: str, message: str) -> bytes:
+        """The same as the last event of a stream that has begun."""
         ...
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import json
 
 import aiohttp
 import hypothesis.strategies as st
@@ -23,6 +24,7 @@ from hypothesis import given, settings
 
 from primerl import rollout
 from primerl.rollout import AgentLimits
+from primerl.rollout.gateways import server
 from primerl.rollout.gateways.chat_completions import ChatCompletions
 from primerl.rollout.gateways.server import APIS
 from primerl.types import SamplingParams
@@ -255,12 +257,18 @@ def test_what_a_reply_can_not_have_is_refused():
     assert engine.requests == []
 
 
-async def post(session, body, **options):
+@contextlib.asynccontextmanager
+async def asked(session, body, path="/chat/completions", **options):
     headers = {"Authorization": f"Bearer {session.key}"}
     async with aiohttp.ClientSession() as http:
-        url = f"{session.base_url}/chat/completions"
+        url = f"{session.base_url}{path}"
         async with http.post(url, data=body, headers=headers, **options) as answer:
-            return answer.status, await answer.json()
+            yield answer
+
+
+async def post(session, body, path="/chat/completions"):
+    async with asked(session, body, path) as answer:
+        return answer.status, await answer.json()
 
 
 HOSTILE = {
@@ -334,6 +342,70 @@ def hang_up_once(monkeypatch):
                 raise ConnectionResetError("the client has left")
 
     monkeypatch.setattr(ChatCompletions, "events", some)
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda one: one.name)
+def test_a_stream_that_takes_long_is_the_same_for_clients(client, monkeypatch):
+    monkeypatch.setattr(server, "PING_S", 0.02)
+    engine = RecordingEngine(TOKENIZER, script, pause=lambda _: asyncio.sleep(0.1))
+
+    session, said = run(lambda session: three_turns(client(session, stream=True)), engine)
+
+    assert said[0][1] == CALLS
+    (sample,) = session.rollout(reward=1.0).samples
+    assert trained([sample]) == engine.sampled
+    assert session.outcomes["answered"] == 3
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda one: one.name)
+def test_an_engine_that_fails_late_ends_the_stream_with_an_error(client, monkeypatch):
+    monkeypatch.setattr(server, "PING_S", 0.02)
+
+    async def fail(number):
+        await asyncio.sleep(0.2)
+        raise ConnectionError("the engine is gone")
+
+    async def talk(session):
+        chat = client(session, stream=True)
+        chat.say("Hello")
+        with pytest.raises((openai.APIError, anthropic.APIError), match="the engine is gone"):
+            await chat.reply()
+
+    session, _ = run(talk, RecordingEngine(TOKENIZER, pause=fail))
+    assert session.outcomes["failed"] == 1
+
+
+HELLO = [{"role": "user", "content": "Hello"}]
+WAITING = {
+    "/chat/completions": ({"messages": HELLO}, b": ping\n"),
+    "/responses": ({"input": HELLO}, b": ping\n"),
+    "/messages": ({"messages": HELLO, "max_tokens": 9}, b"event: ping\n"),
+}
+
+
+@pytest.mark.parametrize("path", WAITING)
+def test_a_client_that_leaves_a_stream_while_it_waits_cancels_its_request(path, monkeypatch):
+    monkeypatch.setattr(server, "PING_S", 0.02)
+    body, ping = WAITING[path]
+    cancelled = []
+
+    async def pause(number):
+        try:
+            await asyncio.sleep(WAIT_S)
+        except asyncio.CancelledError:
+            cancelled.append(number)
+            raise
+
+    async def talk(session):
+        streamed = json.dumps({**body, "stream": True}).encode()
+        async with asked(session, streamed, path) as answer:
+            assert (await answer.content.readline()) == ping
+        while not session.outcomes["disconnected"]:
+            await asyncio.sleep(0.01)
+
+    session, _ = run(talk, RecordingEngine(TOKENIZER, pause=pause))
+    assert cancelled == [0]
+    assert session.history.calls == []
 
 
 BROKEN_OFF = (openai.APIConnectionError, httpx.TransportError)

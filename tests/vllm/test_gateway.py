@@ -75,6 +75,8 @@ async def converse(engine, tokenizer, publish, count):
             for number, session in enumerate(sessions)
         ]
         said = []
+        for chat in chats:
+            chat.tools = []  # prompts are computed anew after each update: they are kept short
         for version, text in enumerate(TEXTS):
             await asyncio.to_thread(publish, version)
             for chat in chats:

@@ -1,7 +1,7 @@
 """Clients of OpenAI and Anthropic at the gateway, sampled by vLLM while weights are published.
 
-mini-swe-agent, which takes minutes: pip install mini-swe-agent && pytest tests/vllm -m "vllm and
-slow" -k mini_swe_agent
+Fifty rollouts at once, and mini-swe-agent from PyPI: pip install mini-swe-agent && pytest
+tests/vllm/test_gateway.py -m slow
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from primerl import models, rollout, weights
 from primerl.rollout import AgentLimits
 from primerl.types import SamplingParams
 
-WAIT_S = 300.0
+WAIT_S = 900.0
 TEXTS = ["Name a colour.", "Another, please.", "And a third."]
 
 
@@ -75,8 +75,6 @@ async def converse(engine, tokenizer, publish, count):
             for number, session in enumerate(sessions)
         ]
         said = []
-        for chat in chats:
-            chat.tools = []  # prompts are computed anew after each update: they are kept short
         for version, text in enumerate(TEXTS):
             await asyncio.to_thread(publish, version)
             for chat in chats:
@@ -87,15 +85,16 @@ async def converse(engine, tokenizer, publish, count):
         return [session.rollout(reward=0.0, keep_conversation=True) for session in sessions], said
 
 
+@pytest.mark.parametrize("count", [12, pytest.param(50, marks=pytest.mark.slow)])
 def test_every_token_that_clients_saw_is_trained_once_with_its_version(
-    server, policy, monkeypatch
+    server, policy, monkeypatch, count
 ):
-    """Fifty rollouts at once."""
+    """So many rollouts at once."""
     with publisher(server, policy) as (engine, publish):
         recorded = ForcedText(engine, lambda *_: None, monkeypatch)
-        played, said = asyncio.run(converse(recorded, policy[1], publish, 50))
+        played, said = asyncio.run(converse(recorded, policy[1], publish, count))
 
-    assert len(recorded.requests) == 50 * 3
+    assert len(recorded.requests) == count * 3
     assert trained([sample for one in played for sample in one.samples]) == sampled(
         recorded.requests
     )
@@ -110,8 +109,7 @@ def test_every_token_that_clients_saw_is_trained_once_with_its_version(
         assert texts == replies
 
 
-CALL = tool_call("look", at="door")
-SCRIPT = [f"Let me see.\n{CALL}", "It is open."]
+SCRIPT = [tool_call("look"), "It is open."]
 
 
 def test_streams_and_whole_replies_with_calls_are_the_same(server, policy, monkeypatch):
@@ -161,7 +159,7 @@ def test_streams_and_whole_replies_with_calls_are_the_same(server, policy, monke
         forced = ForcedText(engine, script, monkeypatch)
         said, played = asyncio.run(play(forced, publish))
 
-    call = ("Let me see.", [("look", {"at": "door"})], "tool_calls")
+    call = ("", [("look", {})], "tool_calls")
     assert said == [[call, ("It is open.", [], "stop")]] * 6
     assert [len(one.samples) for one in played] == [1] * 6
     assert trained([sample for one in played for sample in one.samples]) == sampled(forced.requests)
@@ -173,7 +171,7 @@ def test_streams_and_whole_replies_with_calls_are_the_same(server, policy, monke
 
 def test_a_client_that_leaves_ends_its_request_in_vllm(server, policy):
     async def play(engine):
-        params = SamplingParams(max_tokens=900)  # half a minute
+        params = SamplingParams(max_tokens=700)  # half a minute
         async with (
             asyncio.timeout(WAIT_S),
             rollout.gateway(engine, policy[1], params=params) as gateway,
@@ -184,7 +182,7 @@ def test_a_client_that_leaves_ends_its_request_in_vllm(server, policy):
                 for client in CLIENTS:
                     chat = client(session, stream=True)
                     chat.say("Count to a million.")
-                    options = {"max_tokens": 900} if client.name == "messages" else {}
+                    options = {"max_tokens": 700} if client.name == "messages" else {}
                     waiting.append(asyncio.create_task(chat.reply(**options)))
                 await running(engine, 3)
                 for task in waiting:

@@ -45,7 +45,11 @@ class ChatCompletions:
             n=(1,),
             stop=([],),
             logprobs=(False,),
+            top_logprobs=(0,),
             tool_choice=("auto", "none"),
+            functions=([],),  # before there were tools
+            function_call=("auto", "none"),
+            modalities=(["text"],),
             response_format=({"type": "text"},),
         )
         tools = [_tool(tool) for tool in list_of(body, "tools")]

@@ -34,7 +34,14 @@ class Responses:
         Raises:
             BadRequest: it asks for what can't be done.
         """
-        refuse(body, tool_choice=("auto", "none"), conversation=(), prompt=(), background=(False,))
+        refuse(
+            body,
+            tool_choice=("auto", "none"),
+            top_logprobs=(0,),
+            conversation=(),
+            prompt=(),
+            background=(False,),
+        )
         text = body.get("text") or {}
         if not isinstance(text, Mapping) or text.get("format") not in (None, {"type": "text"}):
             raise BadRequest("text.format is not supported; leave it out")

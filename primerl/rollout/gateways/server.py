@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 from aiohttp import web
 
-from primerl.rollout.agents.history import ContextFull, History, Reply
+from primerl.rollout.agents.history import ContextFull, History, Reply, Unrenderable
 from primerl.rollout.agents.limits import AgentLimits, LimitReached
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.gateways.anthropic_messages import AnthropicMessages
@@ -169,6 +169,8 @@ class Gateway:
             error = 400, "invalid", limit.reason, str(limit)
         except ContextFull as full:
             error = 400, "invalid", "context_length_exceeded", str(full)
+        except Unrenderable as refused:
+            error = 400, "invalid", "invalid_request", str(refused)
         except Exception as failed:  # the session has it, and raises it when the rollout is made
             error = 500, "engine", "engine_error", f"{type(failed).__name__}: {failed}"
         else:

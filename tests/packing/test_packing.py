@@ -59,9 +59,7 @@ def test_weights_are_of_any_token_and_keep_it_from_being_shared():
             weights=[0.0] * 30 + [2.0] * 3 + [0.0] * 8,
         )
 
-    ((batch,),) = packing.pack(
-        [sample(1), sample(2)], max_tokens=128, ranks=1, share_prefixes=True
-    )
+    ((batch,),) = packing.pack([sample(1), sample(2)], max_tokens=128, ranks=1, share_prefixes=True)
 
     whole, second = batch.weights.split([41, 41 - 29])  # row 29 predicts token 30
     assert whole.tolist() == [0.0] * 29 + [2.0] * 3 + [0.0] * 9

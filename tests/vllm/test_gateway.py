@@ -114,7 +114,7 @@ SCRIPT = [tool_call("look"), "It is open."]
 
 def test_streams_and_whole_replies_with_calls_are_the_same(server, policy, monkeypatch):
     """All clients say the same, streamed or not, while weights change between and in replies."""
-    model, tokenizer = policy
+    _, tokenizer = policy
 
     def script(prompt, number):
         return SCRIPT["tool\n" in tokenizer.decode(prompt)]
@@ -208,7 +208,7 @@ def test_a_client_that_leaves_ends_its_request_in_vllm(server, policy):
 @mini_swe_agent.installed
 def test_mini_swe_agent_is_trained_token_for_token(server, policy, monkeypatch):
     """Its replies are forced, its tokens sampled by vLLM, whose weights change after each."""
-    model, tokenizer = policy
+    _, tokenizer = policy
     commands = [
         "echo fixed > result.txt",
         "cat result.txt",

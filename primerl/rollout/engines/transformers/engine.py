@@ -136,7 +136,7 @@ class TransformersEngine:
         return size
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """The load, as vLLM names its metrics: requests that run and wait, and the use of the cache.
+        """The load, as vLLM names its metrics: what runs, what waits, and how full the cache is.
 
         The cache holds the tokens of all requests, in pages; more than it has room for wait.
 

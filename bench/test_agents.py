@@ -2,9 +2,9 @@
 
     pytest bench/test_agents.py -o addopts=--import-mode=importlib -s
 
-``addopts`` turns off runtime type checks, which would take most of the time. Where a machine is busy,
-event loops are late whatever they do: beside each loop's lag is that of an idle one, in a process
-of its own, over the same time.
+``addopts`` turns off runtime type checks, which would take most of the time. Where a machine is
+busy, event loops are late whatever they do: beside each loop's lag is that of an idle one, in a
+process of its own, over the same time.
 """
 
 import asyncio

@@ -166,18 +166,18 @@ class Gateway:
             async with _pings(http, response, api.ping if request.stream else None):
                 reply = await session.reply(request, agent, digest)
         except LimitReached as limit:  # 400: clients try others again
-            error = 400, "invalid", limit.reason, str(limit)
+            failure = 400, "invalid", limit.reason, str(limit)
         except ContextFull as full:
-            error = 400, "invalid", "context_length_exceeded", str(full)
+            failure = 400, "invalid", "context_length_exceeded", str(full)
         except Unrenderable as refused:
-            error = 400, "invalid", "invalid_request", str(refused)
+            failure = 400, "invalid", "invalid_request", str(refused)
         except Exception as failed:  # the session has it, and raises it when the rollout is made
-            error = 500, "engine", "engine_error", f"{type(failed).__name__}: {failed}"
+            failure = 500, "engine", "engine_error", f"{type(failed).__name__}: {failed}"
         else:
             return await self._deliver(http, api, session, request, reply, digest, response)
         if not response.prepared:
-            return _error(api, *error)
-        await response.write(api.error_event(*error[1:]))  # too late for a status
+            return _error(api, *failure)
+        await response.write(api.error_event(*failure[1:]))  # too late for a status
         await response.write_eof()
         return response
 

@@ -2,16 +2,22 @@
 
     pytest bench/test_agents.py -o addopts=--import-mode=importlib -s
 
-``addopts`` turns off runtime type checks, which would take most of the time.
+``addopts`` turns off runtime type checks, which would take most of the time. Where a machine is
+busy, event loops are late whatever they do: beside each loop's lag is that of an idle one, in a
+process of its own, over the same time.
 """
 
 import asyncio
 import gc
 import importlib.util
 import itertools
+import json
+import subprocess
+import sys
 import time
 
 import aiohttp
+import attrs
 import numpy as np
 import psutil
 import pytest
@@ -32,9 +38,43 @@ LOOK = Tool(
 )
 
 
-class Instant:
-    """Calls a tool ``turns - 1`` times in each rollout, then answers."""
+IDLE = """
+import asyncio, sys
+from primerl.rollout.processes.loop_lag import LoopLag
 
+async def watch():
+    lag = LoopLag()
+    running = asyncio.create_task(lag.run())
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    running.cancel()
+    print(lag.p99_s, lag.max_s)
+
+asyncio.run(watch())
+"""
+
+
+class IdleLoop:
+    """The lag of an event loop with nothing to do, in a process of its own, meanwhile."""
+
+    def __enter__(self):
+        command = [sys.executable, "-c", IDLE]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        assert self._process.stdout.readline() == "ready\n"
+        return self
+
+    def __exit__(self, *_):
+        self.p99_s, self.max_s = map(float, self._process.communicate()[0].split())
+
+
+class Instant:
+    """Calls a tool ``turns - 1`` times in each rollout, then answers.
+
+    The worker's process has a copy, as it has of a client of vLLM.
+    """
+
+    portable = True
     version, context_length = 0, 1 << 20
 
     def __init__(self, tokenizer, *, turns, tokens=TOKENS):
@@ -46,10 +86,19 @@ class Instant:
         self._turns = turns
         self._asked = {}
 
+    def learn(self, version):
+        self.version = version
+        versions = np.full(len(self._acts.token_ids), version)
+        self._acts = attrs.evolve(self._acts, versions=versions)
+        self._says = attrs.evolve(self._says, versions=versions)
+
     async def generate(self, *_, session=None):
         await asyncio.sleep(0)
         asked = self._asked[session] = self._asked.get(session, 0) + 1
-        return self._acts if asked % self._turns else self._says
+        if asked < self._turns:
+            return self._acts
+        del self._asked[session]
+        return self._says
 
     def _completion(self, tokens):
         return Completion(
@@ -80,9 +129,12 @@ async def agent_run(engine, renderer, session, turns):
     return run.rollout(reward=1.0)
 
 
-def report(name, turns, seconds, lag=None):
-    lags = "" if lag is None else f", loop lag p99 {lag.p99_s * 1e3:.1f} ms"
-    print(f"\n{name}: {turns / seconds:,.0f} turns/s{lags}")
+def report(name, turns, seconds, lag, idle):
+    """``lag`` is the p99 and the maximum of the loop."""
+    lags = [f"p99 {p99 * 1e3:.1f} ms, max {most * 1e3:.1f} ms" for p99, most in (lag, idle)]
+    print(
+        f"\n{name}: {turns / seconds:,.0f} turns/s; loop lag {lags[0]}; of an idle loop {lags[1]}"
+    )
 
 
 def test_rollouts_with_tools_in_one_process(tokenizer):
@@ -102,10 +154,50 @@ def test_rollouts_with_tools_in_one_process(tokenizer):
         return played, lag
 
     asyncio.run(play(8, 8))
-    began = time.perf_counter()
-    played, lag = asyncio.run(play(200, 32))
-    report("harness, tools and stitching", 200 * 20, time.perf_counter() - began, lag)
+    with IdleLoop() as idle:
+        began = time.perf_counter()
+        played, lag = asyncio.run(play(400, 32))
+        seconds = time.perf_counter() - began
+    lags = (lag.p99_s, lag.max_s), (idle.p99_s, idle.max_s)
+    report("harness, tools and stitching", 400 * 20, seconds, *lags)
     assert all(len(one.samples) == 1 and one.metrics["turns"] == 20 for one in played)
+
+
+def test_rollouts_with_tools_through_the_worker(tokenizer):
+    """The worker's process plays, groups and sends; this one takes."""
+    turns, groups, size, steps = 20, 16, 4, 12
+    engine = Instant(tokenizer, turns=turns)
+    environment = rollout.tool_agent(
+        tokenizer,
+        tools=[LOOK],
+        reward=lambda task, run: 1.0,  # noqa: ARG005
+        limits=AgentLimits(max_turns=turns),
+    )
+    with rollout.worker(
+        engine,
+        environment,
+        [{"id": str(n), "prompt": "Leave the room."} for n in range(64)],
+        params=PARAMS,
+        group_size=size,
+        groups_per_step=groups,
+        max_staleness=2,
+    ) as rollouts:
+
+        def step():
+            taken = rollouts.take(engine.version)
+            assert all(one.metrics["turns"] == turns for group in taken for one in group.rollouts)
+            engine.version += 1
+
+        for _ in range(4):  # the pipeline is full, and everything has been used once
+            step()
+        with IdleLoop() as idle:
+            began = time.perf_counter()
+            for _ in range(steps):
+                step()
+            seconds = time.perf_counter() - began
+        stats = rollouts.stats()
+    lags = (stats["loop_lag_p99_s"], stats["loop_lag_max_s"]), (idle.p99_s, idle.max_s)
+    report("the whole path through the worker", steps * groups * size * turns, seconds, *lags)
 
 
 def test_a_thousand_rollouts_at_once(tokenizer):
@@ -125,7 +217,17 @@ def test_a_thousand_rollouts_at_once(tokenizer):
     print(f"\n1,000 rollouts of 20 turns at once: {used:.0f} MiB for {tokens:,} tokens")
 
 
-def test_the_gateway(tokenizer):
+def message_of(content, stream):
+    """The text of a response, or of the chunks of a stream."""
+    if not stream:
+        return json.loads(content)["choices"][0]["message"]["content"]
+    chunks = [line[6:] for line in content.splitlines() if line.startswith(b"data: {")]
+    deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_gateway(tokenizer, stream):
     async def play(count, turns):
         engine = Instant(tokenizer, turns=1)
         lag = LoopLag()
@@ -139,10 +241,11 @@ def test_the_gateway(tokenizer):
                     messages = [{"role": "user", "content": "Leave the room."}]
                     headers = {"Authorization": f"Bearer {session.key}"}
                     for _ in range(turns):
-                        body = {"model": "policy", "messages": messages}
+                        body = {"model": "policy", "messages": messages, "stream": stream}
                         url = f"{session.base_url}/chat/completions"
                         async with http.post(url, json=body, headers=headers) as answer:
-                            reply = (await answer.json())["choices"][0]["message"]
+                            said = message_of(await answer.read(), stream)
+                        reply = {"role": "assistant", "content": said}
                         messages += [reply, {"role": "user", "content": "You see a room."}]
                 return session.rollout(reward=1.0)
 
@@ -153,8 +256,11 @@ def test_the_gateway(tokenizer):
             return played, time.perf_counter() - began, lag
 
     asyncio.run(play(4, 4))
-    played, seconds, lag = asyncio.run(play(50, 20))
-    report("gateway, its clients in the same process", 50 * 20, seconds, lag)
+    with IdleLoop() as idle:
+        played, seconds, lag = asyncio.run(play(100, 20))
+    lags = (lag.p99_s, lag.max_s), (idle.p99_s, idle.max_s)
+    name = f"gateway{', streamed' if stream else ''}, its clients in the same process"
+    report(name, 100 * 20, seconds, *lags)
     assert all(len(one.samples) == 1 for one in played)
 
 

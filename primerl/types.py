@@ -165,6 +165,9 @@ class Sample:
     ``behavior_logprobs`` and ``versions`` are defined where ``loss_mask`` is set; elsewhere they
     are 0 and ``NOT_SAMPLED``. Token 0 has nothing before it and cannot be trained. ``routes`` refer
     to the expert routes of its tokens, in the order in which they were recorded.
+    ``observation_mask`` marks what the environment answered to replies, such as results of tools;
+    each such token is marked in one sample of its rollout. None: there is no such token, or it is
+    not known.
 
     Raises:
         ValueError: lengths differ, a token id is negative, token 0 is in the mask, or a token to be
@@ -178,6 +181,9 @@ class Sample:
     versions: Int32[np.ndarray, " t"] = attrs.field(converter=_int32)
     temperature: float = 1.0
     routes: tuple[str, ...] = attrs.field(default=(), converter=_references)
+    observation_mask: Bool[np.ndarray, " t"] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(_bool)
+    )
 
     def __attrs_post_init__(self) -> None:
         name = type(self).__name__
@@ -187,6 +193,7 @@ class Sample:
             loss_mask=self.loss_mask,
             behavior_logprobs=self.behavior_logprobs,
             versions=self.versions,
+            observation_mask=self.observation_mask,
         )
         if len(self.token_ids) == 0:
             raise ValueError(f"{name} has no tokens")
@@ -212,7 +219,8 @@ class Sample:
 class TrainingSample(Sample):
     """A ``Sample`` with its advantages: what ``advantage.assign`` makes and ``packing`` takes.
 
-    Of a reference, such as a teacher: its logprob of each token, and of the tokens that it finds
+    ``weights`` are those of tokens in a further loss, sampled or not; 0 or NaN: in none. Of a
+    reference, such as a teacher: its logprob of each token, and of the tokens that it finds
     likeliest in that place, in ``ref_top_ids`` and ``ref_top_logprobs``.
     """
 

@@ -14,7 +14,7 @@ advantages are exactly 0.
 """
 
 from primerl.advantage.agents import AgentBaselines, hierarchical
-from primerl.advantage.assignment import assign, whitened
+from primerl.advantage.assignment import assign, whitened, with_observation_weights
 from primerl.advantage.estimators import (
     centered,
     leave_one_out,
@@ -37,4 +37,5 @@ __all__ = [
     "penalized",
     "standardized",
     "whitened",
+    "with_observation_weights",
 ]

@@ -69,6 +69,44 @@ def whitened(samples: Iterable[TrainingSample], *, epsilon: float = 1e-8) -> lis
     return result
 
 
+def with_observation_weights(
+    samples: Iterable[TrainingSample],
+    weight: float | Callable[[TrainingSample], Any] = 1.0,
+) -> list[TrainingSample]:
+    """The samples with ``weights`` of what the environment answered, for an observation loss.
+
+    ECHO (arXiv:2605.24517) adds the cross-entropy of these tokens to the policy's loss, so that the
+    policy learns to predict what its actions lead to, in failed rollouts too:
+    ``L = L_policy + c * mean_i (1/|o_i|) sum_{t in o_i} -log p_t``, with c = 0.05 there.
+    ``packing`` carries the weights to ``PackedBatch.weights``; every other token has 0.
+
+    Args:
+        samples: of agents; those without an ``observation_mask`` have no such token.
+        weight: of each such token: a number, or a function of the sample that returns one, or one
+            for each token ``[t]``, such as 0 for lines that only warn.
+
+    Raises:
+        ValueError: a weight is negative or not finite, or there are weights of another number of
+            tokens.
+    """
+    result: list[TrainingSample] = []
+    for sample in samples:
+        value = np.asarray(weight(sample) if callable(weight) else weight, np.float32)
+        if value.shape not in ((), sample.token_ids.shape):
+            raise ValueError(
+                f"weight returned an array of shape {value.shape} for a sample of shape "
+                f"{sample.token_ids.shape}; expected a number, or one for each token"
+            )
+        mask = sample.observation_mask
+        weights = np.zeros(len(sample.token_ids), np.float32)
+        if mask is not None:
+            weights[mask] = np.broadcast_to(value, weights.shape)[mask]
+        if not (np.isfinite(weights) & (weights >= 0)).all():
+            raise ValueError("the weight of an observation is negative or not finite")
+        result.append(attrs.evolve(sample, weights=weights))
+    return result
+
+
 def _per_sample(samples: tuple[Sample, ...], value: Any, said: str) -> Sequence[Any]:
     if not isinstance(value, Sequence) and np.ndim(value) == 0:
         return [float(value)] * len(samples)

@@ -27,7 +27,8 @@ class PackedBatch:
     Row j holds token j and describes the prediction that it makes: ``labels[j]`` is token j+1, and
     the mask, logprob, advantage, version and temperature are those of token j+1. The last row of a
     document predicts nothing and is masked. So nothing downstream shifts, and slicing rows across
-    devices is plain indexing. Logprobs, advantages and weights are 0 in every masked row.
+    devices is plain indexing. Logprobs and advantages are 0 in every masked row; ``weights`` are of
+    tokens in a further loss, whether they were sampled or not.
     """
 
     token_ids: Int64[Tensor, " t"]
@@ -285,6 +286,9 @@ def _concatenate(
     def optional(name: str) -> Tensor | None:
         return None if getattr(samples[0], name) is None else masked(name)
 
+    weights = None
+    if samples[0].weights is not None:
+        weights = torch.from_numpy(np.nan_to_num(shifted("weights", 0), nan=0.0))
     top_ids = optional("ref_top_ids")
     routes = {
         str(number): sample.routes
@@ -306,7 +310,7 @@ def _concatenate(
         sequence_ids=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
         sample_ids=torch.from_numpy(np.repeat(np.array(numbers, np.int64), lengths)),
         ref_logprobs=optional("ref_logprobs"),
-        weights=optional("weights"),
+        weights=weights,
         ref_top_ids=None if top_ids is None else top_ids.long(),
         ref_top_logprobs=optional("ref_top_logprobs"),
         routes=json.dumps(routes) if routes else None,

@@ -68,7 +68,7 @@ def families(samples: Sequence[TrainingSample], *, capacity: float) -> list[list
 
     In sorted order, no earlier sample has a longer common prefix with a sample than the one before
     it, so each sample shares the tokens of that one or starts a family. A sample never shares a
-    token that it trains, so each trained token is predicted in a row of its own.
+    token that it trains, or that has a weight, so each is predicted in a row of its own.
     """
 
     def tokens(index: int) -> bytes:
@@ -93,7 +93,8 @@ def families(samples: Sequence[TrainingSample], *, capacity: float) -> list[list
 
 def _untrained(sample: TrainingSample) -> int:
     """How many first tokens can be shared: row j predicts token j + 1, and the last row stays."""
-    trained = np.flatnonzero(sample.loss_mask)
+    used = sample.loss_mask if sample.weights is None else sample.loss_mask | (sample.weights > 0)
+    trained = np.flatnonzero(used)
     return int(trained[0] if len(trained) else len(sample.token_ids)) - 1
 
 

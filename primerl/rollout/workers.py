@@ -84,7 +84,8 @@ def worker(
             it, the one that is served at the start included. None: from the first call of it on,
             which a transport that verifies makes (``weights.transport_to(..., worker=)``).
         concurrency: how many rollouts may be in flight within the staleness bound, by the load of
-            the engine, which needs ``metrics()`` (``VLLMEngine`` has it); by default, all.
+            the engine, which needs ``metrics()``, as ``VLLMEngine`` and ``TransformersEngine`` have
+            it; by default, all.
         state: what ``Worker.state`` returned, to resume from there; refused where its groups or
             tasks are not what this worker would make (another ``group_size``, say).
         isolation: ``"process"``: in a process of its own, so that environments never take the

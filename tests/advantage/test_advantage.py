@@ -602,3 +602,38 @@ def test_whitening_adds_a_hundred_millionth():
     whitened = advantage.whitened(samples)
 
     assert whitened[0].advantages[-1] == pytest.approx(0.5)
+
+
+class TestObservationWeights:
+    def sample(self, **fields):
+        return attrs.evolve(
+            sample_of("ppcppc"), observation_mask=[False] * 3 + [True, True, False], **fields
+        )
+
+    def assigned(self, *samples):
+        group = Group(task_id="t", rollouts=[Rollout(samples=samples, reward=1.0)])
+        return advantage.assign([group], lambda _: [0.5])
+
+    def test_a_number_is_of_each_observed_token(self):
+        samples = self.assigned(self.sample(), sample_of("ppc"))
+
+        first, second = advantage.with_observation_weights(samples, 0.25)
+
+        assert first.weights.tolist() == [0, 0, 0, 0.25, 0.25, 0]
+        assert second.weights.tolist() == [0, 0, 0]
+        assert first.advantages.tolist() == [0, 0, 0.5, 0, 0, 0.5]
+
+    def test_a_function_weighs_tokens(self):
+        samples = self.assigned(self.sample())
+
+        (weighted,) = advantage.with_observation_weights(samples, lambda one: one.token_ids / 4)
+
+        assert weighted.weights.tolist() == [0, 0, 0, 0.75, 1.0, 0]
+
+    @pytest.mark.parametrize(
+        ("weight", "fault"), [(-1.0, "negative"), (float("nan"), "finite"), ([1.0, 2.0], "shape")]
+    )
+    def test_other_weights_are_refused(self, weight, fault):
+        samples = self.assigned(self.sample())
+        with pytest.raises(ValueError, match=fault):
+            advantage.with_observation_weights(samples, lambda _: weight)

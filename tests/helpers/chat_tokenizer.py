@@ -51,8 +51,11 @@ class RecordingEngine:
         else:
             text = self._reply(self.tokenizer.decode(prompt), number)
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
-        tokens = [*tokens, self.tokenizer.eos_token_id][: params.max_tokens]
-        stopped = tokens[-1] == self.tokenizer.eos_token_id
+        stops = {self.tokenizer.eos_token_id, *params.stop_token_ids}
+        if tokens[-1] not in stops:
+            tokens.append(self.tokenizer.eos_token_id)
+        tokens = tokens[: params.max_tokens]
+        stopped = tokens[-1] in stops
         if not stopped:
             tokens += [0] * (params.max_tokens - len(tokens))
         self.version += 1

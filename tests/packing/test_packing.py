@@ -48,6 +48,25 @@ def test_a_row_carries_the_label_and_the_data_of_the_next_token():
     assert batch.sequence_ids.tolist() == [0, 0, 0]
 
 
+def test_weights_are_of_any_token_and_keep_it_from_being_shared():
+    def sample(last):
+        return TrainingSample(
+            token_ids=[*range(40), last],
+            loss_mask=[False] * 40 + [True],
+            behavior_logprobs=[0.0] * 41,
+            versions=[NOT_SAMPLED] * 40 + [0],
+            advantages=[0.0] * 41,
+            weights=[0.0] * 30 + [2.0] * 3 + [0.0] * 8,
+        )
+
+    ((batch,),) = packing.pack([sample(1), sample(2)], max_tokens=128, ranks=1, share_prefixes=True)
+
+    whole, second = batch.weights.split([41, 41 - 29])  # row 29 predicts token 30
+    assert whole.tolist() == [0.0] * 29 + [2.0] * 3 + [0.0] * 9
+    assert second.tolist() == whole.tolist()[29:]
+    assert batch.loss_mask.sum() == 2
+
+
 def test_documents_are_laid_end_to_end_and_do_not_shift_into_each_other():
     samples = [training_sample(1, 2, seed=1), training_sample(2, 2, seed=2)]
 

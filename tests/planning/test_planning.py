@@ -127,7 +127,7 @@ def test_pairs_are_refused_by_the_parts_themselves():
 
     assert reasons["c", "d"] == "because"
     assert ("a", "b") not in reasons
-    assert len(reasons) == 16  # every attempt of the library's own was refused
+    assert len(reasons) == 18  # every attempt of the library's own was refused
     assert (
         "load some of them into the places of others"
         in reasons["weight updates", "expert load balancing (enable_eplb)"]

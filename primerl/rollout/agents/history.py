@@ -24,6 +24,10 @@ class ContextFull(ValueError):
     """The prompt leaves no room for a reply."""
 
 
+class Unrenderable(ValueError):
+    """The renderer has no tokens for a conversation, such as one whose roles do not alternate."""
+
+
 @attrs.define(eq=False)
 class _Place:
     """A message in the tree of conversations; as a reply of the policy, with its engine call."""
@@ -152,6 +156,7 @@ class History:
 
         Raises:
             ContextFull: the prompt leaves no room for a reply.
+            Unrenderable: the chat template, or the tokenizer, refuses the messages.
             Exception: what the engine raises.
         """
         tools = tools or None
@@ -163,8 +168,7 @@ class History:
         origin = self._origin(place, known, messages[count:], bridged=new is not None)
         if new is None or known is None:
             known = None
-            rendered = self._renderer.render(messages, tools=tools, add_generation_prompt=True)
-            tokens = new = list(rendered.token_ids)
+            tokens = new = self._render(messages, tools)
         else:
             tokens = known.take_tokens()
             tokens += new
@@ -264,6 +268,15 @@ class History:
         if place.asked:
             return "fork"
         return "edited" if said and self.calls else "start"
+
+    def _render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
+        try:
+            rendered = self._renderer.render(messages, tools=tools, add_generation_prompt=True)
+        except Exception as error:  # templates and renderers raise anything
+            raise Unrenderable(
+                f"the conversation can't be rendered: {type(error).__name__}: {error}"
+            ) from error
+        return list(rendered.token_ids)
 
     def _tokens_after(
         self, known: _Place, messages: Sequence[Message], tools: Tools | None

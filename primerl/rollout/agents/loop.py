@@ -1,6 +1,7 @@
 """An agent in this process: the policy, its tools, and limits that end it."""
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -113,7 +114,7 @@ def tool_agent(
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         run = await run_agent(
-            History(engine, chosen, params),
+            History(engine, chosen, params, session=secrets.token_hex(8)),
             [*opening, *prompt],
             tools=tools(task) if callable(tools) else tools,
             state={"task": task},

@@ -58,8 +58,9 @@ def stitch(calls: Sequence[Call], *, temperature: float) -> list[Sample]:
 
     One sample for each call that no other one extends, with the calls that it extends. What several
     samples share is trained in the first of them only, so each sampled token is trained once, with
-    its own logprob and version. Expert routes are those of all of a sample's calls. A parent that
-    is not in ``calls`` is context, and not trained.
+    its own logprob and version. What came between a call and the one that it extends is observed,
+    in the same sample. Expert routes are those of all of a sample's calls. A parent that is not in
+    ``calls`` is context, and not trained.
 
     Raises:
         ValueError: a completion is empty, so that there is nothing to train; or two calls are one.
@@ -140,12 +141,14 @@ def _sample(leaf: Call, untrained: set[int], temperature: float) -> Sample:
     mask = np.zeros(len(token_ids), np.bool_)
     logprobs = np.zeros(len(token_ids), np.float32)
     versions = np.full(len(token_ids), NOT_SAMPLED, np.int32)
+    observed = np.zeros(len(token_ids), np.bool_)
     end = 0
     for call in path:
-        start = end + len(call.new_ids)
+        begin, start = end, end + len(call.new_ids)
         end = start + len(call.completion.token_ids)
         if id(call) in untrained:
             untrained.remove(id(call))
+            observed[begin:start] = call.parent is not None
             mask[start:end] = True
             logprobs[start:end] = call.completion.logprobs
             versions[start:end] = call.completion.versions
@@ -156,4 +159,5 @@ def _sample(leaf: Call, untrained: set[int], temperature: float) -> Sample:
         versions=versions,
         temperature=temperature,
         routes=[reference for call in path for reference in call.completion.routes],
+        observation_mask=observed if observed.any() else None,
     )

@@ -6,6 +6,7 @@ the lengths of rollouts.
 """
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -95,20 +96,23 @@ class AdaptiveConcurrency:
         return attrs.evolve(self, cap=min(max(cap, self.least), self.most), trouble_at=trouble_at)
 
 
-def vllm_load(
+def load_of(
     metrics: Mapping[str, Mapping[str, float]], *, in_flight: int, preempted: float
 ) -> tuple[Load, float]:
     """The load of servers with these ``metrics``, and how many requests they ever preempted.
 
-    ``preempted`` is that number at the last observation.
+    Metrics are named as vLLM's. ``preempted`` is that number at the last observation.
     """
-    every = list(metrics.values())
-    total = sum(one.get("vllm:num_preemptions_total", 0.0) for one in every)
+
+    def values(name: str) -> list[float]:
+        return [one.get(f"vllm:{name}", 0.0) for one in metrics.values()]
+
+    total = sum(values("num_preemptions_total"))
     load = Load(
         in_flight=in_flight,
-        queued=int(sum(one.get("vllm:num_requests_waiting", 0.0) for one in every)),
+        queued=int(sum(values("num_requests_waiting"))),
         preemptions=max(0, int(total - preempted)),
-        kv_use=max((one.get("vllm:kv_cache_usage_perc", 0.0) for one in every), default=0.0),
+        kv_use=max(values("kv_cache_usage_perc"), default=0.0),
     )
     return load, total
 
@@ -130,11 +134,13 @@ async def follow_load(
         await asyncio.sleep(settings.every_s)
         try:
             metrics = await asyncio.to_thread(engine.metrics)
+            if inspect.isawaitable(metrics):  # of an engine in another process
+                metrics = await metrics
         except (OSError, RuntimeError) as error:
             log.warning("the engine's load could not be read: %s", error)
             continue
         first = preempted is None
-        load, total = vllm_load(
+        load, total = load_of(
             metrics, in_flight=in_flight(), preempted=0.0 if preempted is None else preempted
         )
         preempted = total

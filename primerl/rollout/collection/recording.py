@@ -17,7 +17,13 @@ from primerl._files import whole_or_nothing
 from primerl.types import Group, Rollout, Sample
 
 FORMAT, VERSION = "primerl-groups", 1
-DTYPES = {"token_ids": "<i4", "loss_mask": "|b1", "behavior_logprobs": "<f4", "versions": "<i4"}
+DTYPES = {
+    "token_ids": "<i4",
+    "loss_mask": "|b1",
+    "behavior_logprobs": "<f4",
+    "versions": "<i4",
+    "observation_mask": "|b1",
+}
 
 
 class _Array(msgspec.Struct, forbid_unknown_fields=True):
@@ -32,6 +38,7 @@ class _Sample(msgspec.Struct, forbid_unknown_fields=True):
     versions: _Array
     temperature: float
     routes: list[str] | None  # None in recordings of early versions
+    observation_mask: _Array | None = None
 
 
 class _Rollout(msgspec.Struct, forbid_unknown_fields=True):
@@ -157,11 +164,13 @@ def _group(encoded: _Group) -> Group:
 
 
 def _sample(encoded: _Sample) -> Sample:
-    arrays = {name: _array(name, getattr(encoded, name)) for name in DTYPES}
+    arrays: dict[str, Any] = {name: _array(name, getattr(encoded, name)) for name in DTYPES}
     return Sample(**arrays, temperature=encoded.temperature, routes=encoded.routes or ())
 
 
-def _array(name: str, encoded: _Array) -> np.ndarray:
+def _array(name: str, encoded: _Array | None) -> np.ndarray | None:
+    if encoded is None:
+        return None
     if encoded.dtype != DTYPES[name]:
         raise ValueError(f"{name} has dtype {encoded.dtype!r}, expected {DTYPES[name]!r}")
     if len(encoded.data) % np.dtype(encoded.dtype).itemsize:

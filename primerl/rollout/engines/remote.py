@@ -58,6 +58,12 @@ class RemoteEngine:
         )
         return completion
 
+    async def metrics(self) -> dict[str, dict[str, float]]:
+        """Those of the engine in the parent process; what it raises is raised."""
+        assert self.channel is not None, "RemoteEngines.find connects it"
+        metrics: dict[str, dict[str, float]] = await self.channel.call("metrics", self._index)
+        return metrics
+
 
 @attrs.frozen
 class EngineAddress:
@@ -85,7 +91,7 @@ class _Served:
 
 
 class EngineHost:
-    """Serves engines of this process to child processes: the ``generate`` handler of a channel."""
+    """Serves engines of this process to child processes: handlers of a channel."""
 
     def __init__(self) -> None:
         self._served: dict[int, _Served] = {}
@@ -129,6 +135,11 @@ class EngineHost:
         completion = await served.engine.generate(prompt_ids.tolist(), params, session=session)
         served.report()
         return completion
+
+    async def metrics(self, index: int) -> Any:
+        """The metrics of an engine of this process, for another one."""
+        engine: Any = self._served[index].engine
+        return await asyncio.to_thread(engine.metrics)
 
     def report(self) -> None:
         """Tell each child the versions that its engines serve, where they have changed.

@@ -92,6 +92,8 @@ class Conversation:
 
     def sample(self) -> Sample:
         """The conversation so far, as one flat sequence."""
+        sampled = np.array(self._loss_mask, np.bool_)
+        observed = np.maximum.accumulate(sampled) & ~sampled
         return Sample(
             token_ids=self.token_ids,
             loss_mask=self._loss_mask,
@@ -99,6 +101,7 @@ class Conversation:
             versions=self._versions,
             temperature=self.params.temperature,
             routes=self._routes,
+            observation_mask=observed if observed.any() else None,
         )
 
     def rollout(self, *, reward: float, metrics: Mapping[str, float] | None = None) -> Rollout:

@@ -31,6 +31,7 @@ class AnthropicMessages:
     """The API of Claude Code and others."""
 
     path = "/v1/messages"
+    ping = event({"type": "ping"}, "ping")
 
     def parse(self, body: Mapping[str, Any], replies: Mapping[str, Reply]) -> Request:  # noqa: ARG002
         """The request in ``body``.
@@ -119,6 +120,10 @@ class AnthropicMessages:
     def error(self, kind: str, code: str, message: str) -> dict[str, Any]:
         """An error in the API's form, which has no codes of its own."""
         return {"type": "error", "error": {"type": KINDS[kind], "message": f"{code}: {message}"}}
+
+    def error_event(self, kind: str, code: str, message: str) -> bytes:
+        """The same as the last event of a stream."""
+        return event(self.error(kind, code, message), "error")
 
 
 def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], str, str, str]:

@@ -7,9 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 
 from primerl.rollout.agents.history import Reply
-from primerl.rollout.agents.messages import Message, Tools
+from primerl.rollout.agents.messages import Message, Tools, text_of, valid_unicode
 
 CHUNK = 24  # characters of a streamed piece
+COMMENT = b": ping\n\n"  # of a stream of server-sent events
 
 
 class BadRequest(ValueError):
@@ -33,6 +34,8 @@ class Api(Protocol):
     """One API: how it asks, answers, streams and refuses."""
 
     path: str
+    ping: bytes
+    """What a stream may hold before its first event, and clients skip."""
 
     def parse(self, body: Mapping[str, Any], replies: Mapping[str, Reply]) -> Request:
         """The request in ``body``; ``replies`` are the earlier ones of the rollout, by their id.
@@ -52,6 +55,10 @@ class Api(Protocol):
 
     def error(self, kind: str, code: str, message: str) -> dict[str, Any]:
         """An error; the kinds are invalid, authentication, missing and engine."""
+        ...
+
+    def error_event(self, kind: str, code: str, message: str) -> bytes:
+        """The same as the last event of a stream that has begun."""
         ...
 
 
@@ -102,7 +109,7 @@ def token_limit(body: Mapping[str, Any], *names: str) -> int | None:
     for name in names:
         value = body.get(name)
         if value is not None:
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:  # no bool
                 raise BadRequest(f"{name} is {value!r}, expected a positive whole number")
             return value
     return None
@@ -116,7 +123,11 @@ def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any
     """
     if not isinstance(name, str):
         raise BadRequest("a tool has no name; only functions are supported")
-    function = {"name": name, "description": description or "", "parameters": parameters or {}}
+    function = {
+        "name": valid_unicode(name),
+        "description": text_of(description),
+        "parameters": parameters or {},
+    }
     return {"type": "function", "function": function}
 
 
@@ -138,8 +149,5 @@ def function_call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
     """
     if not all(isinstance(one, str) for one in (name, function, arguments)):
         raise BadRequest("a function call has no id, name or arguments that are text")
-    return {
-        "id": name,
-        "type": "function",
-        "function": {"name": function, "arguments": arguments},
-    }
+    said = {"name": valid_unicode(function), "arguments": valid_unicode(arguments)}
+    return {"id": name, "type": "function", "function": said}

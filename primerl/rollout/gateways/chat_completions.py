@@ -7,6 +7,7 @@ from typing import Any
 from primerl.rollout.agents.history import Reply
 from primerl.rollout.agents.messages import Message, text_of
 from primerl.rollout.gateways.apis import (
+    COMMENT,
     BadRequest,
     Request,
     assistant,
@@ -31,6 +32,7 @@ class ChatCompletions:
     """The API of most clients and command-line agents."""
 
     path = "/v1/chat/completions"
+    ping = COMMENT
 
     def parse(self, body: Mapping[str, Any], replies: Mapping[str, Reply]) -> Request:  # noqa: ARG002
         """The request in ``body``.
@@ -43,7 +45,11 @@ class ChatCompletions:
             n=(1,),
             stop=([],),
             logprobs=(False,),
+            top_logprobs=(0,),
             tool_choice=("auto", "none"),
+            functions=([],),  # before there were tools
+            function_call=("auto", "none"),
+            modalities=(["text"],),
             response_format=({"type": "text"},),
         )
         tools = [_tool(tool) for tool in list_of(body, "tools")]
@@ -118,6 +124,10 @@ class ChatCompletions:
     def error(self, kind: str, code: str, message: str) -> dict[str, Any]:
         """An error in the API's form."""
         return {"error": {"message": message, "type": KINDS[kind], "param": None, "code": code}}
+
+    def error_event(self, kind: str, code: str, message: str) -> bytes:
+        """The same as the last event of a stream."""
+        return event(self.error(kind, code, message))
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from primerl.rollout.agents.history import Reply
 from primerl.rollout.agents.messages import Message, text_of
 from primerl.rollout.gateways.apis import (
+    COMMENT,
     BadRequest,
     Request,
     assistant,
@@ -25,6 +26,7 @@ class Responses:
     """The API of Codex and of newer clients; ``previous_response_id`` is understood."""
 
     path = "/v1/responses"
+    ping = COMMENT
 
     def parse(self, body: Mapping[str, Any], replies: Mapping[str, Reply]) -> Request:
         """The request in ``body``.
@@ -32,7 +34,14 @@ class Responses:
         Raises:
             BadRequest: it asks for what can't be done.
         """
-        refuse(body, tool_choice=("auto", "none"), conversation=(), prompt=(), background=(False,))
+        refuse(
+            body,
+            tool_choice=("auto", "none"),
+            top_logprobs=(0,),
+            conversation=(),
+            prompt=(),
+            background=(False,),
+        )
         text = body.get("text") or {}
         if not isinstance(text, Mapping) or text.get("format") not in (None, {"type": "text"}):
             raise BadRequest("text.format is not supported; leave it out")
@@ -104,6 +113,21 @@ class Responses:
     def error(self, kind: str, code: str, message: str) -> dict[str, Any]:
         """An error in the API's form."""
         return {"error": {"message": message, "type": KINDS[kind], "param": None, "code": code}}
+
+    def error_event(self, kind: str, code: str, message: str) -> bytes:
+        """The same as the last event of a stream; the field "error" is for OpenAI's clients."""
+        said = self.error(kind, code, message)
+        return event(
+            {
+                "type": "error",
+                "sequence_number": 0,
+                "code": code,
+                "message": message,
+                "param": None,
+                "error": said["error"],
+            },
+            "error",
+        )
 
 
 def _items(name: str, said: Mapping[str, Any]) -> list[dict[str, Any]]:

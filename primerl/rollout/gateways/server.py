@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 from aiohttp import web
 
-from primerl.rollout.agents.history import ContextFull, History, Reply
+from primerl.rollout.agents.history import ContextFull, History, Reply, Unrenderable
 from primerl.rollout.agents.limits import AgentLimits, LimitReached
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.gateways.anthropic_messages import AnthropicMessages
@@ -23,6 +23,7 @@ from primerl.types import SamplingParams
 
 MAX_BODY = 1 << 26  # bytes of one request
 CLOSE_S = 5.0
+PING_S = 15.0  # clients give up streams that are silent for minutes
 APIS: tuple[Api, ...] = (ChatCompletions(), Responses(), AnthropicMessages())
 
 
@@ -159,16 +160,26 @@ class Gateway:
             session.outcomes["refused"] += 1
             return _error(api, 400, "invalid", "invalid_request", str(error))
         digest = xxhash.xxh3_128_digest(agent.encode() + b"\0" + content)
+        response = web.StreamResponse()
+        response.content_type = "text/event-stream" if request.stream else "application/json"
         try:
-            reply = await session.reply(request, agent, digest)
+            async with _pings(http, response, api.ping if request.stream else None):
+                reply = await session.reply(request, agent, digest)
         except LimitReached as limit:  # 400: clients try others again
-            return _error(api, 400, "invalid", limit.reason, str(limit))
-        except ContextFull as error:
-            return _error(api, 400, "invalid", "context_length_exceeded", str(error))
-        except Exception as error:  # the session has it, and raises it when the rollout is made
-            said = f"{type(error).__name__}: {error}"
-            return _error(api, 500, "engine", "engine_error", said)
-        return await self._deliver(http, api, session, request, reply, digest)
+            failure = 400, "invalid", limit.reason, str(limit)
+        except ContextFull as full:
+            failure = 400, "invalid", "context_length_exceeded", str(full)
+        except Unrenderable as refused:
+            failure = 400, "invalid", "invalid_request", str(refused)
+        except Exception as failed:  # the session has it, and raises it when the rollout is made
+            failure = 500, "engine", "engine_error", f"{type(failed).__name__}: {failed}"
+        else:
+            return await self._deliver(http, api, session, request, reply, digest, response)
+        if not response.prepared:
+            return _error(api, *failure)
+        await response.write(api.error_event(*failure[1:]))  # too late for a status
+        await response.write_eof()
+        return response
 
     async def _deliver(
         self,
@@ -178,14 +189,14 @@ class Gateway:
         request: Request,
         reply: Reply,
         digest: bytes,
+        response: web.StreamResponse,
     ) -> web.StreamResponse:
         name = f"resp_{secrets.token_hex(12)}"
         session.replies[name] = reply
         answer = api.answer(name, request, reply)
-        response = web.StreamResponse()
-        response.content_type = "text/event-stream" if request.stream else "application/json"
         try:
-            await response.prepare(http)
+            if not response.prepared:
+                await response.prepare(http)
             if request.stream:
                 for event in api.events(answer, request):
                     await response.write(event)
@@ -217,6 +228,28 @@ class Gateway:
             request.messages, tools=request.tools, add_generation_prompt=True
         )
         return web.json_response({"input_tokens": len(rendered.token_ids)})
+
+
+@contextlib.asynccontextmanager
+async def _pings(
+    http: web.Request, response: web.StreamResponse, ping: bytes | None
+) -> AsyncIterator[None]:
+    """Meanwhile, show a client that waits for a stream every ``PING_S`` that it will come."""
+
+    async def send() -> None:
+        with contextlib.suppress(ConnectionError):  # the client's leaving cancels the handler
+            while ping is not None:
+                await asyncio.sleep(PING_S)
+                if not response.prepared:
+                    await response.prepare(http)
+                await response.write(ping)
+
+    sending = None if ping is None else asyncio.create_task(send())
+    try:
+        yield
+    finally:
+        if sending is not None:
+            sending.cancel()  # without waiting: nothing may come between a reply and its delivery
 
 
 def _handler(server: Gateway, api: Api) -> Any:

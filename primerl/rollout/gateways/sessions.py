@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from primerl.rollout.agents.history import ContextFull, History, Reply
+from primerl.rollout.agents.history import ContextFull, History, Reply, Unrenderable
 from primerl.rollout.agents.limits import AgentLimits, Budget, LimitReached
 from primerl.rollout.agents.loop import history_rollout
 from primerl.rollout.gateways.apis import Request
@@ -83,6 +83,7 @@ class Session:
 
         Raises:
             LimitReached, ContextFull: the request can't be served any more.
+            Unrenderable: it can't be served.
             Exception: what the engine raises.
         """
         reply = self._undelivered.pop(digest, None)
@@ -97,6 +98,9 @@ class Session:
         except (LimitReached, ContextFull) as end:
             self.stop = end.reason if isinstance(end, LimitReached) else "context"
             self.outcomes["limited" if isinstance(end, LimitReached) else "context"] += 1
+            raise
+        except Unrenderable:
+            self.outcomes["refused"] += 1
             raise
         except asyncio.CancelledError:
             self.outcomes["disconnected"] += 1

@@ -82,7 +82,12 @@ class InProcess:
     async def start(self) -> None:
         """Start collecting."""
         await self._child.start(
-            self._arguments, {"generate": self._engines.generate, "heartbeat": self._heartbeat}
+            self._arguments,
+            {
+                "generate": self._engines.generate,
+                "metrics": self._engines.metrics,
+                "heartbeat": self._heartbeat,
+            },
         )
         self._heartbeat()
         self._background = [

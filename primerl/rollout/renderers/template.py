@@ -14,7 +14,8 @@ Tools = Sequence[Mapping[str, Any]]
 
 _CACHED_TEXTS = 512  # rollouts of a task share their prompt
 _CACHED_CHARACTERS = 20_000  # longer texts rarely occur twice
-_THOUGHT = "<think>\nthought\n</think>\n\n"
+_THOUGHTS = ("<think>\nthought\n</think>\n\n", "\n<think>thought</think>\n", "thought</think>\n")
+"""How replies begin with reasoning: of Qwen; of GLM; where the prompt opens it."""
 _TOOLS = """You may call these functions; each line describes one:
 {tools}
 
@@ -92,8 +93,11 @@ class TemplateRenderer:
         if self._template is None:
             return self._encode(_concatenated(new_messages))
         thought = "</think>" in self._template and "</think>" in self._decode(reply_ids)
-        between = self._between(new_messages, tools, begins=_THOUGHT if thought else "")
-        if between is None or not between.extends:
+        for begins in _THOUGHTS if thought else ("",):
+            between = self._between(new_messages, tools, begins=begins)
+            if between is not None and between.extends:
+                break
+        else:
             return None
         return without_closing(
             self._encode(between.text),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import json
 
 import aiohttp
 import hypothesis.strategies as st
@@ -16,6 +17,7 @@ from api_clients import (
     anthropic,
     connections,
     httpx,
+    httpx2,
     openai,
 )
 from chat_tokenizer import RecordingEngine, chat_tokenizer, tool_call, trained
@@ -23,6 +25,7 @@ from hypothesis import given, settings
 
 from primerl import rollout
 from primerl.rollout import AgentLimits
+from primerl.rollout.gateways import server
 from primerl.rollout.gateways.chat_completions import ChatCompletions
 from primerl.rollout.gateways.server import APIS
 from primerl.types import SamplingParams
@@ -255,12 +258,18 @@ def test_what_a_reply_can_not_have_is_refused():
     assert engine.requests == []
 
 
-async def post(session, body, **options):
+@contextlib.asynccontextmanager
+async def asked(session, body, path="/chat/completions", **options):
     headers = {"Authorization": f"Bearer {session.key}"}
     async with aiohttp.ClientSession() as http:
-        url = f"{session.base_url}/chat/completions"
+        url = f"{session.base_url}{path}"
         async with http.post(url, data=body, headers=headers, **options) as answer:
-            return answer.status, await answer.json()
+            yield answer
+
+
+async def post(session, body, path="/chat/completions"):
+    async with asked(session, body, path) as answer:
+        return answer.status, await answer.json()
 
 
 HOSTILE = {
@@ -269,19 +278,142 @@ HOSTILE = {
     "deep": b"[" * 200_000,
     "no object": b"[]",
     "no messages": b"{}",
-    "no role": b'{"messages": [{"content": "a"}]}',
-    "a number": b'{"messages": [{"role": "user", "content": 3}]}',
+    "no role": b'{"messages": [{"content": "a"}], "input": [{"type": "x"}]}',
+    "a number": b'{"messages": [{"role": "user", "content": 3}], "input": [{"content": 3}]}',
 }
+PATHS = ["/chat/completions", "/responses", "/messages"]
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_body_that_is_no_request_is_refused(name):
+def test_a_body_that_is_no_request_is_refused(name, path):
     session, (status, answer) = run(
-        lambda session: post(session, HOSTILE[name]), RecordingEngine(TOKENIZER)
+        lambda session: post(session, HOSTILE[name], path), RecordingEngine(TOKENIZER)
     )
     assert status == 400
     assert answer["error"]["type"] == "invalid_request_error"
     assert session.outcomes["refused"] == 1
+
+
+IMAGES = {
+    "chat": {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+    "responses": {"type": "input_image", "image_url": "data:image/png;base64,AA=="},
+    "messages": {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": "AA=="},
+    },
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda one: one.name)
+def test_odd_numbers_images_and_unknown_fields(client):
+    engine = RecordingEngine(TOKENIZER, lambda *_: "Hello." * 100)
+    limit = "max_output_tokens" if client is Responses else "max_tokens"
+
+    async def talk(session):
+        chat = client(session)
+        chat.say("Hello")
+        first = list(chat.messages)
+        answers = [await refused(chat, extra_body={limit: n}) for n in (-1, 0, True, 1.5, "9")]
+        chat.messages = [{"role": "user", "content": [IMAGES[client.name]]}]
+        answers.append(await refused(chat))
+        chat.messages = first
+        whole = await chat.reply(extra_body={limit: 10**30, "unheard_of": {"a": [1]}, "seed": 3})
+        return answers, whole
+
+    session, (answers, whole) = run(talk, engine)
+
+    assert {answer[0] for answer in answers} == {400}
+    assert all("positive whole number" in answer[2] for answer in answers[:-1])
+    assert "only text is supported" in answers[-1][2]
+    assert whole[2] == "length"
+    assert session.outcomes["refused"] == 6
+    assert len(engine.requests[0][1].token_ids) == PARAMS.max_tokens
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda one: one.name)
+def test_one_request_twice_at_once_is_a_fork(client):
+    engine = RecordingEngine(TOKENIZER, lambda _, number: f"Reply {number}.")
+
+    async def talk(session):
+        opening = client(session)
+        opening.say("Hello")
+        await opening.reply()
+        opening.say("Again")
+        twins = [client(session), client(session, stream=True)]
+        for one in twins:
+            one.messages = list(opening.messages)
+        return await asyncio.gather(*(one.reply() for one in twins))
+
+    session, said = run(talk, engine)
+
+    assert sorted(text for text, _, _ in said) == ["Reply 1.", "Reply 2."]
+    played = session.rollout(reward=0.0)
+    assert trained(played.samples) == engine.sampled
+    assert (played.metrics["forks"], played.metrics["resent"], len(played.samples)) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda one: one.name)
+def test_a_malformed_call_is_text_for_the_agent_and_counted(client):
+    bad = '<tool_call>{"name": "look", "arguments": {]</tool_call>'
+    engine = RecordingEngine(TOKENIZER, lambda _, number: ["Hm. " + bad, "Sorry."][number])
+
+    async def talk(session):
+        chat = client(session)
+        chat.say("Is the door open?")
+        said = await chat.reply()
+        chat.say("error: the call is not JSON")
+        return said, await chat.reply()
+
+    session, (said, _) = run(talk, engine)
+
+    assert said == (f"Hm. {bad}", [], "stop")
+    played = session.rollout(reward=0.0)
+    assert (played.metrics["malformed_calls"], len(played.samples)) == (1, 1)
+    assert trained(played.samples) == engine.sampled
+
+
+def test_a_conversation_that_the_template_refuses_is_the_clients_error():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    engine = RecordingEngine(tokenizer)
+
+    async def play():
+        async with rollout.gateway(engine, tokenizer, params=PARAMS) as gateway, connections():
+            async with gateway.open() as session:
+                chat = Chat(session)
+                chat.say("Hello")
+                answer = await refused(chat)
+            return session, answer
+
+    session, (status, _, said) = asyncio.run(play())
+    assert status == 400
+    assert "roles must alternate" in said
+    assert session.outcomes["refused"] == 1
+    assert session.rollout(reward=0.0).samples == ()
+
+
+def test_half_a_surrogate_anywhere_is_no_failure_of_the_engine():
+    engine = RecordingEngine(TOKENIZER, lambda *_: "Hello.")
+    half = "a \ud800 b"
+    function = {"name": half, "description": half, "parameters": {"properties": {half: {}}}}
+    call = {"id": half, "type": "function", "function": {"name": half, "arguments": half}}
+    messages = [
+        {"role": "system", "content": half},
+        {"role": "user", "content": [{"type": "text", "text": half}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": half, "content": half},
+    ]
+    tools = [{"type": "function", "function": function}]
+
+    session, (status, _) = run(
+        lambda session: post(session, json.dumps({"messages": messages, "tools": tools}).encode()),
+        engine,
+    )
+
+    assert status in (200, 400)
+    assert session.error is None
+    assert trained(session.rollout(reward=0.0).samples) == engine.sampled
 
 
 def test_a_hundred_megabytes_are_refused_and_half_a_surrogate_is_not():
@@ -322,9 +454,9 @@ def test_a_client_that_leaves_while_it_waits_cancels_its_request():
     assert (session.outcomes["disconnected"], session.outcomes["answered"]) == (1, 1)
 
 
-def hang_up_once(monkeypatch):
+def hang_up_once(monkeypatch, kind=ChatCompletions):
     """The next stream breaks off as it does when the client has left."""
-    events = ChatCompletions.events
+    events = kind.events
     broken = iter([True])
 
     def some(api, answer, request):
@@ -333,20 +465,86 @@ def hang_up_once(monkeypatch):
             if next(broken, False):
                 raise ConnectionResetError("the client has left")
 
-    monkeypatch.setattr(ChatCompletions, "events", some)
+    monkeypatch.setattr(kind, "events", some)
 
 
-BROKEN_OFF = (openai.APIConnectionError, httpx.TransportError)
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda one: one.name)
+def test_a_stream_that_takes_long_is_the_same_for_clients(client, monkeypatch):
+    monkeypatch.setattr(server, "PING_S", 0.02)
+    engine = RecordingEngine(TOKENIZER, script, pause=lambda _: asyncio.sleep(0.1))
+
+    session, said = run(lambda session: three_turns(client(session, stream=True)), engine)
+
+    assert said[0][1] == CALLS
+    (sample,) = session.rollout(reward=1.0).samples
+    assert trained([sample]) == engine.sampled
+    assert session.outcomes["answered"] == 3
 
 
-def test_a_reply_that_does_not_arrive_is_delivered_to_the_next_attempt(monkeypatch):
-    engine = RecordingEngine(TOKENIZER, lambda _, number: f"Reply {number}.")
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda one: one.name)
+def test_an_engine_that_fails_late_ends_the_stream_with_an_error(client, monkeypatch):
+    monkeypatch.setattr(server, "PING_S", 0.02)
+
+    async def fail(number):
+        await asyncio.sleep(0.2)
+        raise ConnectionError("the engine is gone")
 
     async def talk(session):
-        chat = Chat(session, stream=True)
+        chat = client(session, stream=True)
+        chat.say("Hello")
+        with pytest.raises((openai.APIError, anthropic.APIError), match="the engine is gone"):
+            await chat.reply()
+
+    session, _ = run(talk, RecordingEngine(TOKENIZER, pause=fail))
+    assert session.outcomes["failed"] == 1
+
+
+HELLO = [{"role": "user", "content": "Hello"}]
+WAITING = {
+    "/chat/completions": ({"messages": HELLO}, b": ping\n"),
+    "/responses": ({"input": HELLO}, b": ping\n"),
+    "/messages": ({"messages": HELLO, "max_tokens": 9}, b"event: ping\n"),
+}
+
+
+@pytest.mark.parametrize("path", WAITING)
+def test_a_client_that_leaves_a_stream_while_it_waits_cancels_its_request(path, monkeypatch):
+    monkeypatch.setattr(server, "PING_S", 0.02)
+    body, ping = WAITING[path]
+    cancelled = []
+
+    async def pause(number):
+        try:
+            await asyncio.sleep(WAIT_S)
+        except asyncio.CancelledError:
+            cancelled.append(number)
+            raise
+
+    async def talk(session):
+        streamed = json.dumps({**body, "stream": True}).encode()
+        async with asked(session, streamed, path) as answer:
+            assert (await answer.content.readline()) == ping
+        while not session.outcomes["disconnected"]:
+            await asyncio.sleep(0.01)
+
+    session, _ = run(talk, RecordingEngine(TOKENIZER, pause=pause))
+    assert cancelled == [0]
+    assert session.history.calls == []
+
+
+BROKEN_OFF = (openai.APIConnectionError, httpx.TransportError, httpx2.TransportError)
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda one: one.name)
+def test_a_reply_that_does_not_arrive_is_delivered_to_the_next_attempt(client, monkeypatch):
+    engine = RecordingEngine(TOKENIZER, lambda _, number: f"Reply {number}.")
+    kinds = {"chat": APIS[0], "responses": APIS[1], "messages": APIS[2]}
+
+    async def talk(session):
+        chat = client(session, stream=True)
         chat.say("Hello")
         first = list(chat.messages)
-        hang_up_once(monkeypatch)
+        hang_up_once(monkeypatch, type(kinds[client.name]))
         with pytest.raises(BROKEN_OFF):
             await chat.reply()
         retried = await chat.reply()

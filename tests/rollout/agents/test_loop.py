@@ -44,6 +44,29 @@ def test_without_tools_it_is_a_chat_of_one_reply():
     )
 
 
+def test_the_turns_of_a_rollout_go_to_one_replica():
+    sessions = []
+
+    class Recording(RecordingEngine):
+        async def generate(self, prompt_ids, params, *, session=None):
+            sessions.append(session)
+            return await super().generate(prompt_ids, params, session=session)
+
+    environment = rollout.tool_agent(TOKENIZER, tools=[tool(broken)], reward=lambda *_: 0.0)
+
+    async def two():
+        for _ in range(2):
+            engine = Recording(TOKENIZER, lambda _, number: [tool_call("act", y=1), "Bye."][number])
+            await environment(
+                {"id": "t", "prompt": "Begin."}, engine, SamplingParams(max_tokens=64)
+            )
+
+    asyncio.run(two())
+    first, second, third, fourth = sessions
+    assert first == second != third == fourth
+    assert None not in sessions
+
+
 def test_tools_share_the_state_of_their_rollout():
     def count(arguments, state):
         state["count"] = state.get("count", 0) + arguments["by"]

@@ -1,9 +1,13 @@
-"""mini-swe-agent from PyPI, unchanged, as the agent: it finds the gateway in its configuration."""
+"""mini-swe-agent from PyPI, unchanged, as the agent: it finds the gateway in its configuration.
+
+    pip install mini-swe-agent && pytest tests/rollout/agents/test_mini_swe_agent.py -m slow
+
+On real vLLM: tests/vllm/test_gateway.py.
+"""
 
 import asyncio
-import importlib.util
-import sys
 
+import mini_swe_agent
 import pytest
 from chat_tokenizer import RecordingEngine, chat_tokenizer, tool_call, trained
 
@@ -11,61 +15,29 @@ from primerl import rollout
 from primerl.rollout import AgentLimits
 from primerl.types import SamplingParams
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("minisweagent", "litellm")),
-        reason="mini-swe-agent is not installed: pip install mini-swe-agent",
-    ),
-]
+pytestmark = [pytest.mark.slow, mini_swe_agent.installed]
 TOKENIZER = chat_tokenizer()
 
 
-def command(task, session):
-    settings = [
-        "agent.cost_limit=0",
-        "model.cost_tracking=ignore_errors",
-        "model.model_kwargs.custom_llm_provider=openai",
-        f"model.model_kwargs.api_base={session.base_url}",
-        f"model.model_kwargs.api_key={session.key}",
+def test_what_it_was_told_and_did_is_trained():
+    replies = [
+        '<tool_call>{"name": "bash", "arguments": {"command": </tool_call>',  # it is told so
+        tool_call("bash", command="echo fixed > result.txt"),
+        tool_call("bash", command="cat result.txt"),
+        tool_call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
     ]
-    program = "from minisweagent.run.mini import app; app()"
-    options = ["--model", "policy", "--model-class", "litellm", "--task", task["prompt"]]
-    options += ["--exit-immediately", "--yolo", "-c", "mini"]
-    return [
-        *(sys.executable, "-c", program),
-        *options,
-        *(part for setting in settings for part in ("-c", setting)),
-    ]
-
-
-def test_what_it_was_told_and_did_is_one_sample():
-    def reply(prompt, number):
-        return tool_call(
-            "bash",
-            command=[
-                "echo fixed > result.txt",
-                "cat result.txt",
-                "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
-            ][number % 3],
-        )
 
     def fixed(task, run):
         result = run.folder / "result.txt"
         assert result.exists(), run.output
         return float(result.read_text() == "fixed\n")
 
-    engine = RecordingEngine(TOKENIZER, reply)
+    engine = RecordingEngine(TOKENIZER, lambda _, number: replies[number])
     environment = rollout.command_agent(
-        command,
+        mini_swe_agent.command_with(),
         TOKENIZER,
         reward=fixed,
-        variables={
-            "LITELLM_LOCAL_MODEL_COST_MAP": "true",
-            "MSWEA_CONFIGURED": "true",
-            "MSWEA_SILENT_STARTUP": "true",
-            "PYTHONPATH": ":".join(filter(None, sys.path)),
-        },
+        variables=mini_swe_agent.VARIABLES,
         limits=AgentLimits(max_turns=10, timeout_s=300.0),
         keep_conversation=True,
     )
@@ -79,8 +51,13 @@ def test_what_it_was_told_and_did_is_one_sample():
 
     played = asyncio.run(play())
     assert (played.stop, played.reward) == ("stop", 1.0)
-    (sample,) = played.samples
-    assert trained([sample]) == engine.sampled
-    assert played.metrics["turns"] == len(engine.requests) == 3
-    text = TOKENIZER.decode(sample.token_ids)
+    assert trained(played.samples) == engine.sampled
+    assert played.metrics["turns"] == len(engine.requests) == 4
+    assert (played.metrics["malformed_calls"], played.metrics["edited"]) == (1, 0)
+    # It forgets a reply without a call, and remembers what it said to that: a history of its own.
+    malformed, others = played.samples
+    assert replies[0] in TOKENIZER.decode(malformed.token_ids)
+    text = TOKENIZER.decode(others.token_ids)
+    assert replies[0] not in text
+    assert "Tool call error" in text.split(replies[1])[0]
     assert '"output": "fixed\\n"' in text.split("cat result.txt")[1]

@@ -114,6 +114,36 @@ def test_of_equal_calls_each_is_continued_once():
     assert len(stitch([first, second, third, fourth], temperature=1.0)) == 2
 
 
+@given(DRAWN)
+def test_what_came_between_calls_is_observed_once(drawn):
+    calls = calls_of(drawn)
+
+    observed = Counter(
+        tuple(one.token_ids[: i + 1])
+        for one in stitch(calls, temperature=1.0)
+        if one.observation_mask is not None
+        for i in np.flatnonzero(one.observation_mask)
+    )
+
+    assert observed == Counter(
+        (*one.parent.token_ids, *one.new_ids[: i + 1])
+        for one in calls
+        if one.parent is not None
+        for i in range(len(one.new_ids))
+    )
+
+
+def test_a_branch_observes_only_what_is_new():
+    first = call([1, 2], [3])
+    calls = [first, call([4, 5], [6], first), call([7], [8], first), call([1, 9], [3])]
+
+    masks = [one.observation_mask for one in stitch(calls, temperature=1.0)]
+
+    assert masks[0].tolist() == [False, False, False, True, True, False]
+    assert masks[1].tolist() == [False, False, False, True, False]
+    assert masks[2] is None  # a history that was edited is a prompt
+
+
 def test_twenty_turns_are_one_sample():
     calls = [call([1, 2], [3])]
     for _ in range(19):

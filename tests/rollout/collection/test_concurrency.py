@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated_engine import simulate
+from waiting import until
 
 from primerl import rollout, testing
-from primerl.rollout.collection.concurrency import AdaptiveConcurrency, Load, vllm_load
+from primerl.rollout.collection.concurrency import AdaptiveConcurrency, Load, load_of
 from primerl.types import Rollout, Sample, SamplingParams
 
 
@@ -64,7 +65,7 @@ def test_of_several_servers_the_fullest_counts():
         "b": {"vllm:num_preemptions_total": 4.0, "vllm:kv_cache_usage_perc": 0.9},
     }
 
-    observed, preempted = vllm_load(metrics, in_flight=5, preempted=5.0)
+    observed, preempted = load_of(metrics, in_flight=5, preempted=5.0)
 
     assert attrs.astuple(observed) == (5, 0, 2, 0.9)
     assert preempted == 7.0
@@ -73,7 +74,10 @@ def test_of_several_servers_the_fullest_counts():
 class Measured(testing.ScriptedEngine):
     """An engine whose memory is full."""
 
+    asked = 0
+
     def metrics(self):
+        self.asked += 1
         return {"one": {"vllm:kv_cache_usage_perc": 1.0}}
 
 
@@ -93,7 +97,7 @@ async def environment(task, engine, params):
     )
 
 
-def worker(engine, **options):
+def worker(engine, *, isolation="thread", **options):
     return rollout.worker(
         engine,
         environment,
@@ -102,16 +106,19 @@ def worker(engine, **options):
         group_size=2,
         groups_per_step=8,
         max_staleness=0,
-        isolation="thread",
+        isolation=isolation,
         **options,
     )
 
 
-def test_the_worker_keeps_to_the_cap():
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_the_worker_keeps_to_the_cap(isolation):
     engine = Measured(latency=0.01)
 
-    with worker(engine, concurrency=AdaptiveConcurrency(cap=4, every_s=0.01)) as rollouts:
+    settings = AdaptiveConcurrency(cap=4, every_s=0.01)
+    with worker(engine, isolation=isolation, concurrency=settings) as rollouts:
         assert len(rollouts.take(version=0)) == 8
+        until(lambda: engine.asked > 2)
 
     assert engine.peak_in_flight <= 4
     free = Measured(latency=0.01)

@@ -261,6 +261,35 @@ def test_a_cancelled_request_ends_and_the_others_continue():
     assert len(again.token_ids) == 3
 
 
+def test_its_load_is_what_runs_waits_and_is_cached():
+    """Of three requests two are decoded together; the cache has 16 pages of 32 tokens."""
+    model = wide_model()
+
+    def load(engine):
+        (found,) = engine.metrics().values()
+        return [found[f"vllm:{name}"] for name in ("num_requests_running", "num_requests_waiting")]
+
+    async def main(engine):
+        params = SamplingParams(max_tokens=20)
+        with engine._batcher.manager.pause():  # else they might end before they are seen
+            tasks = [asyncio.create_task(engine.generate([5] * 33, params)) for _ in range(3)]
+            while load(engine) != [2, 1]:
+                assert not any(task.done() for task in tasks)
+                await asyncio.sleep(0.001)
+            (found,) = engine.metrics().values()
+            assert found["vllm:kv_cache_usage_perc"] == 3 * 2 / 16
+        await asyncio.gather(*tasks)
+        while load(engine) != [0, 0]:
+            await asyncio.sleep(0.001)
+
+    with rollout.TransformersEngine(model, max_concurrent=2, cache_tokens=512, seed=0) as engine:
+        require_pause(engine)
+        asyncio.run(main(engine))
+        assert engine.metrics()["this process"]["vllm:kv_cache_usage_perc"] == 0
+    with pytest.raises(RuntimeError, match="not running"):
+        engine.metrics()
+
+
 def test_more_requests_than_fit_the_cache_all_complete():
     """Requests whose cache is evicted for lack of memory are recomputed exactly."""
     model = wide_model()

@@ -93,6 +93,22 @@ def test_reasoning_that_the_template_leaves_out_is_no_prefix():
     assert renderer.tokens_after(reply, [{"role": "tool", "content": "4"}]) is not None
 
 
+def test_glm_keeps_reasoning_between_tools_and_not_between_users():
+    tokenizer = tokenizer_of("glm4moe")
+    renderer = load_renderer(tokenizer)
+    said = "\n<think>Hm.</think>\nLet me look."
+    opening = [*chat("Is it open?"), {"role": "assistant", "content": said}]
+    result = [{"role": "tool", "content": "yes"}]
+    prompt = renderer.render(opening[:1], add_generation_prompt=True).token_ids
+    reply = tokenizer.encode(said, add_special_tokens=False)
+
+    bridged = renderer.bridge_to_next_turn(prompt, reply, result)
+
+    whole = renderer.render([*opening, *result], add_generation_prompt=True).token_ids
+    assert tokenizer.decode(bridged.token_ids) == tokenizer.decode(whole)
+    assert renderer.tokens_after(reply, chat("Sure?")) is None
+
+
 def test_chatml_needs_a_template_that_renders_it():
     tokenizer = tokenizer_of("smollm2")
     tokenizer.chat_template = SMOLLM2.replace("message['content']", "(message['content'] | trim)")

@@ -86,6 +86,13 @@ class Batcher:
                 self.manager.cancel_request(request.id)
                 self._cancelled.append(request.id)
 
+    def lengths(self) -> list[int]:
+        """The tokens of each request in flight, prompt and completion; called from any thread."""
+        return [
+            len(request.prompt_ids) + len(request.token_ids)
+            for request in list(self.requests.values())
+        ]
+
     async def update(self, pairs: list[tuple[Tensor, Tensor]], version: PolicyVersion) -> None:
         """Copy new values into served tensors, ``(served, new)``, between two tokens."""
         if not self.can_pause:

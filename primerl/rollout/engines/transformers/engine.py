@@ -1,8 +1,11 @@
 """An engine in this process: transformers' continuous batching with in-flight weight updates."""
 
 import asyncio
+import bisect
 import copy
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -14,6 +17,7 @@ from primerl._optional import require
 from primerl.rollout.engines.protocol import RouteStore
 from primerl.rollout.engines.transformers.batcher import Batcher
 from primerl.rollout.engines.transformers.continuous_batching import (
+    PAGE_TOKENS,
     STOP_S,
     refuse_inference_mode,
     refuse_unsupported,
@@ -103,6 +107,7 @@ class TransformersEngine:
         self._model = served
         self._recompute = on_update == "recompute"
         self._cache_tokens = cache_tokens
+        self._max_concurrent = max_concurrent
         self._start_batching = functools.partial(
             start_batching,
             served,
@@ -134,6 +139,27 @@ class TransformersEngine:
         """The number of token ids that the model has embeddings for."""
         size: int = self._model.config.get_text_config().vocab_size
         return size
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """The load, as vLLM names its metrics: what runs, what waits, and how full the cache is.
+
+        The cache holds the tokens of all requests, in pages; more than it has room for wait.
+
+        Raises:
+            RuntimeError: the engine is not running.
+        """
+        batcher, _ = self._running()
+        lengths = batcher.lengths()
+        pages = [math.ceil(length / PAGE_TOKENS) for length in lengths]
+        held = list(itertools.accumulate(pages))[: self._max_concurrent]
+        capacity = self._cache_tokens / PAGE_TOKENS
+        running = bisect.bisect_right(held, capacity)
+        load = {
+            "vllm:num_requests_running": float(running),
+            "vllm:num_requests_waiting": float(len(lengths) - running),
+            "vllm:kv_cache_usage_perc": min(1.0, sum(pages) / capacity),
+        }
+        return {"this process": load}
 
     def start(self) -> "TransformersEngine":
         """Start serving; ``with`` does so, and closes the engine at its end."""

@@ -1,0 +1,43 @@
+"""vLLM made to say what a script says, where the model is too weak to say it itself.
+
+vLLM's structured outputs restrict each token to those that go on with the text. So the tokens are
+sampled by vLLM, one by one: most are not those that the tokenizer would choose for the text, and
+each has the logprob of the distribution that it was sampled from.
+"""
+
+from primerl.rollout.engines.vllm.protocol import requests
+
+
+class ForcedText:
+    """Sends a ``VLLMEngine`` requests for ``script(prompt, number)``, and keeps what it sampled.
+
+    A script that returns None leaves the model free. ``number`` counts the requests.
+    """
+
+    def __init__(self, engine, script, monkeypatch):
+        self.requests = []
+        self._engine = engine
+        self._script = script
+        self._number = 0
+        self._texts = {}
+        body_of = requests.generate_body
+
+        def forced_body(prompt, params, **how):
+            body = body_of(prompt, params, **how)
+            text = self._texts.get(tuple(prompt))
+            if text is not None:
+                body["sampling_params"]["structured_outputs"] = {"choice": [text]}
+            return body
+
+        monkeypatch.setattr(requests, "generate_body", forced_body)
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    async def generate(self, prompt_ids, params, *, session=None):
+        prompt = list(prompt_ids)
+        number, self._number = self._number, self._number + 1
+        self._texts[tuple(prompt)] = self._script(prompt, number)
+        completion = await self._engine.generate(prompt, params, session=session)
+        self.requests.append((prompt, completion))
+        return completion

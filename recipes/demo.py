@@ -42,7 +42,7 @@ from primerl.types import SamplingParams
 
 LONG, LONG_REVERSED = 5, 0.2  # of words this long, the teacher reverses this share
 HELD_OUT, MAX_TOKENS = 256, 8  # tasks; tokens: a word, its end, and room for mistakes
-COMPARED = 32  # with --replay, of every 32nd sample: what it changes, by another forward pass
+COMPARE_EVERY = 32  # steps: what --replay changes, found by another forward pass
 
 
 @attrs.frozen
@@ -219,10 +219,9 @@ def main(args: Args) -> None:
             backward(model, batches, statistics=statistics, counts=counts)
             own_routes = {}
             if args.replay:
-                some = packing.pack(samples[::COMPARED], max_tokens=8192, ranks=world.world_size)
-                compared = parallel.scatter(some, packing.PackedBatch)
-                own_routes = mismatch_of_own_routes(model, compared, version=step)
                 replay.discard(samples)
+            if args.replay and step % COMPARE_EVERY == 0:
+                own_routes = mismatch_of_own_routes(model, batches, version=step)
             parallel.clip_gradients(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

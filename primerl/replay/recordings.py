@@ -151,11 +151,16 @@ def read_recording(
     rows_span = (first - head.start, last - head.start)
     begin, end = (head.offset + place for place in head.routes.extent(rows_span))
     part = known[begin:end] if end <= len(known) else read(begin, end)
+    try:
+        rows = codec.decode_part(head.routes, part, span=rows_span)
+    except ValueError as error:
+        layers = f"{head.shape.layers[0]} to {head.shape.layers[-1]}"
+        raise ValueError(f"tokens {first} to {last - 1}, layers {layers}: {error}") from None
     ends = np.cumsum(head.runs[:, 0])
     runs = np.searchsorted(ends, np.arange(*rows_span), side="right")
     return RecordedRoutes(
         start=first,
-        rows=codec.decode_part(head.routes, part, span=rows_span),
+        rows=rows,
         versions=head.runs[runs, 1].astype(np.int32),
     )
 

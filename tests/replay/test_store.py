@@ -432,8 +432,14 @@ class TestCheck:
                 store.check(self.sample([reference]))
         path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
         store.check(self.sample([reference]))  # only the head is read
-        with pytest.raises(ValueError, match="checksum of chunk 0"):
+        with pytest.raises(
+            ValueError, match="tokens 0 to 7, layers 1 to 3: .* of chunk 0 is wrong"
+        ):
             read(reference)
+        with pytest.raises(
+            ValueError, match="tokens 2 to 4, layers 1 to 3: .* of chunk 0 is wrong"
+        ):
+            read(reference, span=(2, 5))
 
     def test_references_that_are_not_the_stores(self, store):
         (reference,) = put(store, 8)

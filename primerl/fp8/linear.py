@@ -60,7 +60,7 @@ class Fp8Linear(nn.Linear):
             bias = bias if bias is None else bias.to(dtype)
         backend = require_backend(self.backend, self.form, x.device)
         y = linear(x, w, form=self.form, weight_gradient=self.weight_gradient, backend=backend)
-        return y if bias is None else y + bias
+        return y if bias is None else y + bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         """What ``print`` shows in addition."""

@@ -133,6 +133,16 @@ def test_it_computes_in_16_bits_under_autocast():
     assert layer.weight.grad.dtype == torch.float32
 
 
+def test_it_computes_in_the_dtype_of_its_input_with_a_bias_in_another():
+    layer = fp8.Fp8Linear(nn.Linear(96, 40), form=fp8.Format.of_blocks(32))
+    x = drawn((5, 96)).bfloat16().requires_grad_()
+    y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+    assert layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
+
+
 def test_a_frozen_weight_keeps_no_input():
     layer = fp8.Fp8Linear(nn.Linear(96, 40), form=fp8.Format.of_blocks(32))
     layer.weight.requires_grad_(False)
@@ -194,6 +204,13 @@ def test_experts_are_close_to_float64(counts, sizes, scale, seed):
     for one, exact in zip(found, expected, strict=True):
         assert one.shape == exact.shape
         assert one.isfinite().all()
+
+
+@pytest.mark.parametrize("ends", [[3, 1, 5], [1, 1, 4], [1, 5, 6]])
+def test_groups_that_overlap_or_leave_rows_over_are_refused(ends):
+    matmul = fp8.GroupedMatmul(form=fp8.Format.of_blocks(16))
+    with pytest.raises(ValueError, match=r"groups end at .*, the last of them 5"):
+        matmul(drawn((5, 32)), drawn((3, 32, 20), 1), torch.tensor(ends))
 
 
 def test_an_unknown_weight_gradient_is_refused():

@@ -55,13 +55,27 @@ def by_group(
     backend: Backend, a: Quantized, b: Quantized, ends: Tensor, *, dtype: torch.dtype
 ) -> Float[Tensor, "m n"]:
     """``multiply_grouped`` by one product for each group that has rows."""
-    begins = [0, *ends.tolist()]
     parts = [
         backend.multiply(_rows(a, begin, end), _matrix(b, index), dtype=dtype)
-        for index, (begin, end) in enumerate(itertools.pairwise(begins))
+        for index, (begin, end) in enumerate(groups(ends, rows=a.values.shape[0]))
         if end > begin
     ]
     return torch.cat(parts) if parts else a.values.new_zeros(0, b.values.shape[-2], dtype=dtype)
+
+
+def groups(ends: Int[Tensor, " e"], *, rows: int) -> list[tuple[int, int]]:
+    """The first row of each group, and the one after its last.
+
+    Raises:
+        ValueError: groups overlap, or leave rows over, which no matrix would multiply.
+    """
+    bounds = list(itertools.pairwise([0, *ends.tolist()]))
+    if any(end < begin for begin, end in bounds) or bounds[-1][1] != rows:
+        raise ValueError(
+            f"groups end at {ends.tolist()}; expected numbers that don't fall, the last of them "
+            f"{rows}, the number of rows"
+        )
+    return bounds
 
 
 def _rows(a: Quantized, begin: int, end: int) -> Quantized:

@@ -44,8 +44,8 @@ def variants(x, w):
     found = {"bf16": lambda: x @ w.t()}
     for name, backend in BACKENDS.items():
         if backend.refusal(FORM, DEVICE) is None:
-            found[name] = lambda backend=backend: linear(
-                x, w, form=FORM, weight_gradient="bf16", backend=backend
+            found[name] = lambda name=name: linear(
+                x, w, form=FORM, weight_gradient="bf16", backend=name
             )
     return found
 

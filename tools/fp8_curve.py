@@ -46,6 +46,9 @@ def main() -> None:
     reinforcement.add_argument("--groups", type=int, default=32, help="of each step")
     reinforcement.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     reinforcement.add_argument("--folder", type=Path, required=True, help="of the runs")
+    reinforcement.add_argument(
+        "--draw", action="store_true", help="only draw what the folder has, unfinished runs too"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.phase == "imitation":
@@ -129,11 +132,11 @@ def reinforce(args: argparse.Namespace) -> None:
     """
     warm = {}
     rows = []
-    print("| seed | format | exact match before | after |")
+    print("| seed | format | steps | exact match before | after |")
     for seed in args.seeds:
-        for name, form in FORMS.items():
-            run_dir = args.folder / f"{list(FORMS).index(name)}-{seed}"
-            if not (run_dir / "summary.json").exists():
+        for index, (name, form) in enumerate(FORMS.items()):
+            run_dir = args.folder / f"{index}-{seed}"
+            if not (args.draw or summary(run_dir).get("finished")):
                 demo = demo_in(form, warm)
                 demo.main(
                     demo.Args(
@@ -143,15 +146,22 @@ def reinforce(args: argparse.Namespace) -> None:
                         run_dir=str(run_dir),
                     )
                 )
-            rows += read_run(run_dir, name, seed)
-            summary = json.loads((run_dir / "summary.json").read_text())
-            before, after = (summary[f"eval_{when}"] for when in ("before", "after"))
-            print(f"| {seed} | {name} | {before:.3f} | {after:.3f} |", flush=True)
+            found = read_run(run_dir, name, seed)
+            rows += found
+            exact = [summary(run_dir).get(f"eval_{when}") for when in ("before", "after")]
+            cells = [seed, name, len(found), *("" if x is None else f"{x:.3f}" for x in exact)]
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
     with FIGURE.with_suffix(".csv").open("w", newline="") as file:
         table = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
         table.writeheader()
         table.writerows(rows)
     draw_rewards(rows)
+
+
+def summary(run_dir: Path) -> dict[str, object]:
+    """What a run reported at its end; empty, if it has not ended."""
+    file = run_dir / "summary.json"
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def demo_in(form, warm):  # noqa: ANN001, ANN201
@@ -185,8 +195,9 @@ def demo_in(form, warm):  # noqa: ANN001, ANN201
 
 
 def read_run(run_dir: Path, name: str, seed: int) -> list[dict[str, object]]:
-    """The reward of each step."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """The reward of each step; none, if the run has not begun."""
+    file = run_dir / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [
         {
             "format": name,

@@ -5,7 +5,6 @@ matrix each; the gradient of a matrix sums over the rows of its group, so blocks
 anew with each group.
 """
 
-import itertools
 from typing import Any
 
 import attrs
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from primerl.fp8.backends.choice import BackendName, require_backend
-from primerl.fp8.backends.interface import Backend, host_ends
+from primerl.fp8.backends.interface import Backend, groups
 from primerl.fp8.format import BLOCK_FP8, Format
 from primerl.fp8.linear import (
     WeightGradient,
@@ -53,7 +52,11 @@ class GroupedMatmul:
         weights: Float[Tensor, "e i o"],
         ends: Int[Tensor, " e"],
     ) -> Float[Tensor, "n o"]:
-        """Rows up to ``ends[0]`` times the first matrix, from there to ``ends[1]`` the second..."""
+        """Rows up to ``ends[0]`` times the first matrix, from there to ``ends[1]`` the second...
+
+        Raises:
+            ValueError: ``ends`` fall, or don't end at the last row.
+        """
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weights = x.to(dtype), weights.to(dtype)
@@ -96,8 +99,7 @@ class _Grouped(torch.autograd.Function):
             )
         if ctx.needs_input_grad[1]:
             dw = torch.zeros_like(w)
-            begins = [0, *host_ends(ends, len(dy))]
-            for expert, (begin, end) in enumerate(itertools.pairwise(begins)):
+            for expert, (begin, end) in enumerate(groups(ends, rows=dy.shape[0])):
                 if end > begin:
                     dw[expert] = _weight_gradient(ctx, dy[begin:end], x[begin:end], w.dtype)
         return dx, dw, None, None, None, None

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from primerl.fp8.backends.choice import BackendName, require_backend
 from primerl.fp8.backends.interface import Backend
@@ -58,9 +57,8 @@ class Fp8Linear(nn.Linear):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, w = x.to(dtype), w.to(dtype)
             bias = bias if bias is None else bias.to(dtype)
-        backend = require_backend(self.backend, self.form, x.device)
-        y = linear(x, w, form=self.form, weight_gradient=self.weight_gradient, backend=backend)
-        return y if bias is None else y + bias
+        y = linear(x, w, form=self.form, weight_gradient=self.weight_gradient, backend=self.backend)
+        return y if bias is None else y + bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         """What ``print`` shows in addition."""
@@ -74,48 +72,104 @@ def linear(
     *,
     form: Format,
     weight_gradient: WeightGradient,
-    backend: Backend,
+    backend: BackendName,
 ) -> Float[Tensor, "*t o"]:
     """``x W^T`` in FP8, in the dtype of ``x``; the formula of the gradients is the module's."""
     rows = x.reshape(-1, x.shape[-1])
-    y: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        rows, w, form, weight_gradient, backend
+    y: Tensor = _product(
+        rows, w, form.scale, form.block, form.weight_rows, weight_gradient, backend
     )
     return y.view(*x.shape[:-1], w.shape[0])
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        form: Format,
-        weight_gradient: WeightGradient,
-        backend: Backend,
-    ) -> Tensor:
-        ctx.save_for_backward(
-            kept_input(x, weight_gradient) if ctx.needs_input_grad[1] else None, w
-        )
-        ctx.form, ctx.weight_gradient, ctx.backend = form, weight_gradient, backend
-        return backend.multiply(activations(x, form), weight(w, form), dtype=x.dtype)
+# Operations that torch.compile doesn't look into: it can't trace the choice of a backend. They
+# take no other types than torch's schemas have, so a format in parts.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x, w = ctx.saved_tensors
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            operand = transposed_weight(w, ctx.form)
-            dx = ctx.backend.multiply(activations(dy, ctx.form), operand, dtype=dy.dtype)
-        if ctx.needs_input_grad[1]:
-            if ctx.weight_gradient == "fp8":
-                dw = ctx.backend.multiply(
-                    activations(dy.t(), ctx.form), activations(x.t(), ctx.form), dtype=w.dtype
-                )
-            else:
-                dw = product_of_16_bits(dy.t(), x, dtype=w.dtype)
-        return dx, dw, None, None, None
+
+@torch.library.custom_op("primerl::fp8_linear", mutates_args=())
+def _product(
+    x: Tensor,
+    w: Tensor,
+    scale: str,
+    block: int,
+    weight_rows: int,
+    weight_gradient: str,  # noqa: ARG001  the backward pass's
+    backend: str,
+) -> Tensor:
+    """``Q(x) Q(W)^T``."""
+    form, able = _chosen(scale, block, weight_rows, backend, x.device)
+    return able.multiply(activations(x, form), weight(w, form), dtype=x.dtype).contiguous()
+
+
+@torch.library.custom_op("primerl::fp8_data_gradient", mutates_args=())
+def _data_gradient(
+    dy: Tensor, w: Tensor, scale: str, block: int, weight_rows: int, backend: str
+) -> Tensor:
+    """``Q(dy) Q(W)``."""
+    form, able = _chosen(scale, block, weight_rows, backend, dy.device)
+    dx = able.multiply(activations(dy, form), transposed_weight(w, form), dtype=dy.dtype)
+    return dx.contiguous()
+
+
+@torch.library.custom_op("primerl::fp8_weight_gradient", mutates_args=())
+def _weight_gradient(
+    dy: Tensor,
+    x: Tensor,
+    scale: str,
+    block: int,
+    weight_rows: int,
+    backend: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``Q(dy^T) Q(x^T)^T``."""
+    form, able = _chosen(scale, block, weight_rows, backend, dy.device)
+    dw = able.multiply(activations(dy.t(), form), activations(x.t(), form), dtype=dtype)
+    return dw.contiguous()
+
+
+def _chosen(
+    scale: Any, block: int, weight_rows: int, backend: Any, device: torch.device
+) -> tuple[Format, Backend]:
+    form = Format(scale=scale, block=block, weight_rows=weight_rows)
+    return form, require_backend(backend, form, device)
+
+
+@_product.register_fake
+def _(x: Tensor, w: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0])
+
+
+@_data_gradient.register_fake
+def _(dy: Tensor, w: Tensor, *_: Any) -> Tensor:
+    return dy.new_empty(dy.shape[0], w.shape[1])
+
+
+@_weight_gradient.register_fake
+def _(dy: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    return dy.new_empty(dy.shape[1], x.shape[1], dtype=rest[-1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    x, w, scale, block, weight_rows, weight_gradient, backend = inputs
+    ctx.save_for_backward(kept_input(x, weight_gradient) if ctx.needs_input_grad[1] else None, w)
+    ctx.form = scale, block, weight_rows, backend
+    ctx.weight_gradient = weight_gradient
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, w = ctx.saved_tensors
+    dx = dw = None
+    if ctx.needs_input_grad[0]:
+        dx = _data_gradient(dy, w, *ctx.form)
+    if ctx.needs_input_grad[1]:
+        if ctx.weight_gradient == "fp8":
+            dw = _weight_gradient(dy, x, *ctx.form, w.dtype)
+        else:
+            dw = product_of_16_bits(dy.t(), x, dtype=w.dtype)
+    return dx, dw, None, None, None, None, None
+
+
+_product.register_autograd(_backward, setup_context=_keep)
 
 
 def transposed_weight(w: Float[Tensor, "*e o i"], form: Format) -> Quantized:

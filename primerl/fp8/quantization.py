@@ -30,10 +30,10 @@ def quantize(
 
     Raises:
         ValueError: ``x`` has an infinity or a NaN, is no floating-point tensor of at least 16 bits,
-            or has no dimension; ``block`` or ``scale`` is none.
+            or has no dimension or empty rows; ``block`` or ``scale`` is none.
     """
-    if x.ndim < 1:
-        raise ValueError("x has no dimension; expected [..., h]")
+    if x.ndim < 1 or x.shape[-1] < 1:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected [..., h], h at least 1")
     _require_finite(x)
     form = Format(scale=scale, block=block, weight_rows=block)
     found = activations(x.reshape(-1, x.shape[-1]), form)
@@ -58,9 +58,9 @@ def quantize_weight(
         rows: of a block; ``block`` by default, and 1 for MXFP8.
 
     Raises:
-        ValueError: as ``quantize``; or ``w`` is no matrix.
+        ValueError: as ``quantize``; or ``w`` is no matrix, or an empty one.
     """
-    if w.ndim < 2:
+    if w.ndim < 2 or min(w.shape[-2:]) < 1:
         raise ValueError(f"w has shape {tuple(w.shape)}; expected a matrix [..., o, i]")
     _require_finite(w)
     form = Format(scale=scale, block=block, weight_rows=block if rows is None else rows)

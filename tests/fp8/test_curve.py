@@ -22,6 +22,5 @@ def test_the_demo_learns_in_fp8_within_a_band_of_float32(root, monkeypatch):
     assert expected[0] > 3.2
     assert expected[-1] < 1.6
     for name, found in curves.items():
-        print(name, found, expected)
         assert found == pytest.approx(expected, abs=BAND), name
         assert found != expected, name

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from primerl import fp8
-from primerl.fp8.backends.choice import BACKENDS
 from primerl.fp8.linear import linear
 from primerl.fp8.quantization import values_of, weight
 from primerl.parallel.expert_parallel.experts import grouped_matmul
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 COSINE = 0.998
 """The least of a layer's outputs and gradients with those in float64; a product's is 0.9993."""
-REFERENCE = BACKENDS["reference"]
 FORMS = {
     "float32": fp8.BLOCK_FP8,
     "ue8m0": fp8.BLOCK_FP8_UE8M0,
@@ -57,7 +55,7 @@ def test_a_layer_is_close_to_float64(name, weight_gradient):
     x, w = drawn((3, 50, 320)), drawn((200, 320), 1)
 
     def ours(x, w):
-        return linear(x, w, form=form, weight_gradient=weight_gradient, backend=REFERENCE)
+        return linear(x, w, form=form, weight_gradient=weight_gradient, backend="reference")
 
     found = gradients(ours, x, w)
     expected = gradients(lambda x, w: x.double() @ w.double().T, x, w)
@@ -75,7 +73,7 @@ def test_each_product_is_that_of_its_dequantized_operands():
     x, w, dy = drawn((40, 70)), drawn((50, 70), 1), drawn((40, 50), 99)
 
     def ours(x, w):
-        return linear(x, w, form=form, weight_gradient="fp8", backend=REFERENCE)
+        return linear(x, w, form=form, weight_gradient="fp8", backend="reference")
 
     y, dx, dw = gradients(ours, x, w)
 
@@ -111,7 +109,7 @@ def test_a_layer_takes_over_the_parameters_of_another():
     assert dict(layer.named_parameters()).keys() == {"weight", "bias"}
     assert "float32 scales of 32, backend=auto" in repr(layer)
     x = drawn((5, 96))
-    without = linear(x, plain.weight, form=layer.form, weight_gradient="bf16", backend=REFERENCE)
+    without = linear(x, plain.weight, form=layer.form, weight_gradient="bf16", backend="reference")
     assert torch.equal(layer(x), without + plain.bias)
     layer(x).sum().backward()
     torch.testing.assert_close(plain.bias.grad, torch.full((40,), 5.0))
@@ -126,11 +124,21 @@ def test_it_computes_in_16_bits_under_autocast():
     assert y.dtype == torch.bfloat16
     half = linear(
         x.bfloat16(), layer.weight.bfloat16(), form=layer.form, weight_gradient="bf16",
-        backend=REFERENCE,
+        backend="reference",
     )  # fmt: skip
     assert torch.equal(y, half + layer.bias.bfloat16())
     y.float().sum().backward()
     assert layer.weight.grad.dtype == torch.float32
+
+
+def test_it_computes_in_the_dtype_of_its_input_with_a_bias_in_another():
+    layer = fp8.Fp8Linear(nn.Linear(96, 40), form=fp8.Format.of_blocks(32))
+    x = drawn((5, 96)).bfloat16().requires_grad_()
+    y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+    assert layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
 
 
 def test_a_frozen_weight_keeps_no_input():
@@ -166,7 +174,7 @@ def test_experts_are_layers_of_their_own_rows(counts, weight_gradient):
     for expert, (end, count) in enumerate(zip(ends.tolist(), counts, strict=True)):
         rows = slice(end - count, end)
         mine, own = x[rows].clone().requires_grad_(), w[expert].clone().requires_grad_()
-        alone = linear(mine, own, form=form, weight_gradient=weight_gradient, backend=REFERENCE)
+        alone = linear(mine, own, form=form, weight_gradient=weight_gradient, backend="reference")
         alone.backward(dy[rows])
         assert torch.equal(y[rows], alone)
         assert torch.equal(dx[rows], mine.grad)
@@ -194,6 +202,13 @@ def test_experts_are_close_to_float64(counts, sizes, scale, seed):
     for one, exact in zip(found, expected, strict=True):
         assert one.shape == exact.shape
         assert one.isfinite().all()
+
+
+@pytest.mark.parametrize("ends", [[3, 1, 5], [1, 1, 4], [1, 5, 6]])
+def test_groups_that_overlap_or_leave_rows_over_are_refused(ends):
+    matmul = fp8.GroupedMatmul(form=fp8.Format.of_blocks(16))
+    with pytest.raises(ValueError, match=r"groups end at .*, the last of them 5"):
+        matmul(drawn((5, 32)), drawn((3, 32, 20), 1), torch.tensor(ends))
 
 
 def test_an_unknown_weight_gradient_is_refused():

@@ -139,11 +139,21 @@ def test_infinities_and_nans_are_refused(value):
         fp8.quantize(torch.full((1, 8), 1e300, dtype=torch.float64))
 
 
+def test_no_rows_have_no_scales():
+    q, scales = fp8.quantize(torch.ones(0, 200))
+    assert (q.shape, scales.shape) == ((0, 200), (0, 2))
+    assert fp8.dequantize(q, scales).shape == (0, 200)
+
+
 def test_what_does_not_fit_is_refused():
     x = torch.ones(4, 200)
     q, scales = fp8.quantize(x)
     with pytest.raises(ValueError, match="cannot quantize torch.int64"):
         fp8.quantize(x.long())
+    with pytest.raises(ValueError, match=r"x has shape \(3, 0\); expected .*h at least 1"):
+        fp8.quantize(torch.ones(3, 0))
+    with pytest.raises(ValueError, match=r"w has shape \(3, 0\); expected a matrix"):
+        fp8.quantize_weight(torch.ones(3, 0))
     with pytest.raises(ValueError, match="cannot quantize torch.float8_e4m3fn"):
         fp8.quantize(q)
     with pytest.raises(ValueError, match="scale is 'e8m0'"):

@@ -56,20 +56,31 @@ def by_group(
     backend: Backend, a: Quantized, b: Quantized, ends: Tensor, *, dtype: torch.dtype
 ) -> Float[Tensor, "m n"]:
     """``multiply_grouped`` by one product for each group that has rows."""
-    begins = [0, *host_ends(ends, len(a.values))]
     parts = [
         backend.multiply(_rows(a, begin, end), _matrix(b, index), dtype=dtype)
-        for index, (begin, end) in enumerate(itertools.pairwise(begins))
+        for index, (begin, end) in enumerate(groups(ends, rows=a.values.shape[0]))
         if end > begin
     ]
     return torch.cat(parts) if parts else a.values.new_zeros(0, b.values.shape[-2], dtype=dtype)
 
 
-def host_ends(ends: Int[Tensor, " e"], rows: int) -> list[int]:
-    """Where groups of rows end; in a tensor without values, all are equally large."""
-    if has_values(ends):
-        return ends.tolist()
-    return [rows * (group + 1) // len(ends) for group in range(len(ends))]
+def groups(ends: Int[Tensor, " e"], *, rows: int) -> list[tuple[int, int]]:
+    """The first row of each group, and the one after its last.
+
+    In a tensor without values, all are equally large.
+
+    Raises:
+        ValueError: groups overlap, or leave rows over, which no matrix would multiply.
+    """
+    if not has_values(ends):
+        return [(rows * i // len(ends), rows * (i + 1) // len(ends)) for i in range(len(ends))]
+    bounds = list(itertools.pairwise([0, *ends.tolist()]))
+    if any(end < begin for begin, end in bounds) or bounds[-1][1] != rows:
+        raise ValueError(
+            f"groups end at {ends.tolist()}; expected numbers that don't fall, the last of them "
+            f"{rows}, the number of rows"
+        )
+    return bounds
 
 
 def _rows(a: Quantized, begin: int, end: int) -> Quantized:

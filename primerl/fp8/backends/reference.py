@@ -1,12 +1,10 @@
 """The reference: dequantize and multiply in float32. It is the specification, on any device."""
 
-import itertools
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from primerl.fp8.backends.interface import check_operands
+from primerl.fp8.backends.interface import check_operands, groups
 from primerl.fp8.format import Format, Quantized
 from primerl.fp8.quantization import values_of
 
@@ -34,6 +32,6 @@ class Reference:
         rows, matrices = values_of(a), values_of(b)
         product = rows.new_empty(rows.shape[0], matrices.shape[-2])
         with torch.autocast(rows.device.type, enabled=False):
-            for index, (begin, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+            for index, (begin, end) in enumerate(groups(ends, rows=rows.shape[0])):
                 torch.mm(rows[begin:end], matrices[index].T, out=product[begin:end])
         return product.to(dtype)

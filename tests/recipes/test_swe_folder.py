@@ -257,7 +257,7 @@ def test_verdicts_need_every_expected_test():
     def done(stdout, exit_code=0):
         return types.SimpleNamespace(stdout=stdout, stderr="", exit_code=exit_code)
 
-    assert verdict(done("PASSED a::b\nPASSED a::c [x]\n"), ["a::b", "a::c"])[0]
+    assert verdict(done("PASSED a::b\nPASSED a::c[x y]\n"), ["a::b", "a::c[x y]"])[0]
     assert not verdict(done("PASSED a::b\n"), ["a::b", "a::c"])[0]
     assert not verdict(done("PASSED a::b\nFAILED a::b - no\n"), ["a::b"])[0]
     assert not verdict(done(""), ["a::b"])[0]

@@ -20,7 +20,7 @@ SYSTEM = (
     "runs a command. When it is resolved, say so."
 )
 MOST_BYTES = repositories.MOST_BYTES
-_OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S+)", re.MULTILINE)
+_OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 class IssueData(vf.TaskData):

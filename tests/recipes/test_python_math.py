@@ -9,7 +9,9 @@ import pytest
 from sandboxed import needed
 
 pytest.importorskip("verifiers")
-pytest.importorskip("python_math", reason="pip install --no-deps -e recipes/environments/python-math")
+pytest.importorskip(
+    "python_math", reason="pip install --no-deps -e recipes/environments/python-math"
+)
 needed()
 
 from python_math.agent import Expert

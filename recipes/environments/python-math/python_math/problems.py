@@ -78,9 +78,7 @@ def ages(chance: random.Random) -> Problem:
         f"{older} is {factor} times as old as {younger}. In {years} years they will be {total} "
         f"years old together. How old is {younger} now?"
     )
-    code = (
-        f"print(next(x for x in range(200) if x + {years} + {factor} * x + {years} == {total}))"
-    )
+    code = f"print(next(x for x in range(200) if x + {years} + {factor} * x + {years} == {total}))"
     return Problem(text, Fraction(age), code)
 
 

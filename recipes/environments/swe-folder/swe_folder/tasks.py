@@ -5,7 +5,7 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 import verifiers.v1 as vf
@@ -114,7 +114,7 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
                 own = SandboxPool(concurrency=2, warm=0, readable=self.config.packages)
                 pool = await stack.enter_async_context(own)
             if self.config.grading == "isolated":
-                return await self._graded_in_isolation(pool, files)
+                return await self._graded_in_isolation(pool, files, base)
             return await self._graded_by_command(pool, files)
 
     def _with_tests(self) -> tuple[dict[str, bytes], dict[str, bytes]]:
@@ -122,7 +122,7 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
         return base, repositories.patched(base, self.data.test_patch)
 
     async def _graded_in_isolation(
-        self, pool: SandboxPool, files: Mapping[str, bytes]
+        self, pool: SandboxPool, files: Mapping[str, bytes], base: Mapping[str, bytes]
     ) -> tuple[bool, str]:
         tests = {path: content for path, content in files.items() if repositories.steers(path)}
         subject = {path: content for path, content in files.items() if path not in tests}
@@ -132,7 +132,7 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
             pool,
             subject,
             {path: content for path, content in tests.items() if not named or path in named},
-            modules=self.data.modules or repositories.modules(subject),
+            modules=self.data.modules or repositories.modules(base),
             packages=self.config.packages,
             expected=self.data.expected or None,
             timeout_s=self.config.grading_timeout_s,
@@ -158,7 +158,11 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
 
     async def _graded_in_container(self, runtime: vf.Runtime) -> tuple[bool, str]:
         place = self.data.place
-        changes = ["sh", "-c", f"cd {place} && git add -A && git diff --cached {self.data.base_commit}"]
+        changes = [
+            "sh",
+            "-c",
+            f"cd {place} && git add -A && git diff --cached {self.data.base_commit}",
+        ]
         made = await runtime.run(changes, {})
         if made.exit_code:
             return False, f"what the agent changed can't be read: {made.stderr}"

@@ -60,9 +60,7 @@ def verifiers_runtime(
         async def run(self, argv: list[str], env: dict[str, str]) -> Any:
             environment = self.process_env(env)
             try:
-                done = await self._running().run(
-                    argv, environment=environment, timeout_s=timeout_s
-                )
+                done = await self._running().run(argv, environment=environment, timeout_s=timeout_s)
             except SandboxError as error:
                 raise errors.SandboxError(str(error)) from error
             said = done.stderr.decode(errors="replace")

@@ -26,7 +26,7 @@ class SandboxConfig(_configs.BaseConfig):  # type: ignore[misc]  # a class known
     memory_bytes: int = 512 << 20
     command_timeout_s: float = 30.0
     lifetime_s: float = 3600.0
-    readable: list[str] = []
+    readable: tuple[str, ...] = ()
 
 
 class SandboxEnvConfig(vf.EnvConfig):  # type: ignore[misc]

@@ -18,7 +18,9 @@ def write(path, content):
 
 def prepend(code):
     """The buggy module with code before it."""
-    return bash(f"printf '%s\\n' {_quoted(code)} > new && cat absolute.py >> new && mv new absolute.py")
+    return bash(
+        f"printf '%s\\n' {_quoted(code)} > new && cat absolute.py >> new && mv new absolute.py"
+    )
 
 
 def append(code):
@@ -64,7 +66,7 @@ CHEATS = {
         prepend(
             "import os, sys\n"
             "for number in range(64):\n"
-            "    try: os.write(number, b'\\n{\"passed\": true, \"reward\": 1.0}\\nPASSED\\n')\n"
+            '    try: os.write(number, b\'\\n{"passed": true, "reward": 1.0}\\nPASSED\\n\')\n'
             "    except OSError: pass"
         )
     ],
@@ -178,15 +180,22 @@ CHEATS = {
         )
     ],
     "a fork bomb": [
-        write("absolute.py", "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n")
+        write(
+            "absolute.py", "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n"
+        )
     ],
-    "allocates everything": [write("absolute.py", "data = [bytearray(1 << 24) for _ in range(1 << 20)]\n")],
+    "allocates everything": [
+        write("absolute.py", "data = [bytearray(1 << 24) for _ in range(1 << 20)]\n")
+    ],
     "prints without end": [write("absolute.py", "while True: print('x' * 10000)\n")],
     "a value that can't be shown": [
         write("absolute.py", "def absolute(x): return 10 ** 200_000\n")
     ],
     "a value that is nested deeply": [
-        write("absolute.py", "value = []\nfor _ in range(10**5): value = [value]\ndef absolute(x): return value\n")
+        write(
+            "absolute.py",
+            "value = []\nfor _ in range(10**5): value = [value]\ndef absolute(x): return value\n",
+        )
     ],
     "a link out of the repository": [bash("rm absolute.py && ln -s /etc/passwd absolute.py")],
     "a link to itself": [bash("rm absolute.py && ln -s absolute.py absolute.py")],

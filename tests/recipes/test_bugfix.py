@@ -5,7 +5,6 @@ import collections
 import json
 import re
 
-import attrs
 import pytest
 from coding_cheats import CHEATS
 from sandboxed import needed
@@ -29,10 +28,12 @@ ONCE = {"split": "all", "task": {"grading_timeout_s": 6.0}}
 
 def play(played, **options):
     """Play pairs of a task and an engine in one environment; rollouts, or what they raised."""
-    config = {"taskset": ONCE, "sandbox": {"memory_bytes": 256 << 20, "command_timeout_s": 15}, **options}
-    environment = rollout.verifiers(
-        "bugfix", tokenizer=None, config=config, keep_conversation=True
-    )
+    config = {
+        "taskset": ONCE,
+        "sandbox": {"memory_bytes": 256 << 20, "command_timeout_s": 15},
+        **options,
+    }
+    environment = rollout.verifiers("bugfix", tokenizer=None, config=config, keep_conversation=True)
 
     async def run():
         gate = asyncio.Semaphore(4)

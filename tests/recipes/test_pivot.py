@@ -102,7 +102,9 @@ def rewards(tmp_path_factory):
     rows = [conversation("one"), conversation("two", text=True)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     texts = [text for text, _ in REPLIES.values()]
-    tokenizer = testing.character_tokenizer("".join(sorted({*"".join(texts), *map(chr, range(32, 127)), "\n"})))
+    tokenizer = testing.character_tokenizer(
+        "".join(sorted({*"".join(texts), *map(chr, range(32, 127)), "\n"}))
+    )
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"

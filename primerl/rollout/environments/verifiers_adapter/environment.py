@@ -228,7 +228,10 @@ class Tasks:
 
     def __iter__(self) -> Iterator[Task]:
         for task in itertools.islice(self._environment.load().taskset, self._first, None):
-            data = task.data.model_dump(mode="json", exclude_defaults=True)
+            # Defaults are left out at the top only: of a message, they are its role.
+            set_fields = task.data.model_dump(exclude_defaults=True)
+            whole = task.data.model_dump(mode="json")
+            data = {name: whole[name] for name in set_fields}
             own = "" if task.data.id is None else f"/{task.data.id}"
             plain = {"id": f"{self._environment.id}/{task.data.idx}{own}", "data": data}
             if "prompt" in data:

@@ -85,10 +85,9 @@ def expected(want: str) -> tuple[str, Any]:
 def programs() -> dict[str, Program]:
     """All programs by name."""
     found = [*_functions(FOLDER / "functions.py")]
-    for path in sorted((FOLDER / "modules").glob("*.py")):
-        found.append(_module(path))
-    for folder in sorted(path for path in (FOLDER / "packages").glob("*") if path.is_dir()):
-        found.append(_package(folder))
+    found += [_module(path) for path in sorted((FOLDER / "modules").glob("*.py"))]
+    folders = sorted(path for path in (FOLDER / "packages").glob("*") if path.is_dir())
+    found += [_package(folder) for folder in folders]
     return {program.name: program for program in found}
 
 

@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.calls == "text":
         rows = [as_text(row) for row in rows]
     chosen.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{len(rows)} conversations")  # noqa: T201 - the command's answer
+    print(f"{len(rows)} conversations")
 
 
 if __name__ == "__main__":

@@ -274,7 +274,7 @@ def main(arguments: list[str] | None = None) -> None:
     file = parser.parse_args(arguments).file
     lines = [json.dumps(task) for program in programs().values() for task in tasks_of(program)]
     file.write_text("\n".join(lines) + "\n")
-    print(f"{len(lines)} tasks")  # noqa: T201 - the command's answer
+    print(f"{len(lines)} tasks")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ in as well, the expected values never: see ``primerl.sandbox.grade``.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
 

@@ -120,9 +120,9 @@ def _changes(node: ast.AST, lines: list[str]) -> Iterator[tuple[str, int, int, i
         yield from _calls(node, lines)
     elif isinstance(node, ast.Return) and node.value is not None:
         yield "dropped return", line, node.col_offset, _end(node), "return None"
-    elif isinstance(node, ast.Assign):
-        yield "dropped statement", line, node.col_offset, _end(node), "pass"
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+    elif isinstance(node, ast.Assign) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    ):
         yield "dropped statement", line, node.col_offset, _end(node), "pass"
 
 

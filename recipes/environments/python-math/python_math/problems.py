@@ -141,10 +141,11 @@ def powers(chance: random.Random) -> Problem:
 
 def digits(chance: random.Random) -> Problem:
     """The sum of digits."""
-    n = chance.randint(20, 120)
-    answer = sum(int(digit) for digit in str(math.factorial(n)))
-    code = f"import math\nprint(sum(map(int, str(math.factorial({n})))))"
-    return Problem(f"What is the sum of the digits of {n}! (factorial)?", Fraction(answer), code)
+    n, factor = chance.randint(20, 120), chance.randint(2, 999)
+    answer = sum(int(digit) for digit in str(factor * math.factorial(n)))
+    code = f"import math\nprint(sum(map(int, str({factor} * math.factorial({n})))))"
+    text = f"What is the sum of the digits of {factor} times {n}! (factorial)?"
+    return Problem(text, Fraction(answer), code)
 
 
 def grid(chance: random.Random) -> Problem:

@@ -58,18 +58,23 @@ class PythonMath(vf.Taskset[Solve, Options]):
 
     def load(self) -> Iterator[Solve]:
         """The tasks of the split, in order."""
-        held_out = self.config.held_out
+        held_out, level = self.config.held_out, self.config.level
         first = held_out + self.config.seed * STREAM
         numbers: Any = range(held_out) if self.config.split == "eval" else itertools.count(first)
+        kept = set()
+        if self.config.split == "train":
+            kept = {problem(number, level=level).text for number in range(held_out)}
         for number in numbers:
-            made = problem(number, level=self.config.level)
+            made = problem(number, level=level)
+            if made.text in kept:
+                continue  # by chance the same as one that is held out
             data = Question(
-                id=f"level{self.config.level}-{number}",
+                id=f"level{level}-{number}",
                 system_prompt=SYSTEM,
                 prompt=made.text,
                 answer=str(made.answer),
                 solution=made.solution,
-                level=self.config.level,
+                level=level,
             )
             yield Solve(data, self.config.task)
 

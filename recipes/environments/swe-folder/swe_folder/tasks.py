@@ -5,7 +5,7 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 import verifiers.v1 as vf
@@ -20,7 +20,7 @@ SYSTEM = (
     "runs a command. When it is resolved, say so."
 )
 MOST_BYTES = repositories.MOST_BYTES
-_OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S+)", re.MULTILINE)
+_OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 class IssueData(vf.TaskData):
@@ -114,7 +114,7 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
                 own = SandboxPool(concurrency=2, warm=0, readable=self.config.packages)
                 pool = await stack.enter_async_context(own)
             if self.config.grading == "isolated":
-                return await self._graded_in_isolation(pool, files)
+                return await self._graded_in_isolation(pool, files, base)
             return await self._graded_by_command(pool, files)
 
     def _with_tests(self) -> tuple[dict[str, bytes], dict[str, bytes]]:
@@ -122,7 +122,7 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
         return base, repositories.patched(base, self.data.test_patch)
 
     async def _graded_in_isolation(
-        self, pool: SandboxPool, files: Mapping[str, bytes]
+        self, pool: SandboxPool, files: Mapping[str, bytes], base: Mapping[str, bytes]
     ) -> tuple[bool, str]:
         tests = {path: content for path, content in files.items() if repositories.steers(path)}
         subject = {path: content for path, content in files.items() if path not in tests}
@@ -132,7 +132,7 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
             pool,
             subject,
             {path: content for path, content in tests.items() if not named or path in named},
-            modules=self.data.modules or repositories.modules(subject),
+            modules=self.data.modules or repositories.modules(base),
             packages=self.config.packages,
             expected=self.data.expected or None,
             timeout_s=self.config.grading_timeout_s,

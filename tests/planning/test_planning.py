@@ -206,6 +206,22 @@ def test_glm5_has_its_published_sizes(glm5):
     assert planning.plan_traffic(model, step_tokens=1, published=1).routes == 600
 
 
+def test_glm5_2_takes_the_bytes_that_others_measured(glm5, tmp_path):
+    """82.501 GB on each of 32 GPUs, of an RDMA transfer (prime-rl, pull request 3341)."""
+    shared = {"index_topk_freq": 4, "index_skip_topk_offset": 3}  # indexers of 21 layers
+    config = json.loads((glm5 / "config.json").read_text()) | shared
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    server = planning.plan_server(
+        models.empty_model(tmp_path),
+        gpus=32,
+        ep=32,
+        max_model_len=131072,
+        max_num_seqs=2,
+        gpu_bytes=141 * GB,
+    )
+    assert round(server.weights / GB, 3) == 82.501
+
+
 def test_glm5_keeps_what_vllm_keeps_of_a_token(glm5):
     config = models.empty_model(glm5).config
     latent, indexer = 512 + 64, 128 + 4

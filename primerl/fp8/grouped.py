@@ -14,8 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from primerl._values import group_ends
 from primerl.fp8.backends.choice import BackendName, require_backend
-from primerl.fp8.backends.interface import Backend, host_ends
+from primerl.fp8.backends.interface import Backend
 from primerl.fp8.format import BLOCK_FP8, Format
 from primerl.fp8.linear import (
     WeightGradient,
@@ -96,7 +97,7 @@ class _Grouped(torch.autograd.Function):
             )
         if ctx.needs_input_grad[1]:
             dw = torch.zeros_like(w)
-            begins = [0, *host_ends(ends, len(dy))]
+            begins = [0, *group_ends(ends, len(dy))]
             for expert, (begin, end) in enumerate(itertools.pairwise(begins)):
                 if end > begin:
                     dw[expert] = _weight_gradient(ctx, dy[begin:end], x[begin:end], w.dtype)

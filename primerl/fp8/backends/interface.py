@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from primerl._values import has_values
+from primerl._values import group_ends
 from primerl.fp8.format import Format, Quantized
 
 
@@ -56,20 +56,13 @@ def by_group(
     backend: Backend, a: Quantized, b: Quantized, ends: Tensor, *, dtype: torch.dtype
 ) -> Float[Tensor, "m n"]:
     """``multiply_grouped`` by one product for each group that has rows."""
-    begins = [0, *host_ends(ends, len(a.values))]
+    begins = [0, *group_ends(ends, len(a.values))]
     parts = [
         backend.multiply(_rows(a, begin, end), _matrix(b, index), dtype=dtype)
         for index, (begin, end) in enumerate(itertools.pairwise(begins))
         if end > begin
     ]
     return torch.cat(parts) if parts else a.values.new_zeros(0, b.values.shape[-2], dtype=dtype)
-
-
-def host_ends(ends: Int[Tensor, " e"], rows: int) -> list[int]:
-    """Where groups of rows end; in a tensor without values, all are equally large."""
-    if has_values(ends):
-        return ends.tolist()
-    return [rows * (group + 1) // len(ends) for group in range(len(ends))]
 
 
 def _rows(a: Quantized, begin: int, end: int) -> Quantized:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from primerl import loss
+from primerl import loss, parallel
+from primerl._expert_modules import expert_modules
 from primerl._ranks import local_part
+from primerl.parallel.expert_parallel.experts import IMPLEMENTATION
 
 
 @attrs.frozen(kw_only=True)
@@ -60,6 +62,10 @@ def measure_activations(model: Any, *, tokens: int) -> Activations:
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
+    config = model.config.get_text_config()
+    if expert_modules(model) and getattr(config, "_experts_implementation", "") != IMPLEMENTATION:
+        # As transformers' own, whose kernel torch does not imagine in float32.
+        parallel.divide_experts(model)
     decoder = model.get_decoder()
     kinds: dict[Any, list[nn.Module]] = {}
     for layer in decoder.layers:

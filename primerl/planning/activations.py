@@ -1,7 +1,7 @@
 """The activations of a micro-batch, measured by running the model on tensors without values."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import attrs
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from primerl import loss
+from primerl import loss, parallel
+from primerl._expert_modules import expert_modules
 from primerl._ranks import local_part
+from primerl.parallel.expert_parallel.experts import IMPLEMENTATION
 
 
 @attrs.frozen(kw_only=True)
@@ -60,6 +62,10 @@ def measure_activations(model: Any, *, tokens: int) -> Activations:
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
+    config = model.config.get_text_config()
+    if expert_modules(model) and getattr(config, "_experts_implementation", "") != IMPLEMENTATION:
+        # As transformers' own, whose kernel torch does not imagine in float32.
+        parallel.divide_experts(model)
     decoder = model.get_decoder()
     kinds: dict[Any, list[nn.Module]] = {}
     for layer in decoder.layers:
@@ -84,16 +90,18 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 def _saved(model: Any, tokens: int) -> tuple[list[int], int]:
     """Bytes saved by each layer, and by what is around them."""
     counter = _Counter({_storage(one) for one in (*model.parameters(), *model.buffers())})
+    around: list[int] = []
     by_layer: list[int] = []
-    layers = model.get_decoder().layers
-    with _after_each(layers, lambda: by_layer.append(counter.take())):
-        token_ids = torch.zeros(tokens, dtype=torch.int64)
-        position_ids = torch.arange(tokens) % _document_length(model, tokens)
-        with saved_tensors_hooks(counter.save, lambda tensor: tensor):
-            logprobs = loss.model_logprobs(model, token_ids, position_ids, token_ids)
-        around = counter.take()
+    token_ids = torch.zeros(tokens, dtype=torch.int64)
+    position_ids = torch.arange(tokens) % _document_length(model, tokens)
+    with ExitStack() as hooks:
+        _after(hooks, [model.get_input_embeddings()], lambda: around.append(counter.take()))
+        _after(hooks, model.get_decoder().layers, lambda: by_layer.append(counter.take()))
+        hooks.enter_context(saved_tensors_hooks(counter.save, lambda tensor: tensor))
+        logprobs = loss.model_logprobs(model, token_ids, position_ids, token_ids)
+    around.append(counter.take())
     del logprobs
-    return by_layer, around
+    return by_layer, sum(around)
 
 
 def _document_length(model: Any, tokens: int) -> int:
@@ -105,14 +113,10 @@ def _document_length(model: Any, tokens: int) -> int:
     return min(longest, tokens)
 
 
-@contextmanager
-def _after_each(layers: nn.ModuleList, call: Any) -> Iterator[None]:
-    handles = [layer.register_forward_hook(lambda *_: call()) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _after(hooks: ExitStack, modules: Iterable[nn.Module], call: Callable[[], Any]) -> None:
+    """Call it after the forward pass of each module."""
+    for module in modules:
+        hooks.callback(module.register_forward_hook(lambda *_: call()).remove)
 
 
 def _storage(tensor: Tensor) -> int:

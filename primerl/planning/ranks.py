@@ -11,8 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 def imagined_ranks(world_size: int, *, rank: int = 0) -> Iterator[None]:
     """Be one rank of a world whose others don't exist: no process starts, and nothing is sent.
 
-    ``parallel.mesh`` and ``parallel.shard`` give this process what that rank would hold. Collectives
-    return at once, and what they return has the right shape and no meaning.
+    ``parallel.mesh`` and ``parallel.shard`` give this process what that rank would hold.
+    Collectives return at once, and what they return has the right shape and no meaning.
 
     Args:
         world_size: number of ranks.

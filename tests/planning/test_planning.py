@@ -196,7 +196,7 @@ def test_glm5_has_its_published_sizes(glm5):
         gpu_bytes=141 * GB,
     )
     experts = 75 * 256 * 3 * 2048 * 6144
-    assert serve().weights == 2 * experts // 32 + 2 * (size.total - experts) + 75 * 256 * 2
+    assert serve().weights == 2 * experts // 32 + 2 * (size.total - experts) + 75 * 256 * 4
     fp8.convert_linears(model)
     quantize = fp8.CheckpointQuantizer(model, experts=fp8.GroupedMatmul(), dtype=torch.bfloat16)
     in_fp8 = serve(quantize=quantize, kv_cache_dtype="fp8")
@@ -204,6 +204,22 @@ def test_glm5_has_its_published_sizes(glm5):
     assert in_fp8.published > experts + 4 * experts // 128**2
     assert round(in_fp8.weights / GB, 1) == 44.5
     assert planning.plan_traffic(model, step_tokens=1, published=1).routes == 600
+
+
+def test_glm5_2_takes_the_bytes_that_others_measured(glm5, tmp_path):
+    """82.501 GB on each of 32 GPUs, of an RDMA transfer (prime-rl, pull request 3341)."""
+    shared = {"index_topk_freq": 4, "index_skip_topk_offset": 3}  # indexers of 21 layers
+    config = json.loads((glm5 / "config.json").read_text()) | shared
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    server = planning.plan_server(
+        models.empty_model(tmp_path),
+        gpus=32,
+        ep=32,
+        max_model_len=131072,
+        max_num_seqs=2,
+        gpu_bytes=141 * GB,
+    )
+    assert round(server.weights / GB, 3) == 82.501
 
 
 def test_glm5_keeps_what_vllm_keeps_of_a_token(glm5):

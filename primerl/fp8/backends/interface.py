@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from primerl._values import has_values
+from primerl._values import group_ends
 from primerl.fp8.format import Format, Quantized
 
 
@@ -72,12 +72,11 @@ def groups(ends: Int[Tensor, " e"], *, rows: int) -> list[tuple[int, int]]:
     Raises:
         ValueError: groups overlap, or leave rows over, which no matrix would multiply.
     """
-    if not has_values(ends):
-        return [(rows * i // len(ends), rows * (i + 1) // len(ends)) for i in range(len(ends))]
-    bounds = list(itertools.pairwise([0, *ends.tolist()]))
+    found = group_ends(ends, rows)
+    bounds = list(itertools.pairwise([0, *found]))
     if any(end < begin for begin, end in bounds) or bounds[-1][1] != rows:
         raise ValueError(
-            f"groups end at {ends.tolist()}; expected numbers that don't fall, the last of them "
+            f"groups end at {found}; expected numbers that don't fall, the last of them "
             f"{rows}, the number of rows"
         )
     return bounds

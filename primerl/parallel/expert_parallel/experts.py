@@ -22,6 +22,7 @@ from primerl._expert_modules import expert_modules
 from primerl._forward_passes import PassTotal
 from primerl._optional import require
 from primerl._ranks import local_part
+from primerl._values import group_ends, has_values
 from primerl.parallel.expert_parallel.dispatch import AllToAll, Dispatch, count_choices
 
 IMPLEMENTATION = "primerl_experts"
@@ -152,9 +153,10 @@ def grouped_matmul(
     by expert.
     """
     sizes = (x.shape[1] * x.element_size(), weights.shape[2] * x.element_size())
-    if x.dtype in (torch.float32, torch.bfloat16, torch.float16) and not any(s % 16 for s in sizes):
+    kinds = (torch.float32, torch.bfloat16, torch.float16) if has_values(x) else (torch.bfloat16,)
+    if x.dtype in kinds and not any(s % 16 for s in sizes):
         return F.grouped_mm(x, weights, offs=ends)
-    begins = [0, *ends.tolist()]
+    begins = [0, *group_ends(ends, len(x))]
     parts = [
         x[begin:end] @ weight
         for begin, end, weight in zip(begins, begins[1:], weights, strict=False)

@@ -57,8 +57,9 @@ CHAT_TEMPLATE = (
 def chat_tokenizer(texts: Iterable[str] = (), *, vocab_size: int = 260) -> Any:
     """A byte-level BPE tokenizer with a chat template (ChatML) for conversations with tools.
 
-    ``<|im_end|>`` (1) ends a reply, ``<pad>`` is 0. The first 260 tokens are these, ``<|im_start|>``,
-    ``<bos>`` and the bytes; more are merges that are learned from ``texts``, always the same ones.
+    ``<|im_end|>`` (1) ends a reply, ``<pad>`` is 0. The first 260 tokens are these,
+    ``<|im_start|>``, ``<bos>`` and the bytes; more are merges that are learned from ``texts``,
+    always the same ones.
 
     Raises:
         ValueError: ``vocab_size`` is below 260.

@@ -101,8 +101,8 @@ def test_the_trainer_runs_as_its_scale_says(start_trainer, trainer, server, reci
     assert launch.node_rank == 3
     assert launch.master_addr == "trainer-0.trainer"
     assert int(launch.nnodes) == trainer["completions"] == trainer["parallelism"]
-    assert int(launch.nproc_per_node) == gpus
-    assert int(launch.nnodes) * gpus == scale.trainer_ranks
+    assert int(launch.nnodes) == scale.nodes[0]
+    assert int(launch.nproc_per_node) == gpus == scale.gpus_per_node
     assert launch.training_script == "recipes/glm_swe.py"
     assert recipe_arguments(recipe, launch, monkeypatch) == recipe.Args(
         scale="glm5",
@@ -151,8 +151,8 @@ def test_servers_are_those_of_the_scale(manifests, server, recipe, tmp_path, mon
     scale = recipe.SCALES["glm5"]
     assert arguments == served_by_recipe(recipe, scale, tiny, model, monkeypatch)
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
-    assert int(arguments["--data-parallel-size"]) == gpus
-    assert int(settings["SERVERS"]) == server["replicas"] == 28 - 16
+    assert int(arguments["--data-parallel-size"]) == gpus == scale.server_gpus[0]
+    assert int(settings["SERVERS"]) == server["replicas"] == 28 - scale.nodes[0]
 
 
 def test_there_is_time_to_save(trainer, recipe):

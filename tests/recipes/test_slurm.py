@@ -246,7 +246,7 @@ def recipe(root):
 
 def test_glm_swe_runs_as_its_scale_says(root, job, recipe, tmp_path, monkeypatch):
     scale = recipe.SCALES["glm5"]
-    trainers = [f"t{number:02}" for number in range(scale.trainer_ranks // 8)]
+    trainers = [f"t{number:02}" for number in range(scale.nodes[0])]
     models = [tmp_path / "glm", tmp_path / "glm-fp8"]
 
     code, out, errors = run(
@@ -263,7 +263,7 @@ def test_glm_swe_runs_as_its_scale_says(root, job, recipe, tmp_path, monkeypatch
 
     launch = launched(words["t00"])
     assert all(words[trainer] == words["t00"] for trainer in trainers)
-    assert int(launch.nnodes) * int(launch.nproc_per_node) == scale.trainer_ranks
+    assert (int(launch.nnodes), int(launch.nproc_per_node)) == (scale.nodes[0], scale.gpus_per_node)
     assert launch.rdzv_endpoint == "t00:29500"
     assert launch.training_script == "recipes/glm_swe.py"
     (tmp_path / "run" / "args.json").write_text("{}")  # of the run that is resumed
@@ -284,7 +284,7 @@ def test_glm_swe_runs_as_its_scale_says(root, job, recipe, tmp_path, monkeypatch
     assert words["x"] == words["y"]
     assert model == str(models[1])
     assert arguments == served_by_recipe(recipe, scale, tiny, model, monkeypatch)
-    assert int(arguments["--data-parallel-size"]) == int(launch.nproc_per_node)
+    assert int(arguments["--data-parallel-size"]) == scale.server_gpus[0]
 
 
 def test_glm_swe_has_time_to_save(root, recipe):

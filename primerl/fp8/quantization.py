@@ -139,7 +139,8 @@ def values_of(quantized: Quantized) -> Float[Tensor, "*e m k"]:
     *_, m, k = quantized.values.shape
     values, scales = _decoded(quantized.values), quantized.scales.float()
     if m % quantized.rows == 0 and k % quantized.block == 0:
-        blocks = values.unflatten(-1, (-1, quantized.block)).unflatten(-3, (-1, quantized.rows))
+        sizes = (m // quantized.rows, quantized.rows, k // quantized.block, quantized.block)
+        blocks = values.reshape(*values.shape[:-2], *sizes)
         return (blocks * scales[..., :, None, :, None]).reshape(values.shape)
     scales = scales.repeat_interleave(quantized.rows, -2)[..., :m, :]
     scales = scales.repeat_interleave(quantized.block, -1)[..., :k]

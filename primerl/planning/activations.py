@@ -120,4 +120,5 @@ def _after(hooks: ExitStack, modules: Iterable[nn.Module], call: Callable[[], An
 
 
 def _storage(tensor: Tensor) -> int:
-    return local_part(tensor).untyped_storage()._cdata
+    storage: int = local_part(tensor).untyped_storage()._cdata
+    return storage

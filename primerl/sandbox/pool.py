@@ -118,7 +118,7 @@ class SandboxPool:
     @property
     def alive(self) -> bool:
         """Whether the pool is running: it was entered, and its helpers have not been killed."""
-        return self._launcher is not None and self._launcher.alive
+        return self._running and self._tier.alive
 
     async def run(
         self,

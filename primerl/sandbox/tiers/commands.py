@@ -87,6 +87,11 @@ class CommandTier:
         """See ``Tier``."""
         raise NotImplementedError
 
+    @property
+    def alive(self) -> bool:
+        """See ``Tier``."""
+        return self._folder is not None
+
     async def start(self) -> None:
         """See ``Tier``."""
         failed = [probe for probe in await self.probes() if not probe.ok]

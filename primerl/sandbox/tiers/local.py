@@ -68,13 +68,18 @@ class LocalTier:
         return {}
 
     @property
+    def alive(self) -> bool:
+        """See ``Tier``."""
+        return self._launcher is not None and self._launcher.alive
+
+    @property
     def launcher(self) -> launching.Launcher:
         """The owner's end of the zygote.
 
         Raises:
             SandboxError: the pool isn't running.
         """
-        if self._launcher is None or not self._launcher.alive:
+        if self._launcher is None or not self.alive:
             raise SandboxError(
                 "the pool isn't running: use it as `async with SandboxPool() as pool`"
             )

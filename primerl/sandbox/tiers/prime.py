@@ -56,6 +56,11 @@ class Prime:
         """See ``Tier``."""
         return {}
 
+    @property
+    def alive(self) -> bool:
+        """See ``Tier``."""
+        return self._client is not None
+
     async def start(self) -> None:
         """See ``Tier``."""
         failed = [probe for probe in await self.probes() if not probe.ok]

@@ -61,6 +61,11 @@ class Tier(Protocol):
         """Variables that every command gets, such as those by which programs find a proxy."""
         ...
 
+    @property
+    def alive(self) -> bool:
+        """Whether it can make sandboxes: it was started, and what makes them was not killed."""
+        ...
+
     async def start(self) -> None:
         """Start what makes sandboxes.
 

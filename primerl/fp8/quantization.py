@@ -136,14 +136,14 @@ def quantize_blocks(
 
 def values_of(quantized: Quantized) -> Float[Tensor, "*e m k"]:
     """The values of an operand, in float32."""
-    *_, m, k = quantized.values.shape
+    rows, block = quantized.rows, quantized.block
+    *experts, m, k = quantized.values.shape
     values, scales = _decoded(quantized.values), quantized.scales.float()
-    if m % quantized.rows == 0 and k % quantized.block == 0:
-        sizes = (m // quantized.rows, quantized.rows, k // quantized.block, quantized.block)
-        blocks = values.reshape(*values.shape[:-2], *sizes)
+    if m % rows == 0 and k % block == 0:
+        blocks = values.view(*experts, m // rows, rows, k // block, block)
         return (blocks * scales[..., :, None, :, None]).reshape(values.shape)
-    scales = scales.repeat_interleave(quantized.rows, -2)[..., :m, :]
-    scales = scales.repeat_interleave(quantized.block, -1)[..., :k]
+    scales = scales.repeat_interleave(rows, -2)[..., :m, :]
+    scales = scales.repeat_interleave(block, -1)[..., :k]
     return values * scales
 
 

@@ -81,8 +81,7 @@ _SEND = """ sendmsg:46:211 sendmmsg:307:269 """
 _CHECKED = """
 mmap:9:222
 clone:56:220 clone3:435:435 close_range:436:436 socket:41:198 socketpair:53:199 ioctl:16:29
-prctl:157:167
-personality:135:92 prlimit64:302:261 setpriority:141:140 sched_setaffinity:203:122
+prctl:157:167 personality:135:92 prlimit64:302:261 setpriority:141:140 sched_setaffinity:203:122
 sched_setscheduler:144:119 sched_setparam:142:118 sched_setattr:314:274
 """
 

@@ -106,7 +106,8 @@ def test_the_demo_replays_routes_and_says_what_that_changes(root, tmp_path):
 
     assert check_run_folder(tmp_path / "r")["mismatch_kl_own_routes_mean"] > 0
     assert re.search(r"^without replay +\d", done.stdout, re.MULTILINE)
-    metrics = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").open()]
+    lines = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
     assert [one["routes_lost"] for one in metrics] == [0, 0]
     assert all(0 < one["routes_missing"] < 0.5 for one in metrics)  # last tokens have none
 

@@ -12,7 +12,7 @@ from primerl.planning.pairs import Refusal
 from primerl.planning.server import ServerPlan
 from primerl.planning.sizes import ModelSize
 from primerl.planning.traffic import Traffic
-from primerl.planning.trainer import RankMemory, TrainerPlan
+from primerl.planning.trainer import TrainerPlan
 
 
 @attrs.frozen(kw_only=True)
@@ -42,9 +42,7 @@ class Plan:
         console = require("rich.console", extra="recipes")
         out = io.StringIO()
         page = console.Console(file=out, width=width, highlight=False)
-        page.print(
-            f"{self.model.total / 1e9:.1f}B parameters, {self.model.active / 1e9:.1f}B active"
-        )
+        page.print(f"{_count(self.model.total)} parameters, {_count(self.model.active)} active")
         for title, columns, rows in self._tables():
             if rows:
                 page.print(_table(title, columns, rows))
@@ -53,23 +51,15 @@ class Plan:
         return out.getvalue()
 
     def _tables(self) -> Iterable[tuple[str, list[str], list[list[str]]]]:
-        names = [*attrs.fields_dict(RankMemory)]
-        sizes = [one for one in names if one not in ("rank", "parts", "host")]
-        yield (
-            "Trainer, GB of a GPU",
-            ["layout", "rank", *sizes, "total", "host of a node"],
-            [
-                [
-                    str(plan.layout),
-                    str(one.rank),
-                    *(_gb(size) for size in one.by_name.values()),
-                    _gb(one.device),
-                    _gb(plan.host_per_node),
-                ]
-                for plan in self.trainers
-                for one in plan.ranks
-            ],
-        )
+        ranks = [(plan, one) for plan in self.trainers for one in plan.ranks]
+        rows = []
+        if ranks:
+            names = list(ranks[0][1].by_name)
+            rows = [[name, *(_gb(one.by_name[name]) for _, one in ranks)] for name in names]
+            rows.append(["all of these", *(_gb(one.device) for _, one in ranks)])
+            rows.append(["host of a node", *(_gb(plan.host_per_node) for plan, _ in ranks)])
+        columns = ["", *(f"{plan.layout}: rank {one.rank}" for plan, one in ranks)]
+        yield "Trainer, GB of a GPU", columns, rows
         yield (
             "Parts of the first rank",
             ["parameter", "layers", "shape", "on this rank", "dtype"],
@@ -126,6 +116,10 @@ class Plan:
             ["", "", "reason"],
             [[*one.pair, one.reason] for one in self.refused_pairs],
         )
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.1f}B" if number >= 1e8 else f"{number:,}"
 
 
 def _gb(size: int) -> str:

@@ -152,7 +152,8 @@ def test_statements_show_a_failing_test_and_not_the_change(all_tasks):
     for task in all_tasks:
         if task["data"]["tier"] != "easiest":
             for _, _, _, before, after in task["data"]["mutations"]:
-                assert before not in task["prompt"] and after not in task["prompt"]
+                assert before not in task["prompt"]
+                assert after not in task["prompt"]
         if task["data"]["tier"] in ("medium", "hard"):
             assert ".py" not in task["prompt"]
 
@@ -242,7 +243,7 @@ def test_broken_tasks_fail_with_a_reason():
         return [(unknown, Expert([])), (moved, Expert([]))]
 
     unknown, moved = play(pairs)
-    assert "nothing" in str(unknown) and "task" in str(unknown)
+    assert "nothing" in str(unknown)
     assert "absolute.py" in str(moved)
 
 
@@ -273,7 +274,8 @@ def test_pool_that_was_killed_is_opened_again():
             while pool.alive:
                 await asyncio.sleep(0.01)
             again = await env._pool()
-            assert again is not pool and again.alive
+            assert again is not pool
+            assert again.alive
             return await again.run("print(1)", timeout_s=30)
 
     assert asyncio.run(run()).stdout == b"1\n"
@@ -283,8 +285,8 @@ def test_plain_verifiers_plays_it():
     [episode] = asyncio.run(episodes(loaded(), 1))
     [trace] = episode.traces
     # There is no model here: the agent fails, and nothing is scored.
-    assert trace.errors and not trace.rewards.get("fixed")
-    assert "127.0.0.1" in trace.errors[0].message or "connect" in trace.errors[0].message.lower()
+    assert not trace.rewards.get("fixed")
+    assert "connect" in trace.errors[0].message.lower()
 
 
 def loaded():

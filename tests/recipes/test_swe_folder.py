@@ -185,7 +185,8 @@ def test_rows_of_swe_bench(tmp_path):
     file.write_text(json.dumps(BENCH) + "\n")
     [issue] = read(file)
     assert issue.image == "swebench/sweb.eval.x86_64.psf_1776_requests-1:latest"
-    assert issue.expected[0] == "tests/test_a.py::test_one" and len(issue.expected) == 3
+    assert issue.expected[0] == "tests/test_a.py::test_one"
+    assert len(issue.expected) == 3
     assert issue.test_command[-2:] == ("tests/test_a.py", "tests/test_b.py")
     assert (issue.workdir, issue.folder) == ("/testbed", None)
 
@@ -196,7 +197,8 @@ def test_images_are_refused_without_an_engine(tmp_path, monkeypatch):
     file.write_text(json.dumps(BENCH) + "\n")
     [played] = play(file, [Expert([])])
     assert isinstance(played, RuntimeError)
-    assert "needs the image swebench/" in str(played) and "neither docker nor podman" in str(played)
+    assert "needs the image swebench/" in str(played)
+    assert "neither docker nor podman" in str(played)
     monkeypatch.setattr(agent.shutil, "which", lambda name: name == "podman" or None)
     data = types.SimpleNamespace(id="x", image="an/image", workdir="/testbed")
     assert agent.container(data).type == "podman"

@@ -33,7 +33,7 @@ class OneReply(vf.Harness[vf.HarnessConfig]):
             "messages": [message_to_wire(message) for message in data.prompt],
         }
         if data.tools:
-            body["tools"] = list(data.tools)
+            body["tools"] = data.tools
         headers = {"Authorization": f"Bearer {secret}"}
         # The rollout's own deadline cancels it.
         unlimited = aiohttp.ClientTimeout(total=None, sock_connect=30.0)

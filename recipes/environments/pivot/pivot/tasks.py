@@ -1,7 +1,7 @@
 """The tasks: each call of recorded conversations, and what came before it."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from pivot.calls import Call, calls_of, likeness
 class Step(vf.TaskData):
     """Messages up to a turn in which tools were called, and the calls."""
 
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: list[dict[str, Any]] = []  # noqa: RUF012 - pydantic copies it
     recorded: list[dict[str, Any]]
 
 
@@ -48,7 +48,7 @@ class Predict(vf.Task[Step, vf.State, PredictConfig]):
 class Options(vf.TasksetConfig):
     """``traces`` are files of conversations. The first ``held_out`` of all are for "eval"."""
 
-    traces: tuple[str, ...] = ()
+    traces: list[str] = []  # noqa: RUF012 - pydantic copies it
     split: Literal["train", "eval", "all"] = "train"
     held_out: int = 0
     task: PredictConfig = PredictConfig()
@@ -84,13 +84,13 @@ class Pivot(vf.Taskset[Predict, Options]):
             data = Step(
                 id=f"{conversation.get('id', place)}-{turn}",
                 prompt=[_message(one) for one in messages[:turn]],
-                tools=conversation.get("tools") or (),
+                tools=conversation.get("tools") or [],
                 recorded=[{"name": one.name, "arguments": one.arguments} for one in calls],
             )
             yield Predict(data, self.config.task)
 
 
-def conversations(paths: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def conversations(paths: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The conversations of JSON lines files, with their places.
 
     Raises:

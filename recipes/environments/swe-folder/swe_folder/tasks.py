@@ -46,7 +46,7 @@ class ResolveConfig(vf.TaskConfig):
     """
 
     grading: Literal["isolated", "command"] = "isolated"
-    packages: tuple[str, ...] = ()
+    packages: list[str] = []  # noqa: RUF012 - pydantic copies it
     grading_timeout_s: float = 300.0
 
 
@@ -255,7 +255,7 @@ def without_steering(patch: str) -> str:
 class Options(vf.TasksetConfig):
     """``issues`` are JSON lines files; ``image`` names SWE-bench's images by ``{id}``."""
 
-    issues: tuple[str, ...] = ()
+    issues: list[str] = []  # noqa: RUF012 - pydantic copies it
     image: str = IMAGE
     task: ResolveConfig = ResolveConfig()
 

@@ -244,7 +244,6 @@ def test_broken_tasks_fail_with_a_reason():
 
     unknown, moved = play(pairs)
     assert "nothing" in str(unknown)
-    assert "task" in str(unknown)
     assert "absolute.py" in str(moved)
 
 
@@ -271,7 +270,7 @@ def test_pool_that_was_killed_is_opened_again():
         async with env.serving():
             await env.run_episode(task, context)
             pool = await env._pool()
-            pool._launcher._process.kill()
+            pool._tier.launcher._process.kill()
             while pool.alive:
                 await asyncio.sleep(0.01)
             again = await env._pool()
@@ -286,9 +285,8 @@ def test_plain_verifiers_plays_it():
     [episode] = asyncio.run(episodes(loaded(), 1))
     [trace] = episode.traces
     # There is no model here: the agent fails, and nothing is scored.
-    assert trace.errors
     assert not trace.rewards.get("fixed")
-    assert "127.0.0.1" in trace.errors[0].message or "connect" in trace.errors[0].message.lower()
+    assert "connect" in trace.errors[0].message.lower()
 
 
 def loaded():

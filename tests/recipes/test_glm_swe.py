@@ -107,7 +107,7 @@ def check_rehearsal(folder, said, *, steps):
     assert [line["step"] for line in lines] == list(range(steps))
     for line in lines:
         assert line["routes_lost"] == 0
-        assert line.get("mismatch_kl", 0.0) < 1e-4
+        assert (line["mismatch_kl"] or 0.0) < 1e-4  # None: no token is of the step's version
         assert line["staleness_max"] <= 2
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["finished"]

@@ -24,7 +24,7 @@ def test_the_notebook_runs(root, name, said):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the kernel's own sockets
-        NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+        NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
 
     printed = "".join(
         output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])

@@ -147,7 +147,7 @@ SCALES = {
         group_size=8,
         max_staleness=4,
         offload=True,
-        server={"tensor_parallel_size": 4, "enable_expert_parallel": True},
+        server={"data_parallel_size": 4, "enable_expert_parallel": True},
         server_gpus=(4,),
     ),
     "glm5": Scale(

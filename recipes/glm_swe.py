@@ -198,7 +198,7 @@ class Args:
     # an environment of the verifiers library, and its settings, such as tier easiest
     env: str = "bugfix"
     env_config: dict[str, str] = attrs.field(factory=dict)
-    # held-out tasks, played greedily
+    # held-out tasks
     eval_tasks: int = attrs.field(default=8, validator=number(at_least=0))
     # policy steps from one evaluation to the next; 0: only at the end
     eval_every: int = attrs.field(default=10, validator=number(at_least=0))
@@ -209,6 +209,8 @@ class Args:
     cp: int | None = attrs.field(default=None, validator=optional(number(at_least=1)))
     # vLLM's servers that run already
     engine_urls: tuple[str, ...] = ()
+    # the FP8 checkpoint that a server is started from
+    server_model: str | None = None
     # further arguments of a server that is started, such as kv_transfer_config '{...}'
     vllm: dict[str, str] = attrs.field(factory=dict)
     # for weights and expert routes, if ranks or servers run on several hosts
@@ -280,9 +282,21 @@ def open_engine(args: Args, scale: Scale, model: str) -> Iterator[Any]:
         if args.engine_urls:
             yield stack.enter_context(rollout.VLLMEngine(args.engine_urls, routes=routes))
         elif scale.engine == "vllm":
+            if scale.fp8 is not None and args.server_model is None:
+                raise ValueError(
+                    "the server multiplies in FP8: pass --server-model, the FP8 checkpoint of the "
+                    "model (models.save_pretrained(..., quantize=fp8.CheckpointQuantizer(model)))"
+                )
+            first = scale.gpus_per_node  # the trainer has those before
+            devices = range(first, first + scale.server_gpus[0])
             settings = {"enable_return_routed_experts": scale.replay, "dtype": "bfloat16"}
             settings |= {"max_model_len": scale.context, **scale.server, **args.vllm}
-            server = stack.enter_context(rollout.serve_vllm(model, **settings))
+            server = rollout.serve_vllm(
+                args.server_model or model,
+                env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))},
+                **settings,
+            )
+            stack.enter_context(server)
             yield stack.enter_context(rollout.VLLMEngine(server, routes=routes))
         else:
             sampler, _ = models.load_pretrained(model)

@@ -24,7 +24,11 @@ class SandboxPool:
             result = await pool.run("print(6 * 7)", timeout_s=5)
 
     Args:
-        tier: how code is kept inside; see ``docs/sandbox.md``. No other is ever taken instead.
+        tier: how code is kept inside; see ``docs/sandbox.md``. No other is ever taken instead. By
+            default ``min_isolation``, and ``"namespaces"`` without either.
+        min_isolation: refuses a ``tier`` that keeps code inside less well than this one: Landlock
+            alone is the weakest, then come those that share the host's kernel, then gVisor, then
+            hosted virtual machines.
         limits: limits of each sandbox.
         concurrency: how many run at once; others wait in order of arrival. Twice the processors by
             default.
@@ -43,13 +47,14 @@ class SandboxPool:
 
     Raises:
         SandboxUnavailable: this machine lacks what the tier needs; raised on entering.
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or the tier is weaker than ``min_isolation``.
     """
 
     def __init__(
         self,
         *,
-        tier: tiers.TierName = "namespaces",
+        tier: tiers.TierName | None = None,
+        min_isolation: tiers.TierName | None = None,
         limits: Limits | None = None,
         concurrency: int | None = None,
         warm: int | None = None,
@@ -69,7 +74,7 @@ class SandboxPool:
             raise ValueError("concurrency and starting must be positive, warm not negative")
         self._python = python or launching.default_python()
         self._tier = tiers.choose(
-            tier,
+            tiers.allowed(tier, min_isolation),
             Options(
                 limits=self.limits,
                 python=self._python,

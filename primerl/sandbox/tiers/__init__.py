@@ -20,6 +20,27 @@ _CLASSES = {
     "prime": ("prime", "Prime"),
 }
 
+_STRENGTHS = {"landlock": 0, "gvisor": 2, "prime": 3}  # the others, which share the kernel: 1
+
+
+def allowed(tier: TierName | None, min_isolation: TierName | None) -> TierName:
+    """The tier to take: ``tier``, if it is as strong as ``min_isolation``, which is the default.
+
+    Raises:
+        ValueError: it is weaker, or there is no such tier.
+    """
+    for name in (tier, min_isolation):
+        if name is not None and name not in _CLASSES:
+            raise ValueError(
+                f"{name!r} is no tier of sandboxes; expected one of {', '.join(get_args(TierName))}"
+            )
+    chosen: TierName = tier or min_isolation or "namespaces"
+    if min_isolation and _STRENGTHS.get(chosen, 1) < _STRENGTHS.get(min_isolation, 1):
+        raise ValueError(
+            f"the tier {chosen!r} keeps code inside less well than min_isolation={min_isolation!r}"
+        )
+    return chosen
+
 
 def choose(name: TierName, options: Options) -> Tier:
     """The tier of that name, not yet started.

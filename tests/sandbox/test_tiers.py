@@ -289,7 +289,5 @@ def test_gvisor():
 def test_a_tier_that_is_weaker_than_asked_for_is_refused():
     with pytest.raises(ValueError, match="'landlock' keeps code inside less well than min_isola"):
         SandboxPool(tier="landlock", min_isolation="namespaces")
-    with pytest.raises(ValueError, match="'nothing' is no tier of sandboxes; expected one of name"):
-        SandboxPool(min_isolation="nothing")
     for accepted in ({"min_isolation": "namespaces"}, {"tier": "landlock"}, {}):
         SandboxPool(**accepted)

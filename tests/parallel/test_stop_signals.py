@@ -107,6 +107,21 @@ def test_a_process_that_ignores_ctrl_c_goes_on_to():
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
+def test_a_second_ctrl_c_while_the_first_is_answered_raises(monkeypatch):
+    signals = StopSignals(10.0)
+    signals.defer()
+    answered = []
+
+    def interrupted(descriptor, text):
+        answered.append(text)
+        signals._receive(signal.SIGINT, None)
+
+    monkeypatch.setattr("primerl.parallel.launch.stop_signals.os.write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        signals._receive(signal.SIGINT, None)
+    assert len(answered) == 1
+
+
 SCRIPT = """
 import time
 from primerl import parallel, track

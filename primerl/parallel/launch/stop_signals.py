@@ -95,10 +95,10 @@ class StopSignals:
             kind = KeyboardInterrupt if signum == signal.SIGINT else StoppedError
             raise kind(f"this process was told to stop ({name})")
         self.received = True
+        self._ended = self._ended or signum in ENDING  # before a word is out, which another answers
         if signum == signal.SIGINT and self._says:
             os.write(2, STOPPING)  # sys.stderr may be in the middle of a write
         if signum in ENDING:
-            self._ended = True
             if self._failed is not None:
                 self._timer = threading.Timer(self._grace_s, os.kill, (os.getpid(), signum))
                 self._timer.daemon = True

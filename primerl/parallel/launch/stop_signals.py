@@ -98,11 +98,10 @@ class StopSignals:
         self._ended = self._ended or signum in ENDING  # before a word is out, which another answers
         if signum == signal.SIGINT and self._says:
             os.write(2, STOPPING)  # sys.stderr may be in the middle of a write
-        if signum in ENDING:
-            if self._failed is not None:
-                self._timer = threading.Timer(self._grace_s, os.kill, (os.getpid(), signum))
-                self._timer.daemon = True
-                self._timer.start()
+        if signum in ENDING and self._failed is not None:
+            self._timer = threading.Timer(self._grace_s, os.kill, (os.getpid(), signum))
+            self._timer.daemon = True
+            self._timer.start()
 
     def _is_main(self) -> bool:
         return threading.current_thread() is threading.main_thread()  # only it may handle signals

@@ -68,6 +68,14 @@ class Equal(int):
     __hash__ = int.__hash__
 def add(a, b): return int.__new__(int, 0)
 """,
+    "returns an object that equals everything": """
+class Always:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__
+    __hash__ = object.__hash__
+def add(a, b): return Always()
+""",
     "writes reports": """
 import os, json
 for number in range(0, 64):

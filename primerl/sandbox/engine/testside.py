@@ -161,7 +161,20 @@ def _operator(name: str) -> Any:
     return operate
 
 
-for _name in (*_BINARY, *_COMPARE, *_UNARY, *_CALLED):
+def _comparison(name: str) -> Any:
+    """With a plain value, the other side is not asked: it could claim to equal anything."""
+
+    def compare(self: StandIn, other: Any) -> Any:
+        if isinstance(other, StandIn):
+            return self._operate(name, other)
+        return {"eq": False, "ne": True}.get(name, NotImplemented)
+
+    return compare
+
+
+for _name in _COMPARE:
+    setattr(StandIn, f"__{_name}__", _comparison(_name))
+for _name in (*_BINARY, *_UNARY, *_CALLED):
     setattr(StandIn, f"__{_name.rstrip('_')}__", _operator(_name))
 for _name in _BINARY:
     setattr(StandIn, f"__r{_name.rstrip('_')}__", _operator(f"r_{_name}"))

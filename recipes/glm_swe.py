@@ -289,12 +289,13 @@ def open_engine(args: Args, scale: Scale, model: str) -> Iterator[Any]:
                 )
             first = scale.gpus_per_node  # the trainer has those before
             devices = range(first, first + scale.server_gpus[0])
-            settings = {"enable_return_routed_experts": scale.replay, "dtype": "bfloat16"}
-            settings |= {"max_model_len": scale.context, **scale.server, **args.vllm}
             server = rollout.serve_vllm(
                 args.server_model or model,
                 env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))},
-                **settings,
+                dtype="bfloat16",
+                max_model_len=scale.context,
+                enable_return_routed_experts=scale.replay,
+                **{**scale.server, **args.vllm},
             )
             stack.enter_context(server)
             yield stack.enter_context(rollout.VLLMEngine(server, routes=routes))
@@ -333,22 +334,25 @@ def make_optimizer(model: Any, args: Args, scale: Scale) -> torch.optim.Optimize
     return optim.Offload(optimizer) if scale.offload else optimizer
 
 
+def quantizer(model: Any, scale: Scale) -> fp8.CheckpointQuantizer | None:
+    """What makes the bytes that the trainer multiplies with, as servers of FP8 checkpoints take."""
+    if scale.fp8 is None:
+        return None
+    experts = fp8.GroupedMatmul(form=scale.fp8)
+    return fp8.CheckpointQuantizer(model, experts=experts, dtype=torch.bfloat16)
+
+
 def open_transport(args: Args, scale: Scale, model: Any, engine: Any, rollouts: Any) -> Any:
     """What publishes weights: to servers, the bytes that the trainer multiplies with, as deltas."""
     if scale.engine == "transformers" and not args.engine_urls:
         return weights.transport_to(model, engine, worker=rollouts)
-    quantize = None
-    if scale.fp8 is not None:
-        quantize = fp8.CheckpointQuantizer(
-            model, experts=fp8.GroupedMatmul(form=scale.fp8), dtype=torch.bfloat16
-        )
     return weights.transport_to(
         model,
         engine,
         worker=rollouts,
         folder=args.shared_folder,
         encoding="delta",
-        quantize=quantize,
+        quantize=quantizer(model, scale),
     )
 
 
@@ -422,15 +426,11 @@ def dry_run(args: Args, scale: Scale) -> planning.Plan:
     )
 
     model = models.empty_model(folder)
-    quantize = None
     if scale.fp8 is not None:
         fp8.convert_linears(model, form=scale.fp8)
-        quantize = fp8.CheckpointQuantizer(
-            model, experts=fp8.GroupedMatmul(form=scale.fp8), dtype=torch.bfloat16
-        )
     servers = {}
     for gpus in scale.server_gpus:
-        for name, how in {"FP8": quantize, "bf16": None}.items():
+        for name, how in {"FP8": quantizer(model, scale), "bf16": None}.items():
             servers[f"{name}, ep={gpus}"] = planning.plan_server(
                 model,
                 gpus=gpus,

@@ -52,13 +52,15 @@ def served_by_recipe(recipe, scale, tiny_model, model, monkeypatch):
     """vLLM's arguments by name, of the server that the recipe itself would start."""
     found = []
 
-    def start(_, **settings):
+    def start(_, env, **settings):
+        assert env == {"CUDA_VISIBLE_DEVICES": "8,9,10,11,12,13,14,15"}  # behind the trainer's
         place = {"host": "0.0.0.0", "port": 8000, "weight_transfer": "primerl"}
         found.append(by_name(server_command(model, engine_args=settings, **place)))
         raise StartedError
 
     monkeypatch.setattr(rollout, "serve_vllm", start)
-    with pytest.raises(StartedError), recipe.open_engine(recipe.Args(), scale, str(tiny_model)):
+    args = recipe.Args(server_model=model)
+    with pytest.raises(StartedError), recipe.open_engine(args, scale, str(tiny_model)):
         pass
     return found[0]
 

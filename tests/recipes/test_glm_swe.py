@@ -40,6 +40,13 @@ def test_its_trainer_on_two_ranks_makes_the_step_of_one_process(root, recipe, tm
     assert theirs.keys() == weights.keys()
 
 
+def test_a_server_of_another_checkpoint_than_the_trainers_is_refused(recipe, tmp_path):
+    folder = testing.tiny_chat_model(tmp_path / "model", "glm4_moe")
+    engine = recipe.open_engine(recipe.Args(scale="glm5"), recipe.SCALES["glm5"], str(folder))
+    with pytest.raises(ValueError, match="pass --server-model, the FP8 checkpoint"), engine:
+        pass
+
+
 def start(root, folder, *arguments):
     """The rehearsal on two ranks, in the background; its output is in ``folder.output``."""
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

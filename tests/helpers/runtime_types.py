@@ -1,7 +1,7 @@
 """What jaxtyping's import hook wraps functions of the package in: see pyproject.toml."""
 
 import importlib.util
-from typing import Literal, get_origin
+from typing import Literal, get_args, get_origin
 
 if importlib.util.find_spec("beartype") is None:
     # A machine lent for its GPU has other packages: there, the tests run without these checks.
@@ -21,5 +21,8 @@ def checked(function):
     one: that took half of the time of all tests. And not where a ``Literal`` lists the choices: a
     function refuses others by an error of its own, which is tested.
     """
-    chooses = any(get_origin(hint) is Literal for hint in function.__annotations__.values())
+    hints = function.__annotations__.values()
+    chooses = any(
+        get_origin(choice) is Literal for hint in hints for choice in (hint, *get_args(hint))
+    )
     return function if chooses or "<locals>" in function.__qualname__ else _checked(function)

@@ -243,11 +243,12 @@ def test_routes_through_the_engine(benchmark, url):
 
 
 async def one_reply(task, engine, params):
-    """An environment whose prompts need no tokenizer."""
-    completion = await engine.generate([1] * PROMPT, params)
+    """An environment whose prompts need no tokenizer; tokens are in arrays, as those of agents."""
+    prompt = np.ones(PROMPT, np.int32)
+    completion = await engine.generate(prompt, params)
     count = len(completion.token_ids)
     sample = Sample(
-        token_ids=[1] * PROMPT + completion.token_ids.tolist(),
+        token_ids=np.concatenate([prompt, completion.token_ids]),
         loss_mask=np.arange(PROMPT + count) >= PROMPT,
         behavior_logprobs=np.concatenate([np.zeros(PROMPT, np.float32), completion.logprobs]),
         versions=np.concatenate([np.full(PROMPT, -1, np.int32), completion.versions]),

@@ -257,9 +257,9 @@ async def _serve(sock: socket.socket, parent: int) -> None:
         for method in dir(served):
             if not method.startswith("_"):
                 channel.handlers[method] = getattr(served, method)
-        await served.astart()
         gc.collect()
         gc.freeze()  # scanning these long-lived objects again took half of the time
+        await served.astart()
 
     channel = await Channel.over(sock, {"process_id": os.getpid, "make": make})
     try:

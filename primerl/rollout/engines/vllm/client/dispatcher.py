@@ -55,7 +55,7 @@ class Dispatcher:
         self._asking = asyncio.Lock()
 
     async def generate(
-        self, prompt: list[int], params: SamplingParams, session: str | None
+        self, prompt: np.ndarray, params: SamplingParams, session: str | None
     ) -> Completion:
         """Sample one completion on any replica that serves.
 
@@ -75,7 +75,11 @@ class Dispatcher:
             # The salt is the replica's last known weights: prefixes of others are never reused.
             adapter = self._fleet.adapter_of(replica)
             body = requests.generate_body(
-                prompt, params, salt=label or "", adapter=adapter, routes_start=routes_start
+                prompt.tolist(),
+                params,
+                salt=label or "",
+                adapter=adapter,
+                routes_start=routes_start,
             )
             choice = (await self._attempt(replica, body, max_bytes, expected)).choices[0]
             if choice.finish_reason in _UNFINISHED:

@@ -5,6 +5,7 @@ import functools
 import os
 import secrets
 import threading
+from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -217,7 +218,7 @@ class VLLMEngine:
             RuntimeError: no server was usable for ``down_timeout_s``, the retries were used up, or
                 the request took longer than ``request_timeout_s``.
         """
-        prompt = _plain(prompt_ids)
+        prompt = _int64(prompt_ids)
         await self._learn_context()
         self._check(prompt, params.max_tokens)
         if self.routes is not None and params.routes_start > len(prompt):
@@ -238,10 +239,10 @@ class VLLMEngine:
         Returns:
             float32[t], at temperature 1; entry 0 is 0.
         """
-        tokens = _plain(token_ids)
+        tokens = _int64(token_ids)
         await self._learn_context()
         self._check(tokens, 1)
-        return await self._request(self._connected().dispatcher.score(tokens))
+        return await self._request(self._connected().dispatcher.score(tokens.tolist()))
 
     async def score_top_k(
         self, token_ids: Sequence[int], *, k: int
@@ -256,10 +257,10 @@ class VLLMEngine:
         """
         if k < 1:
             raise ValueError(f"k is {k}, expected at least 1")
-        tokens = _plain(token_ids)
+        tokens = _int64(token_ids)
         await self._learn_context()
         self._check(tokens, 1)
-        return await self._request(self._connected().dispatcher.score_top_k(tokens, k))
+        return await self._request(self._connected().dispatcher.score_top_k(tokens.tolist(), k))
 
     async def _request(self, request: Coroutine[Any, Any, T]) -> T:
         connection = self._connected()
@@ -278,11 +279,13 @@ class VLLMEngine:
             connection = await asyncio.to_thread(self._connected)
             self._context_length = await connection.run_async(connection.fleet.context())
 
-    def _check(self, tokens: list[int], max_tokens: int) -> None:
-        if not tokens:
+    def _check(self, tokens: np.ndarray, max_tokens: int) -> None:
+        if not len(tokens):
             raise ValueError("the prompt is empty; a completion needs at least one token before it")
-        if min(tokens) < 0:
-            raise ValueError(f"the prompt has the token {min(tokens)}; expected ids of at least 0")
+        if tokens.min() < 0:
+            raise ValueError(
+                f"the prompt has the token {tokens.min()}; expected ids of at least 0"
+            )
         if len(tokens) + max_tokens > self.context_length:
             raise ValueError(
                 f"a prompt of {len(tokens)} tokens and max_tokens={max_tokens} exceed the context "
@@ -429,9 +432,10 @@ class VLLMEngine:
             ValueError: a sequence is empty or exceeds the context.
             RuntimeError: a server failed.
         """
-        tokens = [_plain(sequence) for sequence in sequences]
-        for one in tokens:
+        arrays = [_int64(sequence) for sequence in sequences]
+        for one in arrays:
             self._check(one, max_new_tokens)
+        tokens = [one.tolist() for one in arrays]
         return self._connected().run(
             lambda fleet: probe(
                 fleet,
@@ -521,9 +525,11 @@ class VLLMEngine:
             return self._connection
 
 
-def _plain(token_ids: Sequence[int] | np.ndarray) -> list[int]:
-    """Token ids as JSON can hold them."""
+def _int64(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Token ids as an array: of 131k tokens, this takes the most of the caller's event loop."""
     if isinstance(token_ids, np.ndarray) and np.issubdtype(token_ids.dtype, np.integer):
-        plain: list[int] = token_ids.tolist()
-        return plain
-    return list(map(int, token_ids))
+        return token_ids.astype(np.int64)
+    try:
+        return np.frombuffer(array("q", list(token_ids)), np.int64)  # faster than numpy.asarray
+    except TypeError as error:
+        raise ValueError(f"token ids are whole numbers: {error}") from None

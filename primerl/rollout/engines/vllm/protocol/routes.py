@@ -1,17 +1,17 @@
 """Expert routes as vLLM sends them: base64 of a ``.npy`` file."""
 
-import binascii
 import re
 import time
 from typing import Any
 
 import numpy as np
+import pybase64
 
 from primerl.rollout.engines.contract import BadCompletion
 
 ROW_BYTES = 128 * 24 * 2  # the most of one token: 128 layers of 24 experts
 HEADER_BYTES = 1 << 10  # numpy writes 128
-PIECE = 1 << 16  # characters decoded at once: 0.4 ms in which no other thread runs
+PIECE = 1 << 18  # characters decoded at once: 0.03 ms in which no other thread runs
 PAUSE_S = 1e-5  # with 0, a thread that waits for the interpreter would mostly wake too late
 
 _MAGIC = b"\x93NUMPY\x01\x00"
@@ -43,7 +43,7 @@ class RoutesDecoder:
         self._padded = False
         self._start = bytearray()  # the header, until it is complete
         self._rows: np.ndarray | None = None
-        self._content = memoryview(b"")
+        self._content = np.empty(0, np.uint8)
         self._filled = 0
 
     def feed(self, characters: bytes) -> None:
@@ -86,7 +86,7 @@ class RoutesDecoder:
         if self._padded:
             raise BadCompletion("the routed experts are not base64: characters follow the padding")
         try:
-            content = binascii.a2b_base64(characters, strict_mode=True)
+            content: bytes = pybase64.b64decode(characters, validate=True)
         except ValueError as error:  # binascii.Error is one
             raise BadCompletion(f"the routed experts are not base64: {error}") from error
         self._padded = characters.endswith(b"=")
@@ -104,7 +104,8 @@ class RoutesDecoder:
                 f"the routed experts have more bytes than {_describe(self._rows)}, which their "
                 "header says"
             )
-        self._content[self._filled : end] = content
+        # Most of the time goes to memory that is touched first, and numpy lets other threads run.
+        np.copyto(self._content[self._filled : end], np.frombuffer(content, np.uint8))
         self._filled = end
 
     def _read_header(self) -> bytes:
@@ -126,7 +127,7 @@ class RoutesDecoder:
             )
         shape = [int(number) for number in header.groups()[1:]]
         self._rows = self._allocate(np.dtype(header[1].decode()), *shape)
-        self._content = self._rows.reshape(-1).view(np.uint8).data
+        self._content = self._rows.reshape(-1).view(np.uint8)
         self._start.clear()
         return start[size:]
 

@@ -88,16 +88,14 @@ def batch_rows(
             continue  # it fills up, or nothing was recorded
         token = int(position_ids[first])
         try:
-            found = sample_rows(own, span=(token, token + end - first), inline=inline)
+            found = recorded(own, span=(token, token + end - first), inline=inline)
             if rows is None:
-                rows = np.full((len(sample_ids), *found.shape[1:]), -1, np.int16)
-            _check_same_model(found, rows)
+                rows = np.full((len(sample_ids), *found[0].rows.shape[1:]), -1, np.int16)
+            fill(rows[first:end], found, start=token)
         except (OSError, ValueError, RuntimeError) as error:
             log.warning("the expert routes of a sample are lost: %s", error)
             if counts is not None:
                 counts.add_lost()
-            continue
-        rows[first:end] = found
     if rows is None:
         return None
     on_host = torch.from_numpy(rows)
@@ -107,13 +105,13 @@ def batch_rows(
     return on_host.to(device, non_blocking=True)
 
 
-def sample_rows(
+def recorded(
     references: Sequence[str],
     *,
     span: tuple[int, int],
     inline: Mapping[str, RecordedRoutes] | None = None,
-) -> Int16[np.ndarray, "t layers k"]:
-    """The routes of tokens ``span[0]`` to ``span[1] - 1``; what was recorded first for one wins.
+) -> list[RecordedRoutes]:
+    """The routes of tokens ``span[0]`` to ``span[1] - 1``, in the order of their references.
 
     Args:
         references: to them, in the order in which they were recorded.
@@ -121,27 +119,37 @@ def sample_rows(
         inline: what some of the references hold, where it was decoded before.
 
     Raises:
-        ValueError: a reference is not one, its data are damaged, or two are of different models.
+        ValueError: a reference is not one, its data are damaged, two are of different models, or
+            there are none.
         OSError: the data are gone, or their server can't be reached.
     """
-    inline = inline or {}
-    rows: np.ndarray | None = None
-    for reference in references:
-        known = inline.get(reference)
-        found = read(reference, span=span) if known is None else known.within(span)
-        first = found.start - span[0]
-        if rows is None:
-            rows = np.empty((span[1] - span[0], *found.rows.shape[1:]), np.int16)
-            rows.fill(-1)
-            rows[first : first + len(found.rows)] = found.rows
-            continue
-        _check_same_model(found.rows, rows)
-        part = rows[first : first + len(found.rows)]
-        gaps = part[..., 0] < 0
-        part[gaps] = found.rows[gaps]
-    if rows is None:
+    if not references:
         raise ValueError("a sample has no references to its routes")
-    return rows
+    found = []
+    for reference in references:
+        known = None if inline is None else inline.get(reference)
+        found.append(read(reference, span=span) if known is None else known.within(span))
+    for one in found[1:]:
+        _check_same_model(one.rows, found[0].rows)
+    return found
+
+
+def fill(
+    rows: Int16[np.ndarray, "t layers k"], found: Sequence[RecordedRoutes], *, start: int
+) -> None:
+    """Fill rows that are all -1, of tokens from ``start`` on; what is first for a token wins.
+
+    Raises:
+        ValueError: the routes are of another model than the rows.
+    """
+    for number, one in enumerate(found):
+        _check_same_model(one.rows, rows)
+        part = rows[one.start - start :][: len(one.rows)]
+        if number == 0:
+            part[...] = one.rows
+        else:
+            gaps = part[..., 0] < 0
+            part[gaps] = one.rows[gaps]
 
 
 def _check_same_model(found: np.ndarray, rows: np.ndarray) -> None:

@@ -19,7 +19,7 @@ import torch
 from primerl import replay, rollout, weights
 from primerl._vllm_names import COLLECTIVE_RPC, GENERATE, METRICS, PAUSE, SERVED_ROUTES
 from primerl.parity.reference import recorded
-from primerl.replay.fetching import fill, recorded
+from primerl.replay import fetching
 from primerl.types import Sample, SamplingParams
 
 LAYERS, K, BLOCK = 4, 2, 32
@@ -248,7 +248,7 @@ def two_turns(server, model):
         sample = sample_of(token_ids, [(50, first), (50 + 8 + 9, second)])
         store.check(sample)
         found = np.full((len(token_ids), LAYERS, K), -1, np.int16)
-        fill(found, recorded(sample.routes, span=(0, len(token_ids))), start=0)
+        fetching.fill(found, fetching.recorded(sample.routes, span=(0, len(token_ids))), start=0)
         assert all((replay.read(one).versions == 5).all() for one in sample.routes)
         stored = [one for one in sample.routes if not one.startswith("inline:")]
         assert replay.discard([sample]) == len(stored)

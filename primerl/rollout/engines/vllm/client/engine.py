@@ -283,9 +283,7 @@ class VLLMEngine:
         if not len(tokens):
             raise ValueError("the prompt is empty; a completion needs at least one token before it")
         if tokens.min() < 0:
-            raise ValueError(
-                f"the prompt has the token {tokens.min()}; expected ids of at least 0"
-            )
+            raise ValueError(f"the prompt has the token {tokens.min()}; expected ids of at least 0")
         if len(tokens) + max_tokens > self.context_length:
             raise ValueError(
                 f"a prompt of {len(tokens)} tokens and max_tokens={max_tokens} exceed the context "

@@ -45,7 +45,7 @@ from primerl.types import Sample, TrainingSample
 
 TOKENS = 4096
 PROMPT, REPLY, ROLLOUTS = 2048, 1024, 16
-TURNS = 5
+TURNS = 15
 MODELS = {
     "Qwen3-30B-A3B": RouteShape(layers=range(48), decoder_layers=48, experts=128, k=8),
     "GLM-5": RouteShape(layers=range(3, 78), decoder_layers=78, experts=256, k=8),

@@ -69,7 +69,9 @@ class Scale:
     # ranks that divide the experts of a layer, and the rows of a micro-batch
     ep: int
     cp: int
-    # blocks and scales of FP8, in the trainer and the sampler; None: both multiply in 16 bits
+    # what trainer and sampler compute in; weights of the trainer are in float32
+    dtype: torch.dtype = torch.bfloat16
+    # blocks and scales of the products in FP8, on both sides; None: they multiply in dtype
     fp8: fp8.Format | None
     # send each token to the experts that the sampler chose
     replay: bool
@@ -115,12 +117,13 @@ SCALES = {
     ),
     "laptop": Scale(
         model=None,
-        lr=1e-3,
+        lr=3e-4,
         gpus_per_node=1,
         gpu_bytes=4 * 10**9,
         ep=1,
         cp=1,
-        fp8=fp8.Format.of_blocks(16),
+        dtype=torch.float32,  # CPUs are slow in 16 bits, and slower where they imitate FP8
+        fp8=None,
         replay=True,
         context=1024,
         reply_tokens=128,
@@ -292,7 +295,7 @@ def open_engine(args: Args, scale: Scale, model: str) -> Iterator[Any]:
             server = rollout.serve_vllm(
                 args.server_model or model,
                 env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))},
-                dtype="bfloat16",
+                dtype=str(scale.dtype).removeprefix("torch."),
                 max_model_len=scale.context,
                 enable_return_routed_experts=scale.replay,
                 **{**scale.server, **args.vllm},
@@ -304,7 +307,7 @@ def open_engine(args: Args, scale: Scale, model: str) -> Iterator[Any]:
             yield stack.enter_context(
                 rollout.TransformersEngine(
                     sampler,
-                    dtype=torch.bfloat16,
+                    dtype=scale.dtype,
                     prepare=functools.partial(multiply_in_fp8, scale=scale),
                     cache_tokens=4 * scale.context,
                     seed=args.seed,
@@ -323,7 +326,7 @@ def prepare(model: Any, mesh: parallel.Mesh, scale: Scale) -> None:
         fp8.convert_linears(model, form=scale.fp8)
         matmul = fp8.GroupedMatmul(form=scale.fp8)
     parallel.recompute(model.train())
-    parallel.shard(model, mesh, dtype=torch.bfloat16, matmul=matmul)
+    parallel.shard(model, mesh, dtype=scale.dtype, matmul=matmul)
 
 
 def make_optimizer(model: Any, args: Args, scale: Scale) -> torch.optim.Optimizer:

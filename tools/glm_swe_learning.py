@@ -3,17 +3,22 @@
     python tools/glm_swe_learning.py --folder runs/learning      # about an hour on two cores
 
 A mixture of experts of three million random parameters is fine-tuned (``recipes/sft.py``) on the
-scripted expert's traces of the easiest tier of ``bugfix``, and then trained by
-``recipes/glm_swe.py --scale laptop``: sandboxes, hidden tests, FP8, router replay. Tasks that are
-measured are in neither. The control gets rewards that are permuted within each group. Both curves
+scripted expert's traces of the easiest tier of ``bugfix``, each with many choices of names, so that
+it learns to copy what it reads rather than what it has read. Then it is trained by
+``recipes/glm_swe.py --scale laptop``: sandboxes, hidden tests, router replay. Tasks that are measured
+are in neither. The control gets rewards that are permuted within each group. Both curves
 are drawn into ``curve.svg``.
 """
 
 import argparse
+import ast
 import json
 import os
+import random
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +32,19 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("--folder", type=Path, required=True, help="for all that is made; a new one")
 parser.add_argument("--sft-steps", type=int, default=600)
+parser.add_argument("--copies", type=int, default=30, help="of a trace, with other names")
 parser.add_argument("--rl-steps", type=int, default=60)
 parser.add_argument("--tasks", type=int, default=48, help="that are held out")
 parser.add_argument("--seed", type=int, default=0)
 
 
-def write_conversations(path: Path, *, held_out: int) -> list[dict[str, Any]]:
-    """The expert's, but for those of the tasks that are held out; returns them."""
+def write_conversations(
+    path: Path, *, held_out: int, copies: int, seed: int
+) -> list[dict[str, Any]]:
+    """The expert's, but for those of the tasks that are held out; returns them.
+
+    Each is written with its own names, and ``copies`` times with those of others.
+    """
     tasks, _ = rollout.verifiers(
         "bugfix", tokenizer=None, config={"taskset": {"tier": TIER}}
     ).tasks.split(held_out)
@@ -42,8 +53,56 @@ def write_conversations(path: Path, *, held_out: int) -> list[dict[str, Any]]:
     run("-m", "bugfix.expert", every, "--tier", TIER, "--split", "train")
     rows = [json.loads(line) for line in every.read_text().splitlines()]
     kept = [row for row in rows if row["id"] not in left_out]
-    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    pool = sorted({name for row in kept for name in names(row)})
+    chance = random.Random(seed)
+    rows = [
+        row if copy == 0 else renamed(row, pool, chance)
+        for row in kept
+        for copy in range(1 + copies)
+    ]
+    chance.shuffle(rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return kept
+
+
+def names(row: dict[str, Any]) -> list[str]:
+    """The names that the function of a task defines: its own, its arguments, its variables."""
+    _, _, source = row["messages"][1]["content"].partition(".py:\n")
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            found.append(node.name)
+        elif isinstance(node, ast.arg):
+            found.append(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.append(node.id)
+    return sorted(set(found))
+
+
+def renamed(row: dict[str, Any], pool: list[str], chance: random.Random) -> dict[str, Any]:
+    """A conversation in which the function's names are others of the pool."""
+    own = names(row)
+    others = chance.sample([name for name in pool if name not in own], len(own))
+    new = dict(zip(own, others, strict=True))
+    pattern = re.compile(rf"\b({'|'.join(own)})\b")
+
+    def replace(text: str) -> str:
+        return pattern.sub(lambda match: new[match[0]], text)
+
+    messages = [row["messages"][0], *(replaced(one, replace) for one in row["messages"][1:])]
+    return row | {"messages": messages}
+
+
+def replaced(message: dict[str, Any], replace: Callable[[str], str]) -> dict[str, Any]:
+    """A message in whose text, and in the values of whose calls, texts are replaced."""
+    if "tool_calls" not in message:
+        return message | {"content": replace(message["content"])}
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        values = {key: replace(value) for key, value in json.loads(function["arguments"]).items()}
+        calls.append(call | {"function": function | {"arguments": json.dumps(values)}})
+    return message | {"tool_calls": calls}
 
 
 def write_model(folder: Path, conversations: list[dict[str, Any]], *, seed: int) -> None:
@@ -118,7 +177,9 @@ def main(args: argparse.Namespace) -> None:
     """Teach, reinforce, and draw."""
     folder = args.folder
     folder.mkdir(parents=True)
-    conversations = write_conversations(folder / "traces.jsonl", held_out=args.tasks)
+    conversations = write_conversations(
+        folder / "traces.jsonl", held_out=args.tasks, copies=args.copies, seed=args.seed
+    )
     write_model(folder / "random", conversations, seed=args.seed)
     run(
         RECIPES / "sft.py",

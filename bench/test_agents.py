@@ -1,10 +1,12 @@
-"""Agents on an instant engine: turns a second in one process, memory, and long rollouts.
+"""Agents on a scripted engine: turns a second in one process, memory, and long rollouts.
 
     pytest bench/test_agents.py -o addopts=--import-mode=importlib -s
 
 ``addopts`` turns off runtime type checks, which would take most of the time. Where a machine is
 busy, event loops are late whatever they do: beside each loop's lag is that of an idle one, in a
-process of its own, over the same time.
+process of its own, over the same time. With an engine that answers at once, rollouts are played as
+fast as they can be, all in step, and the loop has always something to do; its lag is also measured
+where replies take time, for a load of about 1,500 turns a second.
 """
 
 import asyncio
@@ -12,6 +14,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import random
 import subprocess
 import sys
 import time
@@ -68,22 +71,25 @@ class IdleLoop:
         self.p99_s, self.max_s = map(float, self._process.communicate()[0].split())
 
 
-class Instant:
+class Scripted:
     """Calls a tool ``turns - 1`` times in each rollout, then answers.
 
-    The worker's process has a copy, as it has of a client of vLLM.
+    Each reply takes up to twice ``delay_s`` seconds, at random. The worker's process has a copy, as
+    it has of a client of vLLM.
     """
 
     portable = True
     version, context_length = 0, 1 << 20
 
-    def __init__(self, tokenizer, *, turns, tokens=TOKENS):
+    def __init__(self, tokenizer, *, turns, tokens=TOKENS, delay_s=0.0):
         call = tokenizer.encode('<tool_call>{"name": "look"}</tool_call>', add_special_tokens=False)
         filler = tokenizer.encode("word " * tokens, add_special_tokens=False)
         ends = [tokenizer.eos_token_id]
         self._acts = self._completion([*filler[: tokens - len(call) - 1], *call, *ends])
         self._says = self._completion([*filler[: tokens - 1], *ends])
         self._turns = turns
+        self._delay_s = delay_s
+        self._random = random.Random(0)
         self._asked = {}
 
     def learn(self, version):
@@ -93,7 +99,7 @@ class Instant:
         self._says = attrs.evolve(self._says, versions=versions)
 
     async def generate(self, *_, session=None):
-        await asyncio.sleep(0)
+        await asyncio.sleep(2 * self._delay_s * self._random.random())
         asked = self._asked[session] = self._asked.get(session, 0) + 1
         if asked < self._turns:
             return self._acts
@@ -137,11 +143,12 @@ def report(name, turns, seconds, lag, idle):
     )
 
 
-def test_rollouts_with_tools_in_one_process(tokenizer):
+@pytest.mark.parametrize(("concurrent", "delay_s"), [(32, 0.0), (128, 0.08)])
+def test_rollouts_with_tools_in_one_process(tokenizer, concurrent, delay_s):
     renderer = rollout.load_renderer(tokenizer)
 
     async def play(count, concurrent, turns=20):
-        engine = Instant(tokenizer, turns=turns)
+        engine = Scripted(tokenizer, turns=turns, delay_s=delay_s)
         numbers, played, lag = itertools.count(), [], LoopLag()
         watching = asyncio.create_task(lag.run())
 
@@ -156,17 +163,19 @@ def test_rollouts_with_tools_in_one_process(tokenizer):
     asyncio.run(play(8, 8))
     with IdleLoop() as idle:
         began = time.perf_counter()
-        played, lag = asyncio.run(play(400, 32))
+        played, lag = asyncio.run(play(1024, concurrent))
         seconds = time.perf_counter() - began
     lags = (lag.p99_s, lag.max_s), (idle.p99_s, idle.max_s)
-    report("harness, tools and stitching", 400 * 20, seconds, *lags)
+    name = f"harness, tools and stitching, replies of {delay_s:g} s"
+    report(name, 1024 * 20, seconds, *lags)
     assert all(len(one.samples) == 1 and one.metrics["turns"] == 20 for one in played)
 
 
-def test_rollouts_with_tools_through_the_worker(tokenizer):
+@pytest.mark.parametrize("delay_s", [0.0, 0.12])
+def test_rollouts_with_tools_through_the_worker(tokenizer, delay_s):
     """The worker's process plays, groups and sends; this one takes."""
     turns, groups, size, steps = 20, 16, 4, 12
-    engine = Instant(tokenizer, turns=turns)
+    engine = Scripted(tokenizer, turns=turns, delay_s=delay_s)
     environment = rollout.tool_agent(
         tokenizer,
         tools=[LOOK],
@@ -197,14 +206,15 @@ def test_rollouts_with_tools_through_the_worker(tokenizer):
             seconds = time.perf_counter() - began
         stats = rollouts.stats()
     lags = (stats["loop_lag_p99_s"], stats["loop_lag_max_s"]), (idle.p99_s, idle.max_s)
-    report("the whole path through the worker", steps * groups * size * turns, seconds, *lags)
+    name = f"the whole path through the worker, replies of {delay_s:g} s"
+    report(name, steps * groups * size * turns, seconds, *lags)
 
 
 def test_a_thousand_rollouts_at_once(tokenizer):
     renderer = rollout.load_renderer(tokenizer)
 
     async def play():
-        engine = Instant(tokenizer, turns=20)
+        engine = Scripted(tokenizer, turns=20)
         return await asyncio.gather(
             *(agent_run(engine, renderer, str(number), 20) for number in range(1000))
         )
@@ -229,7 +239,7 @@ def message_of(content, stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_gateway(tokenizer, stream):
     async def play(count, turns):
-        engine = Instant(tokenizer, turns=1)
+        engine = Scripted(tokenizer, turns=1)
         lag = LoopLag()
         async with (
             rollout.gateway(engine, tokenizer, params=PARAMS) as gateway,
@@ -268,7 +278,7 @@ def test_a_long_rollout_is_linear_in_its_tokens(tokenizer):
     renderer = rollout.load_renderer(tokenizer)
     took = {}
     for turns in (75, 150, 300):
-        engine = Instant(tokenizer, turns=turns, tokens=400)
+        engine = Scripted(tokenizer, turns=turns, tokens=400)
         params = SamplingParams(max_tokens=400)
 
         async def play(engine=engine, params=params, turns=turns):

@@ -1,12 +1,12 @@
 """Does recipes/glm_swe.py learn? A tiny GLM is taught by an expert, then by hidden tests alone.
 
-    python tools/glm_swe_learning.py --folder runs/learning      # about an hour on two cores
+    python tools/glm_swe_learning.py --folder runs/learning      # hours on two cores
 
 A mixture of experts of three million random parameters is fine-tuned (``recipes/sft.py``) on the
 scripted expert's traces of the easiest tier of ``bugfix``, each with many choices of names, so that
 it learns to copy what it reads rather than what it has read. Then it is trained by
-``recipes/glm_swe.py --scale laptop``: sandboxes, hidden tests, router replay. Tasks that are measured
-are in neither. The control gets rewards that are permuted within each group. Both curves
+``recipes/glm_swe.py --scale laptop``: sandboxes, hidden tests, router replay. Tasks that are
+measured are in neither. The control gets rewards that are permuted within each group. Both curves
 are drawn into ``curve.svg``.
 """
 
@@ -31,7 +31,7 @@ parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
 parser.add_argument("--folder", type=Path, required=True, help="for all that is made; a new one")
-parser.add_argument("--sft-steps", type=int, default=600)
+parser.add_argument("--sft-steps", type=int, default=5000)
 parser.add_argument("--copies", type=int, default=30, help="of a trace, with other names")
 parser.add_argument("--rl-steps", type=int, default=60)
 parser.add_argument("--tasks", type=int, default=48, help="that are held out")

@@ -88,10 +88,10 @@ def batch_rows(
             continue  # it fills up, or nothing was recorded
         token = int(position_ids[first])
         try:
-            found = recorded(own, span=(token, token + end - first), inline=inline)
+            found = recorded_routes(own, span=(token, token + end - first), inline=inline)
             if rows is None:
                 rows = np.full((len(sample_ids), *found[0].rows.shape[1:]), -1, np.int16)
-            fill(rows[first:end], found, start=token)
+            fill_rows(rows[first:end], found, start=token)
         except (OSError, ValueError, RuntimeError) as error:
             log.warning("the expert routes of a sample are lost: %s", error)
             if counts is not None:
@@ -105,7 +105,7 @@ def batch_rows(
     return on_host.to(device, non_blocking=True)
 
 
-def recorded(
+def recorded_routes(
     references: Sequence[str],
     *,
     span: tuple[int, int],
@@ -134,7 +134,7 @@ def recorded(
     return found
 
 
-def fill(
+def fill_rows(
     rows: Int16[np.ndarray, "t layers k"], found: Sequence[RecordedRoutes], *, start: int
 ) -> None:
     """Fill rows that are all -1, of tokens from ``start`` on; what is first for a token wins.
@@ -145,7 +145,7 @@ def fill(
     for number, one in enumerate(found):
         _check_same_model(one.rows, rows)
         part = rows[one.start - start :][: len(one.rows)]
-        if number == 0:
+        if number == 0:  # most samples have no other, and a mask takes longer
             part[...] = one.rows
         else:
             gaps = part[..., 0] < 0

@@ -248,7 +248,8 @@ def two_turns(server, model):
         sample = sample_of(token_ids, [(50, first), (50 + 8 + 9, second)])
         store.check(sample)
         found = np.full((len(token_ids), len(store.shape.layers), K), -1, np.int16)
-        fetching.fill(found, fetching.recorded(sample.routes, span=(0, len(token_ids))), start=0)
+        parts = fetching.recorded_routes(sample.routes, span=(0, len(token_ids)))
+        fetching.fill_rows(found, parts, start=0)
         assert all((replay.read(one).versions == 5).all() for one in sample.routes)
         stored = [one for one in sample.routes if not one.startswith("inline:")]
         assert replay.discard([sample]) == len(stored)

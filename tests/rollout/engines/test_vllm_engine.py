@@ -167,6 +167,8 @@ def test_refusals_of_the_client_send_nothing(server, make):
     for prompt, params, words in [
         ([], P(max_tokens=1), "empty"),
         ([-1], P(max_tokens=1), "token -1"),
+        (np.array([1.5]), P(max_tokens=1), "whole numbers"),
+        ([1 << 64], P(max_tokens=1), "whole numbers"),
         ([1] * 100, P(max_tokens=29), "100 tokens and max_tokens=29 exceed the context of 128"),
         ([1], P(max_tokens=1, temperature=0.001), "temperature=0.001"),
     ]:

@@ -529,5 +529,5 @@ def _int64(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         return token_ids.astype(np.int64)
     try:
         return np.frombuffer(array("q", list(token_ids)), np.int64)  # faster than numpy.asarray
-    except TypeError as error:
-        raise ValueError(f"token ids are whole numbers: {error}") from None
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"token ids are whole numbers of 64 bits: {error}") from None

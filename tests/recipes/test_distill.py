@@ -135,7 +135,7 @@ def full_logprobs(path, token_ids):
 
 def check_first_step(run_dir, student, teacher_of, *, top_k):
     """Its KL and loss are those of the teacher that each environment has, by their own logits."""
-    records = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_bytes().splitlines()]
     kl, losses = [], []
     for record in (one for one in records if one["step"] == 0):
         trained = torch.tensor(record["loss_mask"][1:]).bool()
@@ -233,7 +233,7 @@ def test_samples_without_scores_are_counted_and_not_trained(root, folder, server
 
     assert [line["teacher_missing"] for line in metrics] == [3, 0]
     assert metrics[0]["teacher_missing/refused"] == 3
-    records = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_bytes().splitlines()]
     first = [record for record in records if record["step"] == 0]
     assert len(first) == 8
     assert sum(not any(record["loss_mask"]) for record in first) == 3

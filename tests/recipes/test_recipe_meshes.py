@@ -20,7 +20,7 @@ def rewards(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(line["staleness_max"] <= 2 for line in lines)
     assert lines[0]["mismatch_kl"] < 1e-9
-    records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
     same_weights = 0
     for record in records:
         trained = np.array(record["loss_mask"], bool)

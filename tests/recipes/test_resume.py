@@ -110,7 +110,7 @@ def test_a_run_that_is_resumed_goes_on_at_the_same_step_with_the_same_worker(tol
     assert len(one["steps"]) >= len(two["steps"]) + 2
     steps = steps_logged(folder)
     assert steps == list(range(len(one["steps"]) + 2))
-    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
     trained = {(line["step"], line["task_id"]) for line in lines}
     assert {step for step, _ in trained} == set(steps)
     assert len({task for _, task in trained}) == len(trained)  # a new worker would begin again

@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 
 def records(folder):
-    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
 
 
 def sample(ids, trained):

@@ -150,7 +150,7 @@ def write_run(folder, rollouts, **settings):
     groups = [Group(task_id="t", rollouts=rollouts)]
     with track.Run(folder, args={}, **settings) as run:
         run.log(0, groups, advantage.assign(groups, advantage.centered))
-    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
 
 
 def test_the_first_line_of_a_rollout_has_its_conversation(tmp_path):

@@ -71,7 +71,7 @@ def test_a_run_ends_with_a_report_of_its_metrics_and_rollouts(tmp_path):
 
     data = embedded(folder / "report.html")
     run, chunk = data["run-0"], data["run-0-chunk-0"]
-    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
     assert run["name"] == "run"
     assert run["args"] == {"lr": 0.1, "seed": 0}
     assert run["summary"]["finished"] is True
@@ -124,7 +124,7 @@ def test_chunks_are_of_bounded_size_and_hold_every_rollout(tmp_path, monkeypatch
 
     data = embedded(folder / "report.html")
     chunks = [value for name, value in data.items() if "chunk" in name]
-    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
     assert len(chunks) > 4
     assert max(len(json.dumps(chunk)) for chunk in chunks) < 6000
     chunk_of = data["run-0"]["rollouts"]["chunk"]
@@ -187,7 +187,7 @@ def test_records_that_were_damaged_hide_no_error_of_the_run(tmp_path, capsys, na
 def test_a_share_of_the_groups_is_recorded(tmp_path, share, recorded):
     folder = record(tmp_path, steps=4, record_rollouts=share)
 
-    assert len((folder / "rollouts.jsonl").read_text().splitlines()) == 4 * recorded
+    assert len((folder / "rollouts.jsonl").read_bytes().splitlines()) == 4 * recorded
 
 
 def test_a_share_out_of_range_is_refused(tmp_path):
@@ -246,7 +246,7 @@ def test_arrays_of_other_samples_are_refused(tmp_path, per_token, message):
 def test_what_the_trainer_computed_is_recorded_by_token(tmp_path):
     folder = record(tmp_path, trainer=True)
 
-    first = json.loads((folder / "rollouts.jsonl").read_text().splitlines()[0])
+    first = json.loads((folder / "rollouts.jsonl").read_bytes().splitlines()[0])
     shown = embedded(folder / "report.html")["run-0-chunk-0"][0]["sequences"][0]
     assert first["logprobs"] == [0.0] * 4 + [-1.193147] * 8
     assert shown["logprobs"] == [0.0] * 4 + [-1.19315] * 8
@@ -262,7 +262,7 @@ def test_of_several_passes_the_first_is_recorded(tmp_path):
     with track.Run(tmp_path, args={}) as run:
         run.log(0, groups, samples, per_token=passes)
 
-    lines = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    lines = (tmp_path / "rollouts.jsonl").read_bytes().splitlines()
     assert [json.loads(line)["entropy"] for line in lines] == [[0.0, 1.0], [0.0, 2.0]]
 
 
@@ -299,7 +299,7 @@ def test_colors_of_what_the_trainer_computed(tmp_path):
 @needs_chromium
 def test_curves_are_drawn_and_rollouts_open_by_click_and_by_key(tmp_path):
     folder = record(tmp_path / "run")
-    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
 
     async def steps(page):
         curves = await page.run("document.querySelectorAll('#charts .curve').length")

@@ -548,7 +548,7 @@ def test_a_reply_of_each_step_is_below_its_line(tmp_path, capsys):
 
     lines = capsys.readouterr().out.splitlines()
     (first, *_) = [place for place, line in enumerate(lines) if line.startswith("step 1/2")]
-    taken = json.loads((tmp_path / "rollouts.jsonl").read_text().splitlines()[0])
+    taken = json.loads((tmp_path / "rollouts.jsonl").read_bytes().splitlines()[0])
     begin = taken["loss_mask"].index(1)
     assert lines[first + 1] == f"prompt  [bold]{taken['token_ids'][:begin]}\\n"
     assert lines[first + 2] == (

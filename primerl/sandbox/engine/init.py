@@ -81,11 +81,12 @@ class Init:
                     os.read(wake, 4096)
             if self._control.fileno() in ready and not self._take_order():
                 return
+            if self._settings["session"]:  # a sandbox for one run gets no second order
+                with contextlib.suppress(BlockingIOError):  # the code has used up its processes
+                    self._prepare()
             self._turn_ended()
             self._reap()
             self._enforce()
-            if self._settings["session"]:  # a sandbox for one run gets no second order
-                self._prepare()
 
     def _patience_s(self) -> float:
         now = time.monotonic()
@@ -145,15 +146,20 @@ class Init:
         return pid, connection
 
     def _prepare(self) -> None:
-        """Start the process for the next order before it comes, unless there is work.
+        """Start the process for the next order before it comes, beside the order in work.
 
-        It is confined already, and has no more than what code in the sandbox has anyway: a
-        background process that attacks it while it waits gains what it had.
+        It is confined already, and has no more than what code in the sandbox has anyway: code that
+        attacks it while it waits gains what it had.
         """
-        if self._waiting is not None or self._job is not None:
+        if self._waiting is not None:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except BlockingIOError:
+            ours.close()
+            theirs.close()
+            raise
         if pid == 0:
             ours.close()
             child.main(

@@ -114,6 +114,17 @@ def test_expert_solves_tasks_of_every_tier():
     assert turns == {"easiest": {2}, "easy": {3}, "medium": {4}, "hard": {6}}
 
 
+def test_expert_that_writes_files_anew():
+    def pairs(all_tasks):
+        tiers = first_of_each(all_tasks, lambda task: task["data"]["tier"])
+        return [(task, expert(task, rewrite=True)) for task in tiers]
+
+    played = play(pairs)
+    assert [getattr(one, "reward", one) for one in played] == [1.0] * 4
+    # A call for each file with a bug, and a last word.
+    assert [one.metrics["turns"] for one in played] == [2, 2, 2, 3]
+
+
 @pytest.mark.slow
 def test_expert_solves_all_tasks(all_tasks):
     # python -m pytest tests/recipes/test_bugfix.py -m slow

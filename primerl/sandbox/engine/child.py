@@ -41,6 +41,8 @@ def main(
             confine()
         seccomp.install(filter_program)
         _default_signals()
+        if shared:
+            interpreter.rehearse()
         data, descriptors = messages.receive(connection)
         if data:
             order = json.loads(data)

@@ -28,7 +28,7 @@ _SWEEP_S = 5.0
 # What most programs import; each further module makes every fork slower.
 _PRELOADED = (
     *("collections", "itertools", "functools", "heapq", "bisect", "math", "re", "string"),
-    *("random", "typing", "copy", "io", "linecache", "threading"),
+    *("random", "typing", "copy", "io", "linecache", "threading", "atexit"),
 )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from bugfix.corpus import programs
 from bugfix.mutation import Mutation
 from bugfix.tasks import TIERS
 from primerl import rollout
@@ -36,6 +37,14 @@ def calls(tier: str, seeded: Sequence[Mutation]) -> list[tuple[str, dict[str, st
         return steps
     folder = seeded[0].path.split("/")[0]
     return [("bash", {"command": f"ls {folder}"}), *steps]
+
+
+def rewrites(seeded: Sequence[Mutation], right: Mapping[str, str]) -> list[tuple[str, Any]]:
+    """What an expert does who knows the ``right`` files by heart: writes them anew."""
+    return [
+        ("bash", {"command": f"cat > {path} <<'END'\n{right[path]}END"})
+        for path in dict.fromkeys(one.path for one in seeded)
+    ]
 
 
 def written(name: str, arguments: Mapping[str, Any]) -> str:
@@ -85,13 +94,21 @@ class Expert:
         )
 
 
-def expert(task: Mapping[str, Any]) -> Expert:
-    """The expert for a task of ``rollout.verifiers("bugfix", ...).tasks``."""
+def expert(task: Mapping[str, Any], *, rewrite: bool = False) -> Expert:
+    """The expert for a task of ``rollout.verifiers("bugfix", ...).tasks``.
+
+    ``rewrite``: it writes files anew, instead of editing lines.
+    """
     data = task["data"]
-    return Expert(calls(data["tier"], [Mutation(*one) for one in data["mutations"]]))
+    seeded = [Mutation(*one) for one in data["mutations"]]
+    if rewrite:
+        return Expert(rewrites(seeded, programs()[data["program"]].files))
+    return Expert(calls(data["tier"], seeded))
 
 
-async def conversations(tiers: Sequence[str], *, split: str, concurrency: int = 4) -> list[Any]:
+async def conversations(
+    tiers: Sequence[str], *, split: str, rewrite: bool = False, concurrency: int = 4
+) -> list[Any]:
     """The expert's conversations on all tasks of some tiers, in the tasks' order.
 
     Raises:
@@ -109,7 +126,9 @@ async def conversations(tiers: Sequence[str], *, split: str, concurrency: int = 
 
         async def play(task: Any, environment: Any = environment) -> Any:
             async with gate:
-                played = await environment(task, expert(task), SamplingParams(max_tokens=1))
+                played = await environment(
+                    task, expert(task, rewrite=rewrite), SamplingParams(max_tokens=1)
+                )
             if played.reward != 1:
                 raise RuntimeError(f"the expert did not solve {task['id']}")
             return {"id": task["id"], **played.conversation}
@@ -145,9 +164,14 @@ def main(arguments: list[str] | None = None) -> None:
         default="fields",
         help="text: calls as <tool_call> text, for models whose chat template has no tools",
     )
+    parser.add_argument(
+        "--rewrite",
+        action="store_true",
+        help="repaired files are written as a whole, instead of lines edited",
+    )
     chosen = parser.parse_args(arguments)
     tiers = TIERS if chosen.tier == "all" else (chosen.tier,)
-    rows = asyncio.run(conversations(tiers, split=chosen.split))
+    rows = asyncio.run(conversations(tiers, split=chosen.split, rewrite=chosen.rewrite))
     if chosen.calls == "text":
         rows = [as_text(row) for row in rows]
     chosen.file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -332,7 +332,9 @@ def prepare(model: Any, mesh: parallel.Mesh, scale: Scale) -> None:
 def make_optimizer(model: Any, args: Args, scale: Scale) -> torch.optim.Optimizer:
     """GLM-5's. The learning rate is as large as AdamW's would be."""
     optimizer = optim.Muon(
-        optim.muon_parameters(model), lr=scale.lr if args.lr is None else args.lr
+        optim.muon_parameters(model),
+        lr=scale.lr if args.lr is None else args.lr,
+        dtype=scale.dtype,
     )
     return optim.Offload(optimizer) if scale.offload else optimizer
 

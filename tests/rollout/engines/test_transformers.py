@@ -303,6 +303,31 @@ def test_more_requests_than_fit_the_cache_all_complete():
         check_logprobs(model, prompt, completion)
 
 
+def test_updates_while_requests_are_evicted_leave_none_waiting_forever():
+    """Eviction blocks new requests until one ends; updates cancel all that could."""
+    model = wide_model()
+    asked = prompts(20)
+    params = SamplingParams(max_tokens=100)
+
+    async def main(engine):
+        scheduler = engine._batcher.manager.batch_processor.scheduler
+        tasks = [asyncio.create_task(engine.generate(prompt, params)) for prompt in asked]
+        for version in (1, 2, 3):
+            while not scheduler.block_new_requests:
+                await asyncio.sleep(0.001)
+            transport = weights.SharedMemory(model, engine)
+            await asyncio.to_thread(transport.publish, version)
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*tasks)
+
+    with rollout.TransformersEngine(model, cache_tokens=512, seed=0) as engine:
+        require_pause(engine)
+        completions = asyncio.run(main(engine))
+
+    for prompt, completion in zip(asked, completions, strict=True):
+        check_logprobs(model, prompt, completion)
+
+
 def test_a_long_prompt_is_processed_in_parts_exactly():
     model = perturbed(testing.tiny_model("qwen3_moe", max_position_embeddings=2048), seed=99)
     prompt = [random.Random(1).randrange(2, 64) for _ in range(1500)]

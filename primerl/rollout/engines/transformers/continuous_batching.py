@@ -1,5 +1,6 @@
 """Setting up transformers' continuous batching, for every version that has it."""
 
+import functools
 import inspect
 import math
 import threading
@@ -43,6 +44,7 @@ def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: 
         max_batch_tokens=max(512, max_concurrent),
         max_requests_per_batch=max_concurrent,
         allow_block_sharing=False,
+        scheduler_type=_register_scheduler(),
         use_async_batching=False,
         use_cuda_graph=False,
         return_logprobs=True,
@@ -70,6 +72,32 @@ def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: 
             raise RuntimeError(f"continuous batching did not start within {START_S:.0f} s")
         time.sleep(0.005)
     return manager
+
+
+@functools.cache
+def _register_scheduler() -> str:
+    """Add our scheduler to those that transformers has; returns its name."""
+    from transformers.generation.continuous_batching.scheduler import (
+        SCHEDULER_MAPPING,
+        FIFOScheduler,
+    )
+
+    class Unblocked(FIFOScheduler):
+        """Admits requests again when all that were active have been cancelled.
+
+        After it had to evict requests, transformers admits none until another one ends. If all are
+        cancelled, as by an update, none would, and those that wait would wait forever.
+        """
+
+        def clear_cancelled_requests(self) -> Any:
+            cancelled = super().clear_cancelled_requests()
+            if not self.active_requests:
+                self.block_new_requests = False
+            return cancelled
+
+    name = "primerl"
+    SCHEDULER_MAPPING[name] = Unblocked
+    return name
 
 
 def stop_batching(manager: Any) -> None:

@@ -173,6 +173,10 @@ class Store:
             if first < last
         )
 
+    def is_instant(self, tokens: int) -> bool:
+        """Whether routes of so many tokens are put and checked without waiting for a file."""
+        return fits_inline(tokens, self.shape)
+
     def check(self, sample: Sample) -> None:
         """Check that a sample has the routes that training needs; only heads of files are read.
 

@@ -59,6 +59,13 @@ def store():
         yield opened
 
 
+def test_what_fits_a_reference_is_put_and_checked_at_once(store):
+    tokens = next(n for n in range(1, 1000) if not put(store, n)[0].startswith("inline:"))
+
+    assert store.is_instant(tokens - 1)
+    assert not store.is_instant(tokens)
+
+
 def files_of(store):
     return [path for path in store._path.iterdir() if path.name != ".users"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.engines.protocol import Engine, is_instant
 from primerl.types import (
     LOGPROB_ROUNDING,
     Completion,
@@ -99,7 +99,7 @@ def check_rollout(rollout: Rollout, params: SamplingParams, limits: Limits) -> N
 
 
 async def check_routes(rollout: Rollout, engine: Engine) -> None:
-    """Check the expert routes of samples to be trained, in a thread, if the engine records any.
+    """Check the expert routes of samples to be trained, if the engine records any.
 
     Greedy samples have none, since they can't be trained.
 
@@ -113,7 +113,10 @@ async def check_routes(rollout: Rollout, engine: Engine) -> None:
         if sample.temperature == 0 or not sample.loss_mask.any():
             continue
         try:
-            await asyncio.to_thread(store.check, sample)
+            if is_instant(store, len(sample.token_ids)):
+                store.check(sample)
+            else:
+                await asyncio.to_thread(store.check, sample)
         except ValueError as error:
             raise BadSample(f"the expert routes of a sample are not usable: {error}") from error
 

@@ -47,7 +47,9 @@ class Engine(Protocol):
 class RouteStore(Protocol):
     """Where an engine puts expert routes, and what checks those of a sample.
 
-    It is pickled into the worker's process. Both methods are called in threads, several at once.
+    It is pickled into the worker's process. Both methods are called in threads, several at once;
+    on an event loop where the store has a method ``is_instant(tokens)`` that returns True, since
+    routes of so few tokens are put and checked in less time than a thread takes to begin.
     """
 
     def put(
@@ -75,3 +77,9 @@ class RouteStore(Protocol):
             ValueError: they don't; the message says what was expected.
         """
         ...
+
+
+def is_instant(store: RouteStore, tokens: int) -> bool:
+    """Whether a store says that it puts and checks routes of so many tokens without waiting."""
+    says = getattr(store, "is_instant", None)
+    return says is not None and says(tokens)

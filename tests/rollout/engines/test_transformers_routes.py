@@ -3,15 +3,18 @@
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import make_sample
 from recording_store import RecordingStore
 from served_models import generate_all, perturbed, prompts, require_pause, wide_model
 
 from primerl import replay, rollout, weights
-from primerl.types import SamplingParams
+from primerl.rollout.engines.contract import check_routes
+from primerl.types import Rollout, SamplingParams
 
 
 def engine_with_routes(model, store, **settings):
@@ -53,6 +56,44 @@ def test_routes_of_requests_that_are_batched_together():
         assert put[1]["shared"] == len(prompt) - 1
         assert set(put[1]["versions"]) == {0}
         check_rows([model], prompt, completion, put)
+
+
+class StoreInThreads(RecordingStore):
+    """Routes of up to ``instant`` tokens take no time; notes in which threads it is called."""
+
+    def __init__(self, instant):
+        super().__init__()
+        self.instant = instant
+        self.threads = []
+
+    def is_instant(self, tokens):
+        return tokens <= self.instant
+
+    def put(self, rows, **given):
+        self.threads.append(threading.current_thread().name)
+        return super().put(rows, **given)
+
+    def check(self, sample):
+        self.threads.append(threading.current_thread().name)
+
+
+@pytest.mark.parametrize("instant", [2, 3])
+def test_a_store_is_called_in_a_thread_unless_that_would_take_longer(instant):
+    store = StoreInThreads(instant)
+    with engine_with_routes(wide_model(), store) as engine:
+        asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
+
+    assert store.threads[0].startswith("primerl-engine" if instant == 3 else "asyncio")
+
+
+@pytest.mark.parametrize("instant", [2, 3])
+def test_routes_are_checked_in_a_thread_unless_that_would_take_longer(instant):
+    store = StoreInThreads(instant)
+    sample = make_sample(1, 2)
+    checked = check_routes(Rollout(samples=[sample], reward=0.0), SimpleNamespace(routes=store))
+    asyncio.run(checked)
+
+    assert store.threads[0].startswith("MainThread" if instant == 3 else "asyncio")
 
 
 @pytest.mark.parametrize("known", [4, 5])

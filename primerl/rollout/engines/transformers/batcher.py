@@ -2,13 +2,14 @@
 
 import asyncio
 import itertools
+from functools import partial
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from primerl.rollout.engines.protocol import RouteStore
+from primerl.rollout.engines.protocol import RouteStore, is_instant
 from primerl.rollout.engines.transformers.routing import RouteRecorder
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
@@ -134,10 +135,17 @@ class Batcher:
         if start == end:
             return completion
         rows, versions = self._recorder.rows(request.id, start=start, end=end)
-        shared = max(0, prompt_length - 1 - start)
-        references = await asyncio.to_thread(
-            self._routes.put, rows, start=start, versions=versions, shared=shared
+        put = partial(
+            self._routes.put,
+            rows,
+            start=start,
+            versions=versions,
+            shared=max(0, prompt_length - 1 - start),
         )
+        if is_instant(self._routes, end - start):
+            references = put()
+        else:
+            references = await asyncio.to_thread(put)
         return attrs.evolve(completion, routes=references)
 
     def _submit(self, request: _Request) -> None:

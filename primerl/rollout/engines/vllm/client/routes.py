@@ -11,7 +11,7 @@ import numpy as np
 
 from primerl._vllm_names import SERVED_ROUTES
 from primerl.rollout.engines.contract import BadCompletion
-from primerl.rollout.engines.protocol import RouteStore
+from primerl.rollout.engines.protocol import RouteStore, is_instant
 from primerl.rollout.engines.replicas import Replica
 from primerl.rollout.engines.vllm.client.calls import rpc_results
 from primerl.rollout.engines.vllm.client.fleet import Fleet
@@ -76,7 +76,10 @@ class RouteRecorder:
             shared=max(0, prompt - 1 - start),
         )
         try:
-            references = await self._threads.run(put)
+            if is_instant(self._store, count):
+                references = put()
+            else:
+                references = await self._threads.run(put)
         except ValueError as error:
             raise BadCompletion(f"the routed experts can't be of this model: {error}") from error
         return attrs.evolve(completion, routes=references)

@@ -1,24 +1,21 @@
 """Does recipes/glm_swe.py learn? A tiny GLM is taught by an expert, then by hidden tests alone.
 
-    python tools/glm_swe_learning.py --folder runs/learning      # hours on two cores
+    python tools/glm_swe_learning.py --folder runs/learning      # half an hour on two cores
 
-A mixture of experts of three million random parameters is fine-tuned (``recipes/sft.py``) on the
-scripted expert's traces of the easiest tier of ``bugfix``, each with many choices of names, so that
-it learns to copy what it reads rather than what it has read. Then it is trained by
-``recipes/glm_swe.py --scale laptop``: sandboxes, hidden tests, router replay. Tasks that are
-measured are in neither. The control gets rewards that are permuted within each group. Both curves
-are drawn into ``curve.svg``.
+A mixture of experts of three million random parameters is fine-tuned (``recipes/sft.py``) on traces
+of two agents: the scripted expert of ``bugfix``, on its easiest tier, which writes the repaired
+function anew (so small a model recalls functions by heart long before it can copy a line that it
+reads), and one that does nothing and says that the bug is fixed. Then it is trained by
+``recipes/glm_swe.py --scale laptop``: sandboxes, hidden tests, router replay. The tasks that are
+measured are in neither; they are other bugs of the same functions. The control gets rewards that
+are permuted within each group. Both curves are drawn into ``curve.svg``.
 """
 
 import argparse
-import ast
 import json
 import os
-import random
-import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,78 +28,31 @@ parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
 parser.add_argument("--folder", type=Path, required=True, help="for all that is made; a new one")
-parser.add_argument("--sft-steps", type=int, default=5000)
-parser.add_argument("--copies", type=int, default=30, help="of a trace, with other names")
-parser.add_argument("--rl-steps", type=int, default=60)
+parser.add_argument("--sft-steps", type=int, default=800)
+parser.add_argument("--rl-steps", type=int, default=20)
 parser.add_argument("--tasks", type=int, default=48, help="that are held out")
 parser.add_argument("--seed", type=int, default=0)
 
 
-def write_conversations(
-    path: Path, *, held_out: int, copies: int, seed: int
-) -> list[dict[str, Any]]:
-    """The expert's, but for those of the tasks that are held out; returns them.
-
-    Each is written with its own names, and ``copies`` times with those of others.
-    """
+def write_conversations(path: Path, *, held_out: int) -> list[dict[str, Any]]:
+    """Those of both agents, but for the tasks that are held out; returns them."""
     tasks, _ = rollout.verifiers(
         "bugfix", tokenizer=None, config={"taskset": {"tier": TIER}}
     ).tasks.split(held_out)
     left_out = {task["id"] for task in tasks}
     every = path.with_name("all.jsonl")
-    run("-m", "bugfix.expert", every, "--tier", TIER, "--split", "train")
+    run("-m", "bugfix.expert", every, "--tier", TIER, "--split", "train", "--rewrite")
     rows = [json.loads(line) for line in every.read_text().splitlines()]
     kept = [row for row in rows if row["id"] not in left_out]
-    pool = sorted({name for row in kept for name in names(row)})
-    chance = random.Random(seed)
-    rows = [
-        row if copy == 0 else renamed(row, pool, chance)
-        for row in kept
-        for copy in range(1 + copies)
-    ]
-    chance.shuffle(rows)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kept += [without_calls(row) for row in kept]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
     return kept
 
 
-def names(row: dict[str, Any]) -> list[str]:
-    """The names that the function of a task defines: its own, its arguments, its variables."""
-    _, _, source = row["messages"][1]["content"].partition(".py:\n")
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef):
-            found.append(node.name)
-        elif isinstance(node, ast.arg):
-            found.append(node.arg)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.append(node.id)
-    return sorted(set(found))
-
-
-def renamed(row: dict[str, Any], pool: list[str], chance: random.Random) -> dict[str, Any]:
-    """A conversation in which the function's names are others of the pool."""
-    own = names(row)
-    others = chance.sample([name for name in pool if name not in own], len(own))
-    new = dict(zip(own, others, strict=True))
-    pattern = re.compile(rf"\b({'|'.join(own)})\b")
-
-    def replace(text: str) -> str:
-        return pattern.sub(lambda match: new[match[0]], text)
-
-    messages = [row["messages"][0], *(replaced(one, replace) for one in row["messages"][1:])]
-    return row | {"messages": messages}
-
-
-def replaced(message: dict[str, Any], replace: Callable[[str], str]) -> dict[str, Any]:
-    """A message in whose text, and in the values of whose calls, texts are replaced."""
-    if "tool_calls" not in message:
-        return message | {"content": replace(message["content"])}
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        values = {key: replace(value) for key, value in json.loads(function["arguments"]).items()}
-        calls.append(call | {"function": function | {"arguments": json.dumps(values)}})
-    return message | {"tool_calls": calls}
+def without_calls(row: dict[str, Any]) -> dict[str, Any]:
+    """The conversation of an agent that only says what the expert says at last."""
+    system, statement, *_, last = row["messages"]
+    return row | {"messages": [system, statement, last]}
 
 
 def write_model(folder: Path, conversations: list[dict[str, Any]], *, seed: int) -> None:
@@ -147,7 +97,7 @@ def reinforce(folder: Path, model: Path, args: argparse.Namespace, *more: str) -
         RECIPES / "glm_swe.py",
         *("--scale", "laptop", "--model", model, "--steps", args.rl_steps),
         *("--env", "bugfix", "--env-config", "tier", TIER, "--eval-tasks", args.tasks),
-        *("--eval-every", 10, "--save-every", 0, "--seed", args.seed, "--run-dir", folder, *more),
+        *("--eval-every", 5, "--save-every", 0, "--seed", args.seed, "--run-dir", folder, *more),
     )
 
 
@@ -177,9 +127,7 @@ def main(args: argparse.Namespace) -> None:
     """Teach, reinforce, and draw."""
     folder = args.folder
     folder.mkdir(parents=True)
-    conversations = write_conversations(
-        folder / "traces.jsonl", held_out=args.tasks, copies=args.copies, seed=args.seed
-    )
+    conversations = write_conversations(folder / "traces.jsonl", held_out=args.tasks)
     write_model(folder / "random", conversations, seed=args.seed)
     run(
         RECIPES / "sft.py",

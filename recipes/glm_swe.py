@@ -117,7 +117,7 @@ SCALES = {
     ),
     "laptop": Scale(
         model=None,
-        lr=3e-4,
+        lr=1e-4,
         gpus_per_node=1,
         gpu_bytes=4 * 10**9,
         ep=1,

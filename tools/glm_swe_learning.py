@@ -29,7 +29,7 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("--folder", type=Path, required=True, help="for all that is made; a new one")
 parser.add_argument("--sft-steps", type=int, default=800)
-parser.add_argument("--rl-steps", type=int, default=20)
+parser.add_argument("--rl-steps", type=int, default=30)
 parser.add_argument("--tasks", type=int, default=48, help="that are held out")
 parser.add_argument("--seed", type=int, default=0)
 
@@ -97,7 +97,7 @@ def reinforce(folder: Path, model: Path, args: argparse.Namespace, *more: str) -
         RECIPES / "glm_swe.py",
         *("--scale", "laptop", "--model", model, "--steps", args.rl_steps),
         *("--env", "bugfix", "--env-config", "tier", TIER, "--eval-tasks", args.tasks),
-        *("--eval-every", 5, "--save-every", 0, "--seed", args.seed, "--run-dir", folder, *more),
+        *("--eval-every", 10, "--save-every", 0, "--seed", args.seed, "--run-dir", folder, *more),
     )
 
 

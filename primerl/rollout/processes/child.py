@@ -29,7 +29,6 @@ START_S = 120.0
 STOP_S = 10.0
 POLL_S = 0.25
 EXIT_CODE_S = 3.0  # in which a supervisor ends what the child started and returns its exit code
-SWITCH_INTERVAL_S = 0.001  # its event loop waits for other threads' turns: of 5 ms by default
 ORPHAN_S = 0.05  # between the end of a parent's connection and its death
 _THREADS = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "VECLIB_MAXIMUM", "RAYON")
 
@@ -245,7 +244,6 @@ def run_child(fd: int, parent: int) -> None:
     signal.signal(signal.SIGINT, lambda *_: None)
     os.set_inheritable(fd, False)
     tempfile.gettempdir()  # caches the folder: an environment may change TMPDIR
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     asyncio.run(_serve(socket.socket(fileno=fd), parent))
 
 

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Sequence
 
 import attrs
+import msgspec
 import numpy as np
 import xxhash
 
@@ -36,8 +37,7 @@ _HEAD_BYTES = _CHECKSUM.size + _NUMBERS.size
 _VERSION = np.dtype("<i4")
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class InlineRoutes:
+class InlineRoutes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The parts of a reference."""
 
     store: str

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -23,7 +24,7 @@ from primerl.rollout.errors import summary
 from primerl.types import Completion, SamplingParams
 
 ASK_S = 10.0  # timeout of asking a server what it loads
-THREADS = 2  # decoding takes turns; storing may wait for a disk
+THREADS = 2 if (os.cpu_count() or 1) > 2 else 1  # of two cores, one is left to the event loops
 BATCH_BYTES = 1 << 21  # characters given to a thread at once
 
 T = TypeVar("T")

@@ -25,9 +25,9 @@ demo: $(VENV)/.demo
 road: $(VENV)/.test
 	$(BIN)/python tools/whole_road.py --folder runs/road $(ARGS)
 
-# Three files at a time on two cores: much of a test is waiting.
+# Two files at a time: much of a test is waiting.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-vllm: $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/vllm -m "vllm and not slow and not gpu" $(ARGS)

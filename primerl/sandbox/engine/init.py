@@ -253,17 +253,21 @@ class Init:
             exceeded = "timeout"
         if exceeded is None:
             return
-        self._kill_all()
+        ended = self._kill_all()
         if self._job is not None:
             self._reply(exit_code=None, limits=[exceeded], cpu_s=0.0, rss_bytes=0)
+        if not ended:
+            os._exit(1)  # the kernel ends what could not be ended here
 
-    def _kill_all(self) -> None:
-        """Kill every process of the sandbox but this one."""
+    def _kill_all(self) -> bool:
+        """Kill every process of the sandbox but this one; returns whether all have ended in time.
+
+        On a busy machine, the memory that they release takes its time.
+        """
         self._forget_repl()
         self._forget_waiting()
-        if not end(self._processes, within_s=_SWEEP_S):
-            os._exit(1)  # the kernel ends what could not be ended here
         self._busy = False
+        return end(self._processes, within_s=_SWEEP_S)
 
     def _reply(
         self, *, exit_code: int | None, limits: list[str], cpu_s: float, rss_bytes: int

@@ -1,0 +1,40 @@
+"""The first process of a sandbox, called in this one."""
+
+import json
+import os
+import socket
+
+import pytest
+
+from primerl.sandbox.engine import init
+from primerl.sandbox.engine.processes import OwnNamespace
+
+
+def test_a_limit_is_named_although_what_is_killed_ends_late(monkeypatch):
+    """On a busy machine, processes that hold much memory take seconds to end."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    settings = {"memory_bytes": 1 << 20, "lifetime_s": 60.0}
+    first = init.Init(
+        theirs,
+        settings,
+        filter_program=b"",
+        shared=True,
+        processes=OwnNamespace(),
+        written=lambda: (0, 0),
+        confine=None,
+    )
+    order = {"id": 1, "timeout_s": -1.0}
+    first._job = init._Job(order, os.getpid(), turn=False)
+    monkeypatch.setattr(init, "end", lambda *_, **__: False)
+
+    def end_process(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(init.os, "_exit", end_process)
+    with ours, theirs:
+        with pytest.raises(SystemExit):
+            first._enforce()
+        reply = json.loads(ours.recv(4096))
+
+    assert reply["limits"] == ["timeout"]
+    assert reply["exit"] is None

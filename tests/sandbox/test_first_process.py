@@ -32,6 +32,7 @@ def test_a_limit_is_named_although_what_is_killed_ends_late(monkeypatch):
 
     monkeypatch.setattr(init.os, "_exit", end_process)
     with ours, theirs:
+        ours.settimeout(5)
         with pytest.raises(SystemExit):
             first._enforce()
         reply = json.loads(ours.recv(4096))

@@ -1,11 +1,13 @@
-"""The first process of a sandbox, called in this one."""
+"""The first process of a sandbox: what it says, and what keeps it from starting others."""
 
+import asyncio
 import json
 import os
 import socket
 
 import pytest
 
+from primerl.sandbox import SandboxPool, SandboxUnavailable
 from primerl.sandbox.engine import init
 from primerl.sandbox.engine.processes import OwnNamespace
 
@@ -39,3 +41,29 @@ def test_a_limit_is_named_although_what_is_killed_ends_late(monkeypatch):
 
     assert reply["limits"] == ["timeout"]
     assert reply["exit"] is None
+
+
+def test_a_session_goes_on_though_its_processes_are_used_up():
+    """What is left of a bomb keeps further ones from being made, and ends when one is needed."""
+    bomb = """
+import os, time
+if os.fork():
+    time.sleep(0.5)
+    os._exit(0)
+while True:  # also what an ended process leaves is taken
+    try:
+        os.fork()
+    except OSError:
+        time.sleep(0.01)
+"""
+
+    async def work():
+        async with SandboxPool() as pool, pool.session() as session:
+            return [await session.run(code) for code in (bomb, "pass", "print(1)")]
+
+    try:
+        first, *_, last = asyncio.run(work())
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    assert first.exit == 0
+    assert last.stdout == b"1\n"

@@ -136,7 +136,11 @@ class Init:
     ) -> tuple[int, socket.socket]:
         """Give the order to the process that waits for one."""
         if self._waiting is None:
-            self._prepare()
+            try:
+                self._prepare()
+            except BlockingIOError:  # by what earlier orders left running, which ends here
+                self._kill_all()
+                self._prepare()
         assert self._waiting is not None
         pid, connection = self._waiting
         self._waiting = None

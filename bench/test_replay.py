@@ -19,12 +19,14 @@ process's time) and with it, whose extra is in parts of the first: ``forcing`` r
 before, and ``all``. ``reading`` is what reading and discarding take alone, which a busy machine
 changes less than that difference. ``compared`` is what the demo takes in every 32nd step to say
 what replay changes. ``put_us`` and ``check_us`` are of a sample, on the sampler's side.
+``test_rollouts_of_the_demo`` samples as many replies, alternately with and without recording.
 
 ``bound`` is the entropy of sets with these popularities (conditional Poisson), if tokens are
 independent. The baselines are ``plain``, zstd at level 3 of the raw bytes as they come, and
 ``sorted``, the same of sorted sets in columns (layer, place, token).
 """
 
+import asyncio
 import importlib.util
 import math
 import time
@@ -37,15 +39,16 @@ import pytest
 import torch
 import zstandard
 
-from primerl import loss, packing, replay
+from primerl import loss, packing, replay, rollout
 from primerl.replay import RouteShape, codec
 from primerl.replay.reading import discard, read
 from primerl.replay.store import Store
-from primerl.types import Sample, TrainingSample
+from primerl.types import Sample, SamplingParams, TrainingSample
 
 TOKENS = 4096
 PROMPT, REPLY, ROLLOUTS = 2048, 1024, 16
 TURNS = 30
+SAMPLING_TURNS = 30
 MODELS = {
     "Qwen3-30B-A3B": RouteShape(layers=range(48), decoder_layers=48, experts=128, k=8),
     "GLM-5": RouteShape(layers=range(3, 78), decoder_layers=78, experts=256, k=8),
@@ -164,6 +167,7 @@ def test_a_step_of_the_demo(benchmark, kind, monkeypatch):
         monkeypatch.setattr("primerl.replay.inline.INLINE_BYTES", 0)
     demo = load_demo()
     model, _ = demo.build_policy(0)
+    torch.set_num_threads(1)  # like the demo; waiting threads would count as work
     rng = np.random.default_rng(0)
     times = []
     with Store(replay.shape(model), max_bytes=1 << 28) as store:
@@ -207,6 +211,45 @@ def test_a_step_of_the_demo(benchmark, kind, monkeypatch):
         "check_us": 1e6 * float(np.median(found["check"])) / len(routed),
     }
     print(f"\n{kind}: {benchmark.extra_info}")
+
+
+def test_rollouts_of_the_demo(benchmark):
+    demo = load_demo()
+    model, _ = demo.build_policy(0)
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 28, 6).tolist() for _ in range(64)]
+    turns = []
+    with (
+        Store(replay.shape(model), max_bytes=1 << 28) as store,
+        rollout.TransformersEngine(model) as plain,
+        rollout.TransformersEngine(model, routes=store, capture=replay.capture) as recording,
+    ):
+        for _ in range(SAMPLING_TURNS + 1):
+            before = seconds(sample_all, plain, prompts)[0]
+            recorded = seconds(sample_all, recording, prompts)[0]
+            after = seconds(sample_all, plain, prompts)[0]
+            turns.append(((before + after) / 2, recorded))
+    benchmark.pedantic(lambda: None, rounds=1)  # it has its own clock
+    plain_s, recorded_s = np.array(turns[1:]).T
+    benchmark.extra_info |= {
+        "plain_s": float(np.median(plain_s)),
+        "recording": float(np.median(recorded_s / plain_s - 1)),
+        "iqr": float(np.subtract(*np.percentile(recorded_s / plain_s, [75, 25]))),
+    }
+    print(f"\nrollouts: {benchmark.extra_info}")
+
+
+def sample_all(engine, prompts):
+    """16 replies to each."""
+    params = SamplingParams(max_tokens=6)
+
+    async def main():
+        await asyncio.gather(
+            *(engine.generate(prompt, params) for prompt in prompts for _ in range(16))
+        )
+
+    asyncio.run(main())
 
 
 def load_demo():

@@ -40,9 +40,12 @@ from primerl import (
 from primerl.track import number
 from primerl.types import SamplingParams
 
-LONG, LONG_REVERSED = 5, 0.2  # of words this long, the teacher reverses this share
-HELD_OUT, MAX_TOKENS = 256, 8  # tasks; tokens: a word, its end, and room for mistakes
+LONG = 5  # letters
+LONG_REVERSED = 0.2  # the share of long words that the teacher reverses
+HELD_OUT = 256  # tasks
+MAX_TOKENS = 8  # of a reply: a word, its end, and room for mistakes
 COMPARE_EVERY = 32  # steps: what --replay changes, found by another forward pass
+REPLAY_MISMATCH = 1e-4  # nats: more than old routes make of tokens after a weight update
 
 
 @attrs.frozen
@@ -55,6 +58,7 @@ class Args:
     steps: int = attrs.field(default=65, validator=number(at_least=1))  # of RL
     # of SGD; Adam would scale pure noise up to full steps
     lr: float = attrs.field(default=0.016, validator=number(at_least=0))
+    # trained on in a step of the policy
     groups_per_step: int = attrs.field(default=64, validator=number(at_least=1))
     # rollouts of one word, compared with each other
     group_size: int = attrs.field(default=16, validator=number(at_least=2))
@@ -68,14 +72,23 @@ class Args:
     # a file for the groups that are trained on
     record: str | None = attrs.field(default=None, validator=track.new_file)
     groups: str | None = None  # such a file to train on, at most --steps, with no new rollouts
+    # for metrics and the final model; a new one in runs/ if left out
     run_dir: str | None = None
 
 
 def build_policy(seed: int) -> tuple[Any, Any]:
     tokenizer = testing.character_tokenizer("abcdefghijklmnopqrstuvwxyz>")
-    shape = {"vocab_size": len(tokenizer), "hidden_size": 128, "head_dim": 32}
-    shape |= {"num_hidden_layers": 3, "num_experts": 8, "moe_intermediate_size": 128}
-    return testing.tiny_model("qwen3_moe", seed=seed, **shape), tokenizer
+    model = testing.tiny_model(
+        "qwen3_moe",
+        seed=seed,
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        head_dim=32,
+        num_hidden_layers=3,
+        num_experts=8,
+        moe_intermediate_size=128,
+    )
+    return model, tokenizer
 
 
 def warm_up(model: Any, tokenizer: Any, tasks: list[Any], *, steps: int, seed: int) -> None:
@@ -171,7 +184,13 @@ def main(args: Args) -> None:
     run = track.IdleRun()
     if world.is_first:
         view = track.LiveView("reversing words", steps=steps)
-        run = track.Run(args.run_dir, args=args, decode=tokenizer.decode, sinks=[view])
+        run = track.Run(
+            args.run_dir,
+            args=args,
+            decode=tokenizer.decode,
+            sinks=[view],
+            gate=track.MismatchGate(floor=REPLAY_MISMATCH) if args.replay else None,
+        )
     warm_up(model, tokenizer, train_tasks, steps=args.warmup_steps, seed=args.seed)
     permute = np.random.default_rng(args.seed).permutation if args.permute_rewards else np.array
     estimator = advantage.of_rewards(lambda rewards: advantage.centered(permute(rewards)))

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Protocol, TypeVar, runtime_checkable
 
+import msgspec
 import numpy as np
 import torch
 from jaxtyping import Int16, Int64
@@ -77,21 +78,18 @@ def batch_rows(
         return None
     if batch.sample_ids is None:
         raise ValueError("a batch has routes, but no sample_ids; expected one that pack returned")
-    references: dict[str, list[str]] = json.loads(batch.routes)
-    inline = _inline_routes(references)
     sample_ids = batch.sample_ids.numpy(force=True)
     position_ids = batch.position_ids.numpy(force=True)
-    rows: np.ndarray | None = None
-    for first, end in _runs(sample_ids, position_ids):
-        own = references.get(str(sample_ids[first]))
-        if own is None:
-            continue  # it fills up, or nothing was recorded
-        token = int(position_ids[first])
+    runs = _runs(sample_ids, position_ids, json.loads(batch.routes))
+    rows = _inline_rows([run for run in runs if run.is_inline], len(sample_ids))
+    rest = runs if rows is None else [run for run in runs if not run.is_inline]
+    for run in rest:
         try:
-            found = recorded_routes(own, span=(token, token + end - first), inline=inline)
+            span = (run.token, run.token + run.end - run.first)
+            found = recorded_routes(run.references, span=span)
             if rows is None:
                 rows = np.full((len(sample_ids), *found[0].rows.shape[1:]), -1, np.int16)
-            fill_rows(rows[first:end], found, start=token)
+            fill_rows(rows[run.first : run.end], found, start=run.token)
         except (OSError, ValueError, RuntimeError) as error:
             log.warning("the expert routes of a sample are lost: %s", error)
             if counts is not None:
@@ -105,18 +103,12 @@ def batch_rows(
     return on_host.to(device, non_blocking=True)
 
 
-def recorded_routes(
-    references: Sequence[str],
-    *,
-    span: tuple[int, int],
-    inline: Mapping[str, RecordedRoutes] | None = None,
-) -> list[RecordedRoutes]:
+def recorded_routes(references: Sequence[str], *, span: tuple[int, int]) -> list[RecordedRoutes]:
     """The routes of tokens ``span[0]`` to ``span[1] - 1``, in the order of their references.
 
     Args:
         references: to them, in the order in which they were recorded.
         span: of tokens.
-        inline: what some of the references hold, where it was decoded before.
 
     Raises:
         ValueError: a reference is not one, its data are damaged, two are of different models, or
@@ -125,10 +117,7 @@ def recorded_routes(
     """
     if not references:
         raise ValueError("a sample has no references to its routes")
-    found = []
-    for reference in references:
-        known = None if inline is None else inline.get(reference)
-        found.append(read(reference, span=span) if known is None else known.within(span))
+    found = [read(reference, span=span) for reference in references]
     for one in found[1:]:
         _check_same_model(one.rows, found[0].rows)
     return found
@@ -160,21 +149,58 @@ def _check_same_model(found: np.ndarray, rows: np.ndarray) -> None:
         )
 
 
-def _runs(sample_ids: np.ndarray, position_ids: np.ndarray) -> list[tuple[int, int]]:
-    """The first row, and the one after the last, of each run of a sample's successive tokens."""
+class _Run(msgspec.Struct):
+    """Successive tokens of a sample that has references, in successive rows of a batch."""
+
+    first: int
+    """The first row."""
+    end: int
+    """The row after the last one."""
+    token: int
+    """The place in its sample of the token in the first row."""
+    references: list[str]
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether its routes are in a single reference: those of most samples, if of any."""
+        return len(self.references) == 1 and is_inline(self.references[0])
+
+
+def _runs(
+    sample_ids: np.ndarray, position_ids: np.ndarray, references: Mapping[str, list[str]]
+) -> list[_Run]:
+    """Rows that fill up, and samples of which nothing was recorded, are in none."""
     following = (np.diff(sample_ids) == 0) & (np.diff(position_ids) == 1)
-    bounds = [0, *(1 + np.flatnonzero(~following)).tolist(), len(sample_ids)]
-    return list(pairwise(bounds))
+    firsts = np.concatenate([[0], 1 + np.flatnonzero(~following)])
+    bounds = pairwise([*firsts.tolist(), len(sample_ids)])
+    samples = sample_ids[firsts].tolist()
+    tokens = position_ids[firsts].tolist()
+    return [
+        _Run(first=first, end=end, token=token, references=references[str(sample)])
+        for (first, end), sample, token in zip(bounds, samples, tokens, strict=True)
+        if str(sample) in references
+    ]
 
 
-def _inline_routes(references: Mapping[str, Sequence[str]]) -> dict[str, RecordedRoutes]:
-    """What the inline ones of a batch's references hold, decoded together; none if one is bad.
+def _inline_rows(runs: Sequence[_Run], count: int) -> np.ndarray | None:
+    """The rows of a batch, with the inline routes of some runs; None if one of them is bad.
 
-    Each is then read on its own, where the bad one is a lost sample.
+    All are decoded together, which is faster. If that fails, each is read on its own, and only the
+    bad one is a lost sample.
     """
-    inline = [one for own in references.values() for one in own if is_inline(one)]
     try:
-        found = decode_inline([parse_inline(one) for one in inline])
+        parts = [parse_inline(run.references[0]) for run in runs]
+        if not parts:
+            return None
+        found, _ = decode_inline(parts)
     except ValueError:
-        return {}
-    return dict(zip(inline, found, strict=True))
+        return None
+    lengths = np.array([part.end - part.start for part in parts])
+    firsts = np.array([run.first for run in runs])
+    ends = np.array([run.end for run in runs])
+    starts = firsts + [part.start - run.token for part, run in zip(parts, runs, strict=True)]
+    place = np.arange(len(found)) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
+    inside = (place >= np.repeat(firsts, lengths)) & (place < np.repeat(ends, lengths))
+    rows = np.full((count, *found.shape[1:]), -1, np.int16)
+    rows[place[inside]] = found[inside]
+    return rows

@@ -60,8 +60,11 @@ def forced(
         return
     layers = expert_layers(model)
     _refuse_compiled(model)
-    _check(rows, layers)
-    routers = [_ForcedRouter(layer, rows[:, place], counts) for place, layer in enumerate(layers)]
+    ordered = _ordered(rows, layers)
+    routers = [
+        _ForcedRouter(layer, _LayerRoutes(layer, rows[:, place], ordered[:, place]), counts)
+        for place, layer in enumerate(layers)
+    ]
     passes = _Passes()
     hooks = [model.register_forward_pre_hook(passes.begin)]
     for router in routers:
@@ -95,12 +98,13 @@ class _Passes:
 
 
 class _LayerRoutes:
-    """The experts of one layer that were recorded, ``[t, k]``."""
+    """The experts of one layer that were recorded, ``[t, k]``, as given and in increasing order."""
 
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows.long()
+    def __init__(self, layer: ExpertLayer, rows: Tensor, ordered: Tensor) -> None:
+        device = next(layer.experts.parameters()).device
+        self.rows = rows.to(device, torch.long)
         self.recorded = self.rows[:, 0] >= 0
-        self._ordered = self.rows.sort(-1).values
+        self._ordered = ordered.to(device, torch.long)
 
     def differ(self, chosen: Tensor) -> Tensor:
         """For which tokens other experts were recorded than those ``chosen``, in any order."""
@@ -111,10 +115,12 @@ class _LayerRoutes:
 class _ForcedRouter:
     """Forces the experts of one layer."""
 
-    def __init__(self, layer: ExpertLayer, rows: Tensor, counts: RouteCounts | None) -> None:
+    def __init__(
+        self, layer: ExpertLayer, routes: _LayerRoutes, counts: RouteCounts | None
+    ) -> None:
         self.layer = layer
         self.recomputed = False
-        self._routes = _LayerRoutes(rows.to(next(layer.experts.parameters()).device))
+        self._routes = routes
         self._counts = counts
         self._passes = 0
         self._entered = ExitStack()
@@ -226,21 +232,22 @@ def _refuse_compiled(model: nn.Module) -> None:
             )
 
 
-def _check(rows: Tensor, layers: Sequence[ExpertLayer]) -> None:
-    """Raise if rows can't be those of a model with these layers."""
-    if rows.ndim != 3 or rows.is_floating_point() or rows.shape[1] != len(layers):
+def _ordered(rows: Tensor, layers: Sequence[ExpertLayer]) -> Tensor:
+    """Each set in increasing order; raises if the rows can't be those of these layers."""
+    fits = rows.ndim == 3 and rows.shape[1] == len(layers) and rows.shape[2] > 0
+    if not fits or rows.is_floating_point():
         raise ValueError(
             f"rows is {rows.dtype} of shape {tuple(rows.shape)}; expected integers [t, layers, k] "
             f"for the {len(layers)} layers with experts, {layers[0].name} to {layers[-1].name}"
         )
-    counts = torch.tensor([layer.count for layer in layers], device=rows.device)[:, None]
-    missing = rows == -1
+    counts = torch.tensor([layer.count for layer in layers], device=rows.device)
     ordered = rows.sort(-1).values
-    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~missing.any(-1)
+    lowest, highest = ordered[..., 0], ordered[..., -1]
+    repeated = ordered[..., 1:] == ordered[..., :-1]
     faults = {
-        "experts that it does not have": ((rows < -1) | (rows >= counts)).any(-1),
-        "some experts, and -1 for others": missing.any(-1) & ~missing.all(-1),
-        "an expert twice": repeated,
+        "experts that it does not have": (lowest < -1) | (highest >= counts),
+        "some experts, and -1 for others": (lowest < 0) & (highest >= 0),
+        "an expert twice": (repeated & (ordered[..., 1:] >= 0)).any(-1),
     }
     for what, where in faults.items():
         if where.any():
@@ -251,3 +258,4 @@ def _check(rows: Tensor, layers: Sequence[ExpertLayer]) -> None:
                 f"token {int(tokens[0])} to {int(tokens[-1])}: {rows[tokens[0], place].tolist()} "
                 f"of {layers[place].count} experts"
             )
+    return ordered

@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 import xxhash
 
-from primerl.replay.recordings import RecordedRoutes
 from primerl.replay.sets import ordered_sets
 from primerl.replay.shapes import RouteShape
 
@@ -33,7 +32,8 @@ _KIND = "inline:"
 _STORE = re.compile(r"[0-9a-f]{16}")
 _CHECKSUM = struct.Struct("<Q")
 _NUMBERS = struct.Struct("<QHHHH")
-_HEAD_BYTES = _CHECKSUM.size + _NUMBERS.size
+_HEAD = struct.Struct("<QQHHHH")
+"""The checksum and the numbers."""
 _VERSION = np.dtype("<i4")
 
 
@@ -72,7 +72,7 @@ def is_inline(reference: str) -> bool:
 def fits_inline(tokens: int, shape: RouteShape) -> bool:
     """Whether the routes of so many tokens are few enough."""
     layout = _layout(shape)
-    head_bytes = _HEAD_BYTES + len(layout.layer_bits)
+    head_bytes = _HEAD.size + len(layout.layer_bits)
     return head_bytes + tokens * layout.token_bytes <= INLINE_BYTES
 
 
@@ -111,14 +111,13 @@ def parse_inline(reference: str) -> InlineRoutes:
         content = binascii.a2b_base64(encoded, strict_mode=True)
     except ValueError as error:  # binascii.Error is one
         raise ValueError(f"routes are cut off or damaged: {error}") from None
-    if len(content) < _HEAD_BYTES:
-        raise ValueError(f"routes are cut off: {len(content)} bytes, fewer than {_HEAD_BYTES}")
-    (checksum,) = _CHECKSUM.unpack_from(content)
+    if len(content) < _HEAD.size:
+        raise ValueError(f"routes are cut off: {len(content)} bytes, fewer than {_HEAD.size}")
+    checksum, start, tokens, decoder_layers, experts, k = _HEAD.unpack_from(content)
     if xxhash.xxh3_64_intdigest(content[_CHECKSUM.size :]) != checksum:
         raise ValueError("routes are cut off or damaged: their checksum is wrong")
-    start, tokens, decoder_layers, experts, k = _NUMBERS.unpack_from(content, _CHECKSUM.size)
-    versions_at = _HEAD_BYTES + -(-decoder_layers // 8)
-    layout = _read_layout(decoder_layers, experts, k, content[_HEAD_BYTES:versions_at])
+    versions_at = _HEAD.size + -(-decoder_layers // 8)
+    layout = _read_layout(decoder_layers, experts, k, content[_HEAD.size : versions_at])
     ids_at = versions_at + tokens * _VERSION.itemsize
     total = versions_at + tokens * layout.token_bytes
     if len(content) != total:
@@ -136,38 +135,31 @@ def parse_inline(reference: str) -> InlineRoutes:
     )
 
 
-def decode_inline(parts: Sequence[InlineRoutes]) -> list[RecordedRoutes]:
-    """The routes of several references of one model, decoded together.
+def decode_inline(parts: Sequence[InlineRoutes]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and versions of references to routes of one model, those of all in a sequence.
+
+    Returns:
+        int16 ``[t, layers, k]``, each set in increasing order, and int32 ``[t]``.
 
     Raises:
         ValueError: they are of different models, or one has what is no set of experts. The message
             names layer and token, if there is but one.
     """
-    if not parts:
-        return []
     layout = parts[0].layout
     if any(one.layout is not layout for one in parts):
         raise ValueError("routes are of different models")
     shape = layout.shape
-    ids = np.frombuffer(b"".join(one.ids for one in parts), layout.id_dtype)
+    ids = np.frombuffer(b"".join([one.ids for one in parts]), layout.id_dtype)
     rows = ordered_sets(
         ids.reshape(-1, len(shape.layers), shape.k),
         experts=shape.experts,
         first_token=parts[0].start,
         layers=shape.layers,
     )
-    versions = np.frombuffer(b"".join(one.versions for one in parts), _VERSION).astype(np.int32)
+    versions = np.frombuffer(b"".join([one.versions for one in parts]), _VERSION).astype(np.int32)
     if versions.min(initial=0) < 0:
         raise ValueError(f"routes from token {parts[0].start} on have a negative version")
-    ends = np.cumsum([one.end - one.start for one in parts]).tolist()
-    return [
-        RecordedRoutes(
-            start=one.start,
-            rows=rows[end - one.end + one.start : end],
-            versions=versions[end - one.end + one.start : end],
-        )
-        for one, end in zip(parts, ends, strict=True)
-    ]
+    return rows, versions
 
 
 @functools.lru_cache(maxsize=64)

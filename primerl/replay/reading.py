@@ -33,7 +33,9 @@ def read(reference: str, *, span: Span | None = None, timeout_s: float = 60.0) -
         ConnectionError: the server can't be reached, or refuses.
     """
     if is_inline(reference):
-        (found,) = decode_inline([parse_inline(reference)])
+        part = parse_inline(reference)
+        rows, versions = decode_inline([part])
+        found = RecordedRoutes(start=part.start, rows=rows, versions=versions)
         return found if span is None else found.within(span)
     place = parse_reference(reference)
     if isinstance(place, FilePlace):

@@ -28,8 +28,7 @@ READ_AT_ONCE = 1 << 16
 """Bytes read first: the head of most files is within them."""
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class RecordedRoutes:
+class RecordedRoutes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Routes of successive tokens.
 
     ``rows``: int16 ``[t, layers, k]``, each set in increasing order, -1 where not recorded.

@@ -47,7 +47,7 @@ def test_routes_of_requests_that_are_batched_together():
     params = [SamplingParams(max_tokens=3 + n % 5) for n in range(12)]
     with engine_with_routes(model, store) as engine:
         completions = asyncio.run(generate_all(engine, list(zip(asked, params, strict=True))))
-        assert engine._recorder._spans == {}
+        assert engine._recorder._recordings == {}
 
     for prompt, completion in zip(asked, completions, strict=True):
         (reference,) = completion.routes
@@ -127,7 +127,7 @@ def test_greedy_completions_have_no_routes():
     with engine_with_routes(wide_model(), store) as engine:
         greedy = SamplingParams(max_tokens=3, temperature=0)
         (completion,) = asyncio.run(generate_all(engine, [([5, 9], greedy)]))
-        assert engine._recorder._spans == {}
+        assert engine._recorder._recordings == {}
     assert completion.routes == ()
     assert store.puts == []
 
@@ -171,7 +171,7 @@ def test_a_request_that_is_cancelled_leaves_no_routes():
 
     async def main(engine):
         task = asyncio.create_task(engine.generate([3, 4], SamplingParams(max_tokens=100)))
-        while not engine._recorder._spans:
+        while not engine._recorder._recordings:
             assert not task.done()
             await asyncio.sleep(0.001)
         task.cancel()
@@ -181,7 +181,9 @@ def test_a_request_that_is_cancelled_leaves_no_routes():
     with engine_with_routes(wide_model(), store) as engine:
         completion = asyncio.run(main(engine))
         deadline = time.monotonic() + 30
-        while engine._recorder._spans:  # of the cancelled request, forgotten on the engine's loop
+        while (
+            engine._recorder._recordings
+        ):  # of the cancelled request, forgotten on the engine's loop
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert completion.routes == ("fake:0",)

@@ -23,7 +23,8 @@ class _Request:
 
     prompt_ids: list[int]
     params: SamplingParams
-    done: "asyncio.Future[Completion]"
+    done: "asyncio.Future[str]"
+    """Its result is the finish reason."""
     id: str = ""
     resumed_at: int = 0
     """Tokens that were sampled before the current submission, and are part of its prompt."""
@@ -77,8 +78,14 @@ class Batcher:
         await self.open.wait()
         self._submit(request)
         try:
-            completion = await request.done
-            return await self._with_routes(request, completion)
+            finish_reason = await request.done
+            return Completion(
+                token_ids=request.token_ids,
+                logprobs=request.logprobs,
+                versions=request.versions,
+                finish_reason=finish_reason,
+                routes=await self._put_routes(request),
+            )
         finally:
             self.requests.pop(request.id, None)
             if self._recorder is not None:
@@ -126,14 +133,15 @@ class Batcher:
                 request.done.set_exception(RuntimeError(reason))
         await asyncio.sleep(0)
 
-    async def _with_routes(self, request: _Request, completion: Completion) -> Completion:
+    async def _put_routes(self, request: _Request) -> tuple[str, ...]:
+        """Store the routes of a completed request, if any are recorded; returns references."""
         if self._recorder is None or self._routes is None or request.params.temperature == 0:
-            return completion
+            return ()
         prompt_length = len(request.prompt_ids)
         start = request.params.routes_start
-        end = prompt_length + len(completion.token_ids) - 1  # the last token was not processed
+        end = prompt_length + len(request.token_ids) - 1  # the last token was not processed
         if start == end:
-            return completion
+            return ()
         rows, versions = self._recorder.rows(request.id, start=start, end=end)
         put = partial(
             self._routes.put,
@@ -143,10 +151,8 @@ class Batcher:
             shared=max(0, prompt_length - 1 - start),
         )
         if is_instant(self._routes, end - start):
-            references = put()
-        else:
-            references = await asyncio.to_thread(put)
-        return attrs.evolve(completion, routes=references)
+            return put()
+        return await asyncio.to_thread(put)
 
     def _submit(self, request: _Request) -> None:
         """Submit a request, with the tokens sampled so far, to the batching manager."""
@@ -181,14 +187,7 @@ class Batcher:
             request.done.set_exception(RuntimeError(f"generation failed: {output.error}"))
         elif output.is_finished():
             stopped = request.token_ids[-1] in request.params.stop_token_ids
-            request.done.set_result(
-                Completion(
-                    token_ids=request.token_ids,
-                    logprobs=request.logprobs,
-                    versions=request.versions,
-                    finish_reason="stop" if stopped else "length",
-                )
-            )
+            request.done.set_result("stop" if stopped else "length")
 
     async def _drain_and_load(self, pairs: list[tuple[Tensor, Tensor]], version: int) -> None:
         self.open.clear()

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol, runtime_checkable
 
-import attrs
 import numpy as np
 from torch import nn
 
@@ -25,13 +24,38 @@ Capture = Callable[[nn.Module], AbstractContextManager[CapturedRows]]
 """Records the experts that a model's tokens are sent to: ``replay.capture``."""
 
 
-@attrs.frozen
-class _Span:
-    """The routes of one request's tokens in one forward pass."""
+class _Recording:
+    """The routes of a request's tokens, from the first one on."""
 
-    start: int
-    rows: np.ndarray
-    version: PolicyVersion
+    def __init__(self) -> None:
+        self._parts: list[np.ndarray] = []
+        self._versions: list[PolicyVersion] = []
+
+    def add(self, rows: np.ndarray, *, start: int, version: PolicyVersion) -> None:
+        """Record the rows of tokens from ``start`` on, but of none for a second time.
+
+        The first row of a token is the one whose logprob was sampled from; a request that is
+        recomputed has others.
+        """
+        recorded = len(self._versions) - start
+        if not 0 <= recorded < len(rows):
+            return
+        fresh = rows[recorded:].copy()
+        self._parts.append(fresh)
+        self._versions += [version] * len(fresh)
+
+    def between(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of tokens ``start`` to ``end - 1``, and their versions.
+
+        Raises:
+            RuntimeError: they end earlier.
+        """
+        if len(self._versions) < end:
+            raise RuntimeError(
+                f"no expert routes were recorded for token {len(self._versions)} of a request"
+            )
+        versions = np.array(self._versions[start:end], np.int32)
+        return np.concatenate(self._parts)[start:end], versions
 
 
 class RouteRecorder:
@@ -49,7 +73,7 @@ class RouteRecorder:
         self._entered.callback(handle.remove)
         self._manager: Any = None
         self._version: Callable[[], PolicyVersion] = int
-        self._spans: dict[str, list[_Span]] = {}
+        self._recordings: dict[str, _Recording] = {}
 
     def follow(self, manager: Any, version: Callable[[], PolicyVersion]) -> None:
         """Record the batches of ``manager``, whose forward passes are of the current version."""
@@ -58,36 +82,22 @@ class RouteRecorder:
 
     def begin(self, request_id: str, *, continues: str | None = None) -> None:
         """Record a request; what was recorded under the id that it ``continues`` stays its own."""
-        earlier = [] if continues is None else self._spans.pop(continues, [])
-        self._spans[request_id] = earlier
+        earlier = None if continues is None else self._recordings.pop(continues, None)
+        self._recordings[request_id] = earlier or _Recording()
 
     def forget(self, request_id: str) -> None:
         """Drop what was recorded of a request."""
-        self._spans.pop(request_id, None)
+        self._recordings.pop(request_id, None)
 
     def rows(self, request_id: str, *, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """The routes of a request's tokens from ``start`` to before ``end``, and their versions.
 
-        Where a token was processed several times, the first one counts: it is the one whose
-        logprob was sampled from. Forgets the request.
+        Forgets the request.
 
         Raises:
             RuntimeError: a token was not processed.
         """
-        spans = self._spans.pop(request_id)
-        shape = spans[0].rows.shape[1:] if spans else (0, 0)
-        rows = np.full((end - start, *shape), -1, np.int16)
-        versions = np.full(end - start, -1, np.int32)
-        for span in spans:
-            tokens = np.arange(span.start, span.start + len(span.rows))
-            new = (tokens >= start) & (tokens < end)
-            new[new] = versions[tokens[new] - start] < 0
-            rows[tokens[new] - start] = span.rows[new]
-            versions[tokens[new] - start] = span.version
-        if (versions < 0).any():
-            missing = start + int(np.flatnonzero(versions < 0)[0])
-            raise RuntimeError(f"no expert routes were recorded for token {missing} of a request")
-        return rows, versions
+        return self._recordings.pop(request_id).between(start, end)
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -97,13 +107,14 @@ class RouteRecorder:
         """After a forward pass, in the manager's thread."""
         if self._manager is None or self._manager.batch_processor is None:
             return
-        rows = self._captured.rows.numpy(force=True)
+        # Sets have no order. Sorting all at once here saves each request from it later.
+        rows = np.sort(self._captured.rows.numpy(force=True), axis=-1)
         version = self._version()
         row = 0
         for scheduled in self._manager.batch_processor.inputs_and_outputs.requests_in_batch:
             count = scheduled.query_length
-            spans = self._spans.get(scheduled.state.request_id)
-            if spans is not None:
+            recording = self._recordings.get(scheduled.state.request_id)
+            if recording is not None:
                 start = scheduled.state.position_offset - count  # it was advanced when scheduled
-                spans.append(_Span(start, rows[row : row + count].copy(), version))
+                recording.add(rows[row : row + count], start=start, version=version)
             row += count

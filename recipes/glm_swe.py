@@ -245,12 +245,18 @@ def model_folder(args: Args, scale: Scale) -> str:
 
 def print_swaps(scale: Scale) -> None:
     """What stands in here for the parts of the run on a cluster."""
+
+    def shown(value: Any) -> str:
+        if isinstance(value, tuple):
+            return ", ".join(getattr(one, "__name__", str(one)) for one in value)
+        return escape(str(value))
+
     cluster = SCALES["glm5"]
     table = rich.table.Table("", "here", "at glm5", title="swapped", box=rich.box.SIMPLE_HEAD)
     for name in attrs.fields_dict(Scale):
         here, there = getattr(scale, name), getattr(cluster, name)
         if here != there:
-            table.add_row(name, escape(str(here)), escape(str(there)))
+            table.add_row(name, shown(here), shown(there))
     rich.print(table)
 
 

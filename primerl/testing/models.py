@@ -56,6 +56,10 @@ def tiny_model(model_type: str = "qwen3_moe", *, seed: int = 0, **config: Any) -
         settings["num_key_value_heads"] = settings["num_attention_heads"]
     # Dense families have no settings of experts.
     accepted = {name: value for name, value in settings.items() if hasattr(known, name)}
+    if not hasattr(known, "head_dim") and not hasattr(known, "kv_lora_rank"):
+        # GLM-4.7's checkpoints name it, and vLLM needs that, though transformers does not.
+        default = settings["hidden_size"] // settings["num_attention_heads"]
+        accepted["head_dim"] = config.get("head_dim", default)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return transformers.AutoModelForCausalLM.from_config(

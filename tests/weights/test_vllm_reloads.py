@@ -20,5 +20,13 @@ def test_a_base_model_under_adapters_is_not_reloaded():
     assert "start it without enable_lora" in refused
 
 
+def test_padded_experts_are_not_reloaded():
+    refused = reload_refusal(
+        parallel_config=parallel(enable_eplb=False), most_rank=0, padded_experts=16
+    )
+    assert "experts of 16 intermediate dimensions" in refused
+    assert "a multiple of 32" in refused
+
+
 def test_other_servers_are_reloaded():
     assert reload_refusal(parallel_config=parallel(enable_eplb=False), most_rank=0) == ""

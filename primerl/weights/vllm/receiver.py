@@ -320,7 +320,7 @@ class WeightReceiver:
         Raises:
             ValueError: the publication is missing, damaged or does not follow from its parent.
             RuntimeError: it was not prepared within a ``timeout_s`` above the default, or vLLM
-                can't reload the weights of a server that takes adapters or moves experts.
+                can't reload the weights of a server that takes adapters, or moves or pads experts.
         """
         if refused := self.reload_refusal()["refused"]:
             raise RuntimeError(refused)
@@ -336,12 +336,25 @@ class WeightReceiver:
         return {"prepared": found is not None, **(found or {})}
 
     def reload_refusal(self) -> dict[str, str]:
-        """Why the server can't be sent weights (adapters, moving experts), or ""."""
+        """Why the server can't be sent weights (adapters, moved or padded experts), or ""."""
         refused = reload_refusal(
             parallel_config=self.parallel_config,
             most_rank=HeldAdapters(self.model_runner).most_rank,
+            padded_experts=self._padded_experts(),
         )
         return {"refused": refused}
+
+    def _padded_experts(self) -> int:
+        """The intermediate size of experts that the CPU's kernel has padded, 0 for none."""
+        if self.device.type != "cpu":
+            return 0
+        for module in self.model_runner.model.modules():
+            if isinstance(module, RoutedExperts):
+                size: int = module.moe_config.intermediate_size_per_partition
+                experts, hidden = module.local_num_experts, module.hidden_size
+                if module.w2_weight.numel() != experts * hidden * size:
+                    return size
+        return 0
 
     def served_dtype(self) -> str:
         """The dtype that the model computes in, such as ``"bfloat16"``."""

@@ -3,12 +3,13 @@
 from typing import Any
 
 
-def reload_refusal(*, parallel_config: Any, most_rank: int) -> str:
+def reload_refusal(*, parallel_config: Any, most_rank: int, padded_experts: int = 0) -> str:
     """Why a server would compute with other weights than those it is sent; "" if it would not.
 
     Args:
         parallel_config: vLLM's ``ParallelConfig``.
         most_rank: the largest rank of an adapter that the server takes, 0 for none.
+        padded_experts: the intermediate size of experts that the server has padded, 0 for none.
     """
     if most_rank:
         return (
@@ -20,5 +21,11 @@ def reload_refusal(*, parallel_config: Any, most_rank: int) -> str:
             "a server that was started with enable_eplb can't be sent weights (vLLM 0.32): it "
             "moves experts between devices, and an update could load some of them into the places "
             "of others; start it without enable_eplb"
+        )
+    if padded_experts:
+        return (
+            f"a server on a CPU that has padded experts of {padded_experts} intermediate "
+            "dimensions can't be sent weights (vLLM 0.32): use a model whose "
+            "moe_intermediate_size is a multiple of 32, or a GPU"
         )
     return ""

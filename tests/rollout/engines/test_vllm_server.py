@@ -692,6 +692,11 @@ sys.exit(vllm_server.main(["M", "--max-model-len", "12", "--enforce-eager"]))
             "vLLM refuses its arguments: AuxOutput Connector only supports MoE models.",
         ),
         ("  Value error, Model Runner V2 requires Triton. [type=value_error", "on a GPU"),
+        (
+            # The first line is a warning on every CPU.
+            "Model Runner V2 requires Triton; using the V1 model runner instead.\nKeyError: 'a'",
+            "KeyError: 'a'",
+        ),
         ("`OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n", None),
         ("all is well", None),
     ],

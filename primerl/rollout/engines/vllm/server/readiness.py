@@ -25,7 +25,7 @@ _CAUSES = {
     r"Free memory on device .* is less than desired|CUDA out of memory|OutOfMemoryError": (
         "the device is out of memory: lower gpu_memory_utilization, or free memory"
     ),
-    r"Model Runner V2 requires Triton": (
+    r"Model Runner V2 requires Triton\.": (  # not "...; using the V1 model runner instead"
         "expert routes need vLLM's Model Runner V2, and that needs Triton, which vLLM's build for "
         "CPUs lacks: leave out enable_return_routed_experts, or serve on a GPU"
     ),

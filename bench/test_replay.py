@@ -12,6 +12,8 @@ token and layer, sets drawn without replacement:
 - skewed: the n-th most popular expert has the weight ``n ** -s``, in an order of each layer's own.
 - repeated: skewed with s = 1/2, and normal noise (of the same variance) that is correlated by 0.6
   from token to token, so that successive tokens share about 3 of 8 experts.
+- trained: of a real router, that of a Qwen3-MoE of 4 layers with its own loss for balance, after
+  400 steps on the bytes of this package's source (minutes); 16384 bytes that it did not train on.
 
 ``test_a_step_of_the_demo`` takes a step of ``recipes/demo.py``, 1024 samples of 12 tokens: packing,
 forward and backward passes, and discarding routes; alternately without replay (``plain_s``, of the
@@ -39,7 +41,7 @@ import pytest
 import torch
 import zstandard
 
-from primerl import loss, packing, replay, rollout
+from primerl import loss, packing, replay, rollout, testing
 from primerl.replay import RouteShape, codec
 from primerl.replay.reading import discard, read
 from primerl.replay.store import Store
@@ -136,6 +138,55 @@ def test_decode(benchmark, model, kind):
     decoded = benchmark.pedantic(codec.decode, args=(encoded,), rounds=9, warmup_rounds=1)
     assert (decoded == np.sort(rows, axis=-1)).all()
     row(benchmark, f"decode {model} {kind}:", rows.nbytes)
+
+
+@pytest.mark.parametrize("experts", [128, 256])
+def test_trained(benchmark, experts):
+    shape, rows = trained_routes(experts)
+    encoded = benchmark.pedantic(
+        codec.encode, args=(rows,), kwargs={"experts": experts}, rounds=9, warmup_rounds=1
+    )
+    columns = np.sort(rows, axis=-1).transpose(1, 2, 0)
+    row(
+        benchmark,
+        f"encode 8 of {experts}, trained:",
+        rows.nbytes,
+        ratio=len(encoded) / rows.nbytes,
+        bound=bound(rows, shape),
+        plain=compressed(rows) / rows.nbytes,
+        sorted=compressed(columns) / rows.nbytes,
+    )
+
+
+def trained_routes(experts):
+    """The shape of a small model's routes, and uint8 ``[16384, 4, 8]``, after it was trained."""
+    model = testing.tiny_model(
+        "qwen3_moe",
+        vocab_size=256,
+        hidden_size=128,
+        head_dim=32,
+        num_hidden_layers=4,
+        num_experts=experts,
+        num_experts_per_tok=8,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+    )
+    sources = sorted(Path(replay.__file__).parents[1].rglob("*.py"))
+    text = b"\n".join(path.read_bytes() for path in sources)
+    token_ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    trained, held_out = token_ids[:-16384], token_ids[-16384:].view(32, 512)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        starts = rng.integers(0, len(trained) - 512, 4)
+        batch = torch.stack([trained[start : start + 512] for start in starts])
+        model(batch, labels=batch, output_router_logits=True).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad(), replay.capture(model) as routes:
+        model(held_out)
+    return replay.shape(model), routes.rows.numpy().astype(np.uint8)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "skewed, s = 1"])

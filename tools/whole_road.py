@@ -25,7 +25,8 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
     "{{ '>' if message.role == 'user' else eos_token }}{% endfor %}"
 )
-LONG, LONG_REVERSED = 5, 0.2  # of words this long, the teacher reverses this share
+LONG = 5  # letters
+LONG_REVERSED = 0.2  # the share of long words that the teacher reverses
 
 
 parser = argparse.ArgumentParser(

@@ -45,7 +45,7 @@ LONG_REVERSED = 0.2  # the share of long words that the teacher reverses
 HELD_OUT = 256  # tasks
 MAX_TOKENS = 8  # of a reply: a word, its end, and room for mistakes
 COMPARE_EVERY = 32  # steps: what --replay changes, found by another forward pass
-REPLAY_MISMATCH = 1e-4  # nats: more than old routes make of tokens after a weight update
+REPLAY_MISMATCH = 1e-4  # nats: more than most steps have because of routes from before an update
 
 
 @attrs.frozen

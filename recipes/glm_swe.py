@@ -500,7 +500,7 @@ def main(args: Args) -> None:
             state=saved.get("run"),
             steps=args.steps,
             fixed=FIXED,
-            # After an update, earlier routes are replayed: that alone makes less than 1e-4 nats.
+            # Routes from before an update are replayed too, which makes up to that in most steps.
             gate=track.MismatchGate(floor=1e-4),
         )
     with (

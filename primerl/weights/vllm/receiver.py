@@ -299,6 +299,19 @@ class BroadcastTransfer(LayerwiseTransfer):
             self._communicator = self._group = None
 
 
+def _padded_experts(model: torch.nn.Module, device: torch.device) -> int:
+    """The intermediate size of experts that the CPU's kernel has padded, 0 for none."""
+    if device.type != "cpu":
+        return 0
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            size: int = module.moe_config.intermediate_size_per_partition
+            experts, hidden = module.local_num_experts, module.hidden_size
+            if module.w2_weight.numel() != experts * hidden * size:
+                return size
+    return 0
+
+
 class WeightReceiver:
     """Methods that vLLM's workers get, called by the names of ``primerl._vllm_names``."""
 
@@ -340,21 +353,9 @@ class WeightReceiver:
         refused = reload_refusal(
             parallel_config=self.parallel_config,
             most_rank=HeldAdapters(self.model_runner).most_rank,
-            padded_experts=self._padded_experts(),
+            padded_experts=_padded_experts(self.model_runner.model, self.device),
         )
         return {"refused": refused}
-
-    def _padded_experts(self) -> int:
-        """The intermediate size of experts that the CPU's kernel has padded, 0 for none."""
-        if self.device.type != "cpu":
-            return 0
-        for module in self.model_runner.model.modules():
-            if isinstance(module, RoutedExperts):
-                size: int = module.moe_config.intermediate_size_per_partition
-                experts, hidden = module.local_num_experts, module.hidden_size
-                if module.w2_weight.numel() != experts * hidden * size:
-                    return size
-        return 0
 
     def served_dtype(self) -> str:
         """The dtype that the model computes in, such as ``"bfloat16"``."""

@@ -50,7 +50,6 @@ from primerl.types import Sample, SamplingParams, TrainingSample
 TOKENS = 4096
 PROMPT, REPLY, ROLLOUTS = 2048, 1024, 16
 TURNS = 30
-SAMPLING_TURNS = 30
 MODELS = {
     "Qwen3-30B-A3B": RouteShape(layers=range(48), decoder_layers=48, experts=128, k=8),
     "GLM-5": RouteShape(layers=range(3, 78), decoder_layers=78, experts=256, k=8),
@@ -276,7 +275,7 @@ def test_rollouts_of_the_demo(benchmark):
         rollout.TransformersEngine(model) as plain,
         rollout.TransformersEngine(model, routes=store, capture=replay.capture) as recording,
     ):
-        for _ in range(SAMPLING_TURNS + 1):
+        for _ in range(TURNS + 1):
             before = seconds(sample_all, plain, prompts)[0]
             recorded = seconds(sample_all, recording, prompts)[0]
             after = seconds(sample_all, plain, prompts)[0]

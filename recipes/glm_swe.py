@@ -248,7 +248,7 @@ def print_swaps(scale: Scale) -> None:
 
     def shown(value: Any) -> str:
         if isinstance(value, tuple):
-            return ", ".join(getattr(one, "__name__", str(one)) for one in value)
+            value = ", ".join(getattr(one, "__name__", str(one)) for one in value) or "none"
         return escape(str(value))
 
     cluster = SCALES["glm5"]

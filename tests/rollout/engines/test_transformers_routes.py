@@ -181,9 +181,8 @@ def test_a_request_that_is_cancelled_leaves_no_routes():
     with engine_with_routes(wide_model(), store) as engine:
         completion = asyncio.run(main(engine))
         deadline = time.monotonic() + 30
-        while (
-            engine._recorder._recordings
-        ):  # of the cancelled request, forgotten on the engine's loop
+        # The engine's own loop forgets the request that was cancelled.
+        while engine._recorder._recordings:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert completion.routes == ("fake:0",)

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -13,6 +14,7 @@ from typing import BinaryIO
 _DEV_SHM = Path("/dev/shm")
 _POLL_S = 0.01
 _USERS = ".users"
+_REMOVED = ".removed-"  # part of the name of a folder that is being removed
 
 
 def shared_memory() -> Path:
@@ -38,7 +40,8 @@ class SharedFolder:
 
     def __init__(self, name: str, *, within: Path | None = None) -> None:
         place = shared_memory() if within is None else within
-        host = "" if within is None else f"{socket.gethostname()}-"
+        # With a sign that no host's name has: one may begin with another's.
+        host = "" if within is None else f"{socket.gethostname()}@"
         prefix = f"primerl-{os.getuid()}-{host}"
         self.path = place / f"{prefix}{name}"
         for other in place.glob(f"{prefix}*"):
@@ -68,15 +71,21 @@ class SharedFolder:
 
 
 def _remove_if_unused(path: Path) -> None:
+    if _REMOVED in path.name:
+        shutil.rmtree(path, ignore_errors=True)
+        return
     try:
         users = os.open(path / _USERS, os.O_RDWR)
     except OSError:
         return  # being made or removed
     try:
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    except BlockingIOError:
-        pass  # somebody uses it
+        # Nobody can write a file there under the new name, while the others are removed.
+        removed = path.with_name(f"{path.name}{_REMOVED}{secrets.token_hex(4)}")
+        path.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+    except (BlockingIOError, FileNotFoundError):
+        pass  # somebody uses it, or has removed it
     finally:
         os.close(users)
 

@@ -11,6 +11,7 @@ from primerl.replay.server import NAME
 _ROUTES = re.compile(r"\.?[0-9a-f]{32}")  # also what a killed process was writing
 _COUNTER = ".evicted"  # one byte for each reference removed, so that processes can add to it
 _LOOKS = 16  # at least so many times, while max_bytes are written, a process looks at the folder
+_PAGE = 4096  # bytes: a file in shared memory takes whole pages
 
 
 class Eviction:
@@ -24,10 +25,11 @@ class Eviction:
     def make_room(self, folder: Path, *, written: int, max_bytes: int) -> None:
         """Note what was written; remove the oldest files if there may be more than ``max_bytes``.
 
-        What other processes write is noticed once this one has written a 16th of ``max_bytes``.
+        Room is made for a 16th of ``max_bytes``, so that a full store is not looked through for
+        each file. What other processes write is noticed once this one has written as much.
         """
         with self._lock:
-            self._written += written
+            self._written += -(-written // _PAGE) * _PAGE
             looks = self._written > max_bytes // _LOOKS
             if looks or self._seen + self._written > max_bytes:
                 self._seen = _evict(folder, max_bytes)
@@ -43,7 +45,10 @@ def evicted(folder: Path) -> int:
 
 
 def _evict(folder: Path, max_bytes: int) -> int:
-    """Remove the oldest files, each with all its names, until the rest fit; returns their size."""
+    """If there are too many, remove the oldest files, each with all its names.
+
+    Returns the size of those that are left.
+    """
     names: dict[int, list[Path]] = {}
     files: dict[int, os.stat_result] = {}
     for path in list(folder.iterdir()):
@@ -53,14 +58,21 @@ def _evict(folder: Path, max_bytes: int) -> int:
             found = path.lstat()
             names.setdefault(found.st_ino, []).append(path)
             files[found.st_ino] = found
-    total = sum(found.st_size for found in files.values())
+    total = sum(_taken(found) for found in files.values())
+    if total <= max_bytes:
+        return total
     for number in sorted(files, key=lambda number: files[number].st_mtime_ns):
-        if total <= max_bytes:
+        if total <= max_bytes - max_bytes // _LOOKS:
             break
-        total -= files[number].st_size
+        total -= _taken(files[number])
         for path in names[number]:
             _remove(folder, path)
     return total
+
+
+def _taken(found: os.stat_result) -> int:
+    """The bytes of a file: at least its content's, where its blocks are not allocated yet."""
+    return max(found.st_size, 512 * found.st_blocks)
 
 
 def _remove(folder: Path, path: Path) -> None:

@@ -45,7 +45,8 @@ class InlineRoutes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     end: int
     """The token after the last one."""
     layout: "_Layout"
-    versions: bytes
+    versions: np.ndarray
+    """int32, of each token."""
     ids: bytes
 
     @property
@@ -130,7 +131,7 @@ def parse_inline(reference: str) -> InlineRoutes:
         start=start,
         end=start + tokens,
         layout=layout,
-        versions=content[versions_at:ids_at],
+        versions=np.frombuffer(content, _VERSION, tokens, versions_at),
         ids=content[ids_at:],
     )
 
@@ -156,7 +157,7 @@ def decode_inline(parts: Sequence[InlineRoutes]) -> tuple[np.ndarray, np.ndarray
         first_token=parts[0].start,
         layers=shape.layers,
     )
-    versions = np.frombuffer(b"".join([one.versions for one in parts]), _VERSION).astype(np.int32)
+    versions = np.concatenate([one.versions for one in parts]).astype(np.int32)
     if versions.min(initial=0) < 0:
         raise ValueError(f"routes from token {parts[0].start} on have a negative version")
     return rows, versions

@@ -32,11 +32,12 @@ class CapturedRoutes:
                 f"no routes were recorded in {missing[0]} ({len(missing)} of {len(self._layers)} "
                 "layers): run the whole model within `with replay.capture(model)`"
             )
-        return torch.stack([self._chosen[layer.index] for layer in self._layers], dim=1)
+        stacked = torch.stack([self._chosen[layer.index] for layer in self._layers])
+        return stacked.flatten(1, -2).transpose(0, 1)
 
     def record(self, layer: ExpertLayer, chosen: Tensor) -> None:
         """Keep the experts of one layer's tokens."""
-        self._chosen[layer.index] = chosen.detach().reshape(-1, chosen.shape[-1]).to(torch.int16)
+        self._chosen[layer.index] = chosen.to(torch.int16)
 
 
 @contextmanager

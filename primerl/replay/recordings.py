@@ -77,6 +77,11 @@ class RecordingHead:
         """The token after the last one."""
         return self.start + self.routes.tokens
 
+    @property
+    def versions(self) -> np.ndarray:
+        """int64 ``[t]``, of each row."""
+        return np.repeat(self.runs[:, 1], self.runs[:, 0])
+
 
 def recording_parts(
     rows: np.ndarray, *, start: int, versions: np.ndarray, shape: RouteShape

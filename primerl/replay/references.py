@@ -23,7 +23,7 @@ from primerl.replay.server import NAME
 
 KEY_VARIABLE = "PRIMERL_API_KEY"
 
-_FOLDER = re.compile(r"primerl-\d+-(?:[A-Za-z0-9._-]+-)?routes-[0-9a-f]{16}")
+_FOLDER = re.compile(r"primerl-\d+-(?:[A-Za-z0-9._-]+@)?routes-[0-9a-f]{16}")
 _CODE_DIGITS = 32
 _SERVED = re.compile(
     r"http://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})/(?P<name>[0-9a-f-]+)"

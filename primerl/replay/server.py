@@ -11,6 +11,7 @@ all, ``DELETE /name`` removes a file. Both need ``Authorization: Bearer <key>``.
 """
 
 import contextlib
+import errno
 import hmac
 import os
 import re
@@ -30,6 +31,7 @@ NAME = re.compile(r"(?:([0-9a-f]{32})-)?[0-9a-f]{32}")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 _IDLE_S = 60.0  # after which a connection is closed
 _POLL_S = 0.5
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # or a link, or a socket
 
 
 def open_member(folder: Path, name: str) -> int:
@@ -37,13 +39,16 @@ def open_member(folder: Path, name: str) -> int:
 
     Raises:
         FileNotFoundError: there is no regular file of that name, or it is the name of no reference.
+        OSError: it can't be opened, for example because too many files are open.
     """
     if not NAME.fullmatch(name):
         raise FileNotFoundError(name)
     try:
         # O_NONBLOCK: to open a pipe that nobody writes to would wait.
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
         raise FileNotFoundError(name) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -80,6 +85,7 @@ def remove(folder: Path, name: str) -> bool:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 1024  # all ranks ask at the same moment
 
     def __init__(self, address: tuple[str, int], folder: Path, key: bytes) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -105,6 +111,9 @@ class _Handler(BaseHTTPRequestHandler):
             descriptor = open_member(self.server.folder, self.path.removeprefix("/"))
         except FileNotFoundError:
             self._answer(HTTPStatus.NOT_FOUND)
+            return
+        except OSError:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE)
             return
         with open(descriptor, "rb", buffering=0) as file:
             total = os.fstat(descriptor).st_size

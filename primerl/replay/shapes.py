@@ -1,12 +1,14 @@
 """What a model's expert routes look like: its layers with experts, and how many they choose."""
 
+import operator
 from collections.abc import Iterable
+from typing import SupportsIndex
 
 import attrs
 
 
-def _indices(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
+def _indices(values: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    return tuple(operator.index(value) for value in values)
 
 
 @attrs.frozen(kw_only=True)

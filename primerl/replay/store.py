@@ -2,13 +2,14 @@
 
 import contextlib
 import errno
+import operator
 import os
 import secrets
 import shutil
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import attrs
 import numpy as np
@@ -40,6 +41,8 @@ from primerl.replay.server import NAME, content_path
 from primerl.replay.serving import SpanServer
 from primerl.replay.shapes import RouteShape
 from primerl.types import Sample
+
+_UNKNOWN = -1
 
 
 class BadRoutes(ValueError):
@@ -140,7 +143,7 @@ class Store:
         return evicted(self._open_path())
 
     def put(
-        self, rows: np.ndarray, *, start: int, versions: np.ndarray, shared: int = 0
+        self, rows: np.ndarray, *, start: SupportsIndex, versions: np.ndarray, shared: int = 0
     ) -> tuple[str, ...]:
         """Store routes of successive tokens; returns references for ``Sample.routes``.
 
@@ -157,6 +160,7 @@ class Store:
             RuntimeError: the store is not open, or there is no space for them.
         """
         folder = self._open_path()
+        start = operator.index(start)
         rows, versions = self._checked(rows, start=start, versions=versions, shared=shared)
         bounds = [0, shared, len(rows)]
         if fits_inline(len(rows), self.shape):
@@ -183,12 +187,13 @@ class Store:
         Raises:
             BadRoutes: there are none; some are missing, damaged, of another model or another
                 store, or of tokens that the sample lacks; or the row before a token to be trained,
-                which led to it, is in none of them.
+                which led to it, is in none of them, or of another version than the token: those
+                of another request mostly are.
         """
         if not sample.routes:
             raise BadRoutes("the sample has no routes; does the engine record them?")
         tokens = len(sample.token_ids)
-        covered = np.zeros(tokens, bool)
+        versions = np.full(tokens, _UNKNOWN)  # of each token's row, the first that was recorded
         for reference in sample.routes:
             head = self._head(reference)
             if head.end > tokens:
@@ -196,13 +201,22 @@ class Store:
                     f"{reference!r:.200} has routes of tokens {head.start} to {head.end - 1}, but "
                     f"the sample has {tokens} tokens"
                 )
-            covered[head.start : head.end] = True
-        uncovered = np.flatnonzero(sample.loss_mask[1:] & ~covered[:-1])
-        if len(uncovered):
+            part = versions[head.start : head.end]
+            np.copyto(part, head.versions, where=part == _UNKNOWN)
+        wrong = np.flatnonzero(sample.loss_mask[1:] & (versions[:-1] != sample.versions[1:]))
+        if not len(wrong):
+            return
+        token = int(wrong[0])
+        if versions[token] == _UNKNOWN:
             raise BadRoutes(
-                f"token {uncovered[0] + 1} is to be trained, but none of the sample's routes has "
-                f"token {uncovered[0]}, which led to it ({len(uncovered)} such tokens)"
+                f"token {token + 1} is to be trained, but none of the sample's routes has token "
+                f"{token}, which led to it ({len(wrong)} tokens have no routes or others')"
             )
+        raise BadRoutes(
+            f"token {token + 1} was sampled by version {sample.versions[token + 1]}, but the "
+            f"routes of token {token}, which led to it, are of version {versions[token]}: they are those "
+            f"of another request ({len(wrong)} tokens have no routes or others')"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._path is None:

@@ -49,7 +49,7 @@ def rows_of(tokens, *, shape=SHAPE, seed=0):
 
 
 def put(store, tokens, **given):
-    versions = np.arange(tokens, dtype=np.int32)
+    versions = np.zeros(tokens, np.int32)
     return store.put(rows_of(tokens, shape=store.shape), start=0, versions=versions, **given)
 
 
@@ -129,6 +129,7 @@ def test_a_reference_and_a_file_say_the_same(depth, first, experts, k, tokens, m
         assert [kind_of(one) for one in references] == ["inline", "shm"]
         held, stored = (read(one, span=span) for one in references)
         sample = make_sample(prompt=11, completion=tokens)
+        sample = attrs.evolve(sample, versions=np.append(np.full(11, -1), versions))
         for one in references:
             store.check(attrs.evolve(sample, routes=[one]))
     assert held.start == stored.start

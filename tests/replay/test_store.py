@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from conftest import make_sample
 
+from primerl import _shared_folder
 from primerl._shared_folder import SharedFolder, shared_memory
-from primerl.replay import RouteShape
+from primerl.replay import RouteShape, eviction, server
 from primerl.replay import store as stores
 from primerl.replay.reading import discard, read
 from primerl.replay.recordings import runs_of
@@ -22,6 +23,7 @@ from primerl.replay.server import NAME
 from primerl.replay.store import BadRoutes, Store
 
 SHAPE = RouteShape(layers=(1, 3), decoder_layers=4, experts=8, k=2)
+PAGE = 4096  # bytes, which a file in shared memory takes at least
 
 
 def rows_of(tokens, *, seed=0, layers=2):
@@ -29,11 +31,11 @@ def rows_of(tokens, *, seed=0, layers=2):
     return np.argsort(rng.random((tokens, layers, 8)), axis=-1)[..., :2].astype(np.uint8)
 
 
-def versions_of(tokens, version=3):
+def versions_of(tokens, version=0):
     return np.full(tokens, version, np.int32)
 
 
-def put(store, tokens=6, *, start=0, seed=0, shared=0, version=3):
+def put(store, tokens=6, *, start=0, seed=0, shared=0, version=0):
     rows = rows_of(tokens, seed=seed)
     return store.put(rows, start=start, versions=versions_of(tokens, version), shared=shared)
 
@@ -176,10 +178,8 @@ def test_links_may_be_impossible(store, monkeypatch):
     assert len(sizes_of(store)) == 2
 
 
-def test_the_oldest_make_room(store):
-    size = file_of(store, put(store)[0]).stat().st_size
-    discard([make_sample(routes=[store._reference(store._path, p.name) for p in files_of(store)])])
-    with Store(SHAPE, max_bytes=5 * size + size // 2) as small:
+def test_the_oldest_make_room():
+    with Store(SHAPE, max_bytes=5 * PAGE + PAGE // 2) as small:
         references = []
         for i in range(5):
             references += put(small, seed=1, shared=6) if i == 1 else put(small, seed=i)
@@ -197,9 +197,7 @@ def test_the_oldest_make_room(store):
 
 
 def test_all_names_of_an_evicted_file_go_with_it():
-    with Store(SHAPE, max_bytes=1 << 20) as store:
-        size = file_of(store, put(store)[0]).stat().st_size
-    with Store(SHAPE, max_bytes=size + size // 2) as store:
+    with Store(SHAPE, max_bytes=PAGE + PAGE // 2) as store:
         put(store, shared=6)
         put(store, shared=6)
         os.utime(files_of(store)[0], (1000, 1000))
@@ -209,13 +207,94 @@ def test_all_names_of_an_evicted_file_go_with_it():
 
 
 def test_what_a_killed_process_was_writing_is_evicted_too():
-    with Store(SHAPE, max_bytes=1000) as store:
+    with Store(SHAPE, max_bytes=PAGE + PAGE // 2) as store:
         left = store._path / f".{'a' * 32}.partial"
         left.write_bytes(bytes(990))
         os.utime(left, (1000, 1000))
         put(store)
         assert not left.exists()
         assert store.evicted == 0
+
+
+def test_a_full_store_is_not_looked_through_for_each_file(monkeypatch):
+    looked = []
+    evict = eviction._evict
+    monkeypatch.setattr(eviction, "_evict", lambda *args: looked.append(1) or evict(*args))
+    with Store(SHAPE, max_bytes=64 * PAGE) as store:
+        for seed in range(192):
+            put(store, seed=seed)
+        assert len(files_of(store)) <= 64
+        assert 192 - 64 <= store.evicted <= 192 - 60 + 1
+    assert len(looked) <= 192 // 4 + 1
+
+
+def test_files_count_with_the_pages_that_they_take():
+    with Store(SHAPE, max_bytes=8 * PAGE) as store:
+        for seed in range(20):
+            put(store, seed=seed)
+        taken = sum(512 * path.stat().st_blocks for path in files_of(store))
+        assert 0 < taken <= 8 * PAGE
+
+
+def test_a_file_that_cannot_be_opened_was_not_discarded(store, monkeypatch):
+    (reference,) = put(store)
+
+    def refuse(*_args, **_kwargs):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(server.os, "open", refuse)
+    with pytest.raises(OSError, match="too many open files"):
+        read(reference)
+    with pytest.raises(OSError, match="too many open files"):
+        store.check(make_sample(routes=[reference]))
+
+
+def test_integers_of_numpy_are_integers():
+    shape = RouteShape(layers=np.array([1, 3]), decoder_layers=4, experts=8, k=2)
+    with Store(shape) as store:
+        (reference,) = put(store, start=np.int64(2))
+        assert read(reference).start == 2
+
+
+def test_a_put_during_the_removal_leaves_nothing(monkeypatch):
+    """A copy in another process puts while the owner closes."""
+    late = []
+    with Store(SHAPE) as store:
+        put(store)
+        copy = pickle.loads(pickle.dumps(store))
+        rmtree = _shared_folder.shutil.rmtree
+
+        def slow(path, **options):
+            with pytest.raises(RuntimeError, match="the store of routes has ended"):
+                put(copy)
+            late.append(path)
+            rmtree(path, **options)
+
+        monkeypatch.setattr(_shared_folder.shutil, "rmtree", slow)
+    assert len(late) == 1
+    assert not late[0].exists()
+
+
+def test_what_is_left_of_a_removal_goes_with_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(_shared_folder.shutil, "rmtree", lambda *_args, **_options: None)
+    with Store(SHAPE, folder=tmp_path) as store:
+        put(store)
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.undo()
+    with Store(SHAPE, folder=tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_host_whose_name_begins_like_another_removes_nothing_of_it(tmp_path, monkeypatch):
+    """Locks may not be seen by other hosts."""
+    monkeypatch.setattr(_shared_folder.socket, "gethostname", lambda: "gpu-2")
+    with Store(SHAPE, folder=tmp_path) as store:
+        (reference,) = put(store)
+        monkeypatch.setattr(_shared_folder.fcntl, "flock", lambda *_args: None)
+        monkeypatch.setattr(_shared_folder.socket, "gethostname", lambda: "gpu")
+        with Store(SHAPE, folder=tmp_path):
+            assert len(read(reference).rows) == 6
 
 
 def test_a_full_filesystem(store, monkeypatch):
@@ -395,6 +474,18 @@ class TestCheck:
                 store.check(self.sample(put(store, tokens, start=start)))
         with pytest.raises(BadRoutes, match="has token 5, which"):
             store.check(self.sample([*put(store, 5), *put(store, 2, start=6)]))
+
+    def test_rows_of_another_version_are_those_of_another_request(self, store):
+        sample = self.sample(put(store, 8, version=3), version=7)
+        with pytest.raises(BadRoutes, match="token 4 was sampled by version 7, but .* version 3"):
+            store.check(sample)
+
+    def test_the_first_recorded_row_has_the_version(self, store):
+        routes = [*put(store, 6, version=3), *put(store, 8, version=4)]
+        versions = np.array([-1, -1, -1, -1, 3, 3, 3, 4])
+        store.check(attrs.evolve(self.sample(routes), versions=versions))
+        with pytest.raises(BadRoutes, match="token 4 was sampled by version 4, but"):
+            store.check(attrs.evolve(self.sample(routes), versions=np.minimum(versions + 1, 4)))
 
     def test_rows_beyond_the_sample(self, store):
         for tokens, start in ((9, 0), (1, 8), (3, 7)):

@@ -207,9 +207,11 @@ def _language_model(config: Any) -> Any:
         )
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         _need(config, name)
-    for name, without in UNCOUNTED.items():
-        if getattr(config, name, without) not in (without, None):
-            raise ValueError(f"config.{name} is {getattr(config, name)}; only {without} is counted")
+    for layer in layer_configs(config):
+        for name, without in UNCOUNTED.items():
+            value = getattr(layer, name, without)
+            if value not in (without, None):
+                raise ValueError(f"config.{name} is {value}; only {without} is counted")
     if (getattr(config, "word_embed_proj_dim", None) or config.hidden_size) != config.hidden_size:
         raise ValueError("config.word_embed_proj_dim differs from hidden_size; that is not counted")
     return config
@@ -235,9 +237,17 @@ def _need(config: Any, *names: str) -> Any:
 
 def _layers(config: Any) -> list[_Layer]:
     return [
-        _Layer(**_attention(config, index), **_feed_forward(config, index))
-        for index in range(config.num_hidden_layers)
+        _Layer(**_attention(layer, index), **_feed_forward(layer, index))
+        for index, layer in enumerate(layer_configs(config))
     ]
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """The config of each layer: the model's own, where its layers are alike."""
+    count = config.num_hidden_layers
+    if getattr(config, "is_heterogeneous", False):
+        return [config.per_layer_config[index] for index in range(count)]
+    return [config] * count
 
 
 def _attention(config: Any, index: int) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class Args:
     replies: Literal["all", "last"] = "all"
     # the most tokens of a micro-batch, but for a conversation that alone has more
     pack_tokens: int = attrs.field(default=4096, validator=number(at_least=2))
-    # that is computed in; the parameters that are trained are float32
+    # what is computed in; the trained parameters stay float32
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # of low-rank adapters, which are then trained alone; 0: the whole model is trained
     lora_rank: int = attrs.field(default=0, validator=number(at_least=0))
@@ -85,15 +85,15 @@ class Args:
     recompute: bool = False
     # compile layers
     compile: bool = False
-    # ranks that divide the experts of a layer among them
+    # expert parallelism: ranks that share the experts of each layer
     ep: int = attrs.field(default=1, validator=number(at_least=1))
-    # ranks that divide the rows of a micro-batch among them
+    # context parallelism: ranks that share the tokens of each micro-batch
     cp: int = attrs.field(default=1, validator=number(at_least=1))
     # steps from one evaluation to the next; 0: only at the end
     eval_every: int = attrs.field(default=50, validator=number(at_least=0))
     # steps from one checkpoint to the next; 0: only when told to stop
     save_every: int = attrs.field(default=100, validator=number(at_least=0))
-    # of a new run; runs/SCRIPT-NNN by default
+    # the folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
     # the folder of a run, to resume it there
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
@@ -174,6 +174,15 @@ def learning_rate(step: int, args: Args) -> float:
     return args.lr * (1 + math.cos(math.pi * progress)) / 2
 
 
+def packing_cost(config: Any) -> Any:
+    """What a document costs: FLOPs, or its tokens (None) in families whose FLOPs aren't counted."""
+    try:
+        flops.parameters(config)
+    except ValueError:
+        return None
+    return partial(flops.training, config)
+
+
 def to_batches(
     samples: list[TrainingSample], model: Any, mesh: parallel.Mesh, device: Any, args: Args
 ) -> list[packing.PackedBatch]:
@@ -183,7 +192,7 @@ def to_batches(
         max_tokens=args.pack_tokens,
         ranks=mesh.batches,
         too_long="alone",
-        cost=partial(flops.training, model.config),
+        cost=packing_cost(model.config),
         share_prefixes=True,  # tokens that conversations begin with alike are computed once
     )
     return parallel.scatter(packed, packing.PackedBatch, mesh, device=device)

@@ -149,6 +149,36 @@ def test_weights_are_those_of_the_model(family):
         assert flops.parameters(model.config).total == sum(matrices.values())
 
 
+def test_layers_with_heads_of_different_sizes_count_with_their_own():
+    """Gemma 4, whose configuration has no head size of all layers."""
+    config = transformers.Gemma4TextConfig(
+        vocab_size=64,
+        vocab_size_per_layer_input=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        global_head_dim=32,
+        hidden_size_per_layer_input=8,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=4,
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    products = sum(
+        module.weight.numel()
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and "per_layer_model_projection" not in name
+    )
+    projected = model.get_submodule("model.per_layer_model_projection").weight.numel()
+
+    assert flops.parameters(config).active == products + projected
+    pairs = (10 + 4 * 4) * 16 + 36 * 32  # of eight tokens
+    assert flops.breakdown(config, 8).attention_scores == 2 * 2 * 2 * pairs
+
+
 @pytest.mark.parametrize("family", [*WINDOWED, "qwen3", "qwen3_moe", "deepseek_v32", "glm_moe_dsa"])
 def test_pairs_are_those_that_have_attention(family):
     n, heads, size = 12, 4, 8

@@ -59,8 +59,9 @@ def pass_at_k(
     Raises:
         ValueError: k is out of range, or c is not between 0 and n.
     """
-    if k < 1 or (samples < k).any():
-        raise ValueError(f"k is {k}; expected 1 to {samples.min(initial=0)}, the fewest samples")
+    fewest = int(samples.min()) if len(samples) else k
+    if not 1 <= k <= fewest:
+        raise ValueError(f"k is {k}; expected 1 to {fewest}, the fewest samples")
     if (passed < 0).any() or (passed > samples).any():
         raise ValueError("passed is not between 0 and the number of samples")
     failed = samples - passed
@@ -80,7 +81,10 @@ def share_interval(values: Float64[np.ndarray, " tasks"], *, confidence: float =
     where p is the mean, v the sample variance of the values, and t Student's quantile. One sample
     of each task makes m about the number of tasks; several make it larger. The variance is that of
     tasks + 5 of which five have the largest that p allows, since v is too small by chance where
-    values are nearly all equal. Simulated at 95% over 8 to 200 tasks, it covers 92 to 99%.
+    values are nearly all equal. Simulated at 95% over 8 to 200 tasks whose probabilities of passing
+    are beta-distributed, it covers 92 to 99%. It is too narrow where a few tasks are unlike all
+    others and none of these was drawn: of 50 tasks of which 2% never pass and all others do in 99
+    of 100 samples, with 16 samples each, it covers 75%.
 
     Raises:
         ValueError: there are no values, one is not between 0 and 1, or the confidence is not.
@@ -102,7 +106,7 @@ def share_interval(values: Float64[np.ndarray, " tasks"], *, confidence: float =
 def mean_interval(values: Float64[np.ndarray, " tasks"], *, confidence: float = 0.95) -> Interval:
     """The interval of a mean of any values, such as rewards: ``mean +- t s / sqrt(tasks)``.
 
-    It is too narrow where few tasks decide the mean; prefer ``share_interval`` where it applies.
+    It is too narrow where few tasks decide the mean; ``share_interval`` mostly is less so.
 
     Raises:
         ValueError: there are no values, one is not finite, or the confidence is out of range.
@@ -177,7 +181,8 @@ def _permutation_p_value(differences: np.ndarray) -> float:
         extra = 1  # what was seen is one of the possible exchanges
     sums = np.abs(signs @ differences)
     seen = abs(differences.sum())
-    as_large = int((sums >= seen * (1 - 1e-12)).sum())
+    rounding = 1e-12 * np.abs(differences).sum()
+    as_large = int((sums >= seen - rounding).sum())
     return (as_large + extra) / (len(sums) + extra)
 
 

@@ -14,15 +14,16 @@ def orthogonalize(
     steps: int = 5,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Float[Tensor, "n rows columns"]:
-    """Approximately the nearest orthogonal matrix to each: singular values become 0.7 to 1.2.
+    """Approximately the nearest orthogonal matrix to each.
 
         X <- G / |G|_F,  then ``steps`` times  X <- a X + (b S + c S S) X,  S = X X^T
 
     a quintic Newton-Schulz iteration with a, b, c = 3.4445, -4.7750, 2.0315, chosen for a steep
     slope at 0, not for convergence to 1 (Keller Jordan,
-    https://kellerjordan.github.io/posts/muon). A matrix of zeros stays zero. The result of a matrix
-    does not depend on the others. ``dtype`` is that of the iteration and the result; bfloat16 is
-    enough for ``Muon``.
+    https://kellerjordan.github.io/posts/muon). After five steps, singular values that were above
+    about 0.002 of the norm are 0.7 to 1.2; smaller ones have grown by up to 485 times, and zeros
+    stay. The result of a matrix does not depend on the others. ``dtype`` is that of the iteration
+    and the result; bfloat16 is enough for ``Muon``.
     """
     x = matrices.to(dtype)
     is_tall = x.shape[1] > x.shape[2]

@@ -140,9 +140,13 @@ class _Copies:
         self._device = parameters[0].device
         self._cuda = self._device.type == "cuda"
         self._in, self._out = _stream(self._device), _stream(self._device)
+        self._updates: torch.cuda.Stream | None = None
+        """The stream on which the update uses what was copied."""
 
     def to_device(self) -> torch.cuda.StreamContext:
         """Within it, copies go to the device."""
+        if self._cuda:
+            self._updates = torch.cuda.current_stream(self._device)
         return torch.cuda.stream(self._in)
 
     def to_host(self) -> torch.cuda.StreamContext:
@@ -174,8 +178,8 @@ class _Copies:
     def fetched(self, value: Tensor) -> Tensor:
         """A state, on the device."""
         fetched = value.to(self._device, non_blocking=True, copy=True)
-        if self._cuda:  # the update uses what was allocated on another stream
-            local_part(fetched).record_stream(torch.cuda.current_stream(self._device))
+        if self._updates is not None:  # it uses what was allocated on another stream
+            local_part(fetched).record_stream(self._updates)
         return fetched
 
     def store(self, value: Tensor, kept: Tensor) -> None:

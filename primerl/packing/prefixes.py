@@ -93,7 +93,9 @@ def families(samples: Sequence[TrainingSample], *, capacity: float) -> list[list
 
 def _untrained(sample: TrainingSample) -> int:
     """How many first tokens can be shared: row j predicts token j + 1, and the last row stays."""
-    used = sample.loss_mask if sample.weights is None else sample.loss_mask | (sample.weights > 0)
+    used = sample.loss_mask
+    if sample.weights is not None:
+        used = used | (np.nan_to_num(sample.weights) != 0)
     trained = np.flatnonzero(used)
     return int(trained[0] if len(trained) else len(sample.token_ids)) - 1
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from primerl._checkpoint_tensors import Quantizer, converted, distinct_tensors, layers_of
 from primerl._expert_modules import expert_modules
+from primerl.flops import layer_configs
 from primerl.planning.trainer import GIB
 
 KVDtype = Literal["auto", "fp8"]
@@ -159,24 +160,33 @@ def _sent(
 def kv_bytes(config: Any, kv_cache_dtype: KVDtype = "auto") -> int:
     """Bytes that vLLM 0.32 keeps for a token, in all layers.
 
-    Latent attention keeps a latent and a rotated key; in FP8, the latent with its scales, and the
-    rotated key in 16 bits. An indexer keeps one key in FP8, with its scale.
+    Latent attention keeps a latent and a rotated key, in FP8 of one byte for each number. With an
+    indexer, FP8 means FlashMLA's sparse format: the latent with its scales, the rotated key in 16
+    bits, and the indexer's key in FP8 with its scale.
 
     Raises:
         ValueError: the config says neither.
     """
     text = config.get_text_config()
     layers = text.num_hidden_layers
+    number = 1 if kv_cache_dtype == "fp8" else 2
     if getattr(text, "kv_lora_rank", None) is None:
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        return int(layers * 2 * heads * head * (1 if kv_cache_dtype == "fp8" else 2))
+        return number * sum(2 * _key_size(layer) for layer in layer_configs(text))
     latent, rope = text.kv_lora_rank, text.qk_rope_head_dim
-    in_fp8 = latent + 4 * (latent // QUANTIZED) + 2 * rope
-    each = in_fp8 if kv_cache_dtype == "fp8" else 2 * (latent + rope)
+    sparse = getattr(text, "index_topk", None) is not None
+    each = number * (latent + rope)
+    if sparse and kv_cache_dtype == "fp8":
+        each = latent + 4 * (latent // QUANTIZED) + 2 * rope
     total = layers * each
-    if getattr(text, "index_topk", None) is not None:
+    if sparse:
         kinds = getattr(text, "indexer_types", None) or ["full"] * layers
         size = text.index_head_dim
         total += sum(kind == "full" for kind in kinds) * (size + 4 * (size // QUANTIZED))
     return int(total)
+
+
+def _key_size(layer: Any) -> int:
+    """Numbers of a token's keys in a layer, of all heads."""
+    size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    return int(size * heads)

@@ -30,6 +30,8 @@ def test_pass_at_k_of_many_samples_does_not_overflow():
 def test_pass_at_k_of_impossible_numbers(passed, k):
     with pytest.raises(ValueError, match=r"k is|passed is"):
         evaluation.pass_at_k(np.array(passed), np.array([2]), k=k)
+    with pytest.raises(ValueError, match="k is 5; expected 1 to 4, the fewest samples"):
+        evaluation.pass_at_k(np.array([1, 1]), np.array([6, 4]), k=5)
 
 
 TABLE = {  # of Student's distribution, two-sided 95% and 99%
@@ -127,6 +129,13 @@ def test_a_comparison_by_hand():
     assert comparison.tasks == 3
     with pytest.raises(ValueError, match="2 and 3 tasks"):
         evaluation.compare(np.zeros(2), np.zeros(3))
+
+
+def test_differences_that_cancel_have_a_p_value_of_one():
+    """Their sum is 0, but for the rounding of tenths."""
+    differences = np.array([0.1, 0.7, -0.3, -0.5])
+    assert differences.sum() != 0
+    assert evaluation.compare(np.zeros(4), differences).p_value == 1.0
 
 
 def test_a_difference_is_called_significant_as_rarely_as_it_should():

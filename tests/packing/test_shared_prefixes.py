@@ -4,6 +4,7 @@ import functools
 import itertools
 from types import SimpleNamespace
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -69,6 +70,16 @@ def test_a_token_is_trained_in_each_sample_that_trains_it():
 
     assert batch.labels[batch.loss_mask].tolist() == [20, 21, 20, 21]
     assert batch.advantages[batch.loss_mask].tolist() == [1, 1, -1, -1]
+
+
+@pytest.mark.parametrize("weight", [0.5, -0.5])
+def test_a_token_with_a_weight_is_in_the_loss_of_each_sample_that_has_it(weight):
+    weights = np.array([0, 0, weight, 0, 0, np.nan])
+    pair = [attrs.evolve(sample([7, 8, 9, 10], [20, last]), weights=weights) for last in (21, 22)]
+
+    ((batch,),) = packing.pack(pair, max_tokens=16, ranks=1, share_prefixes=True)
+
+    assert batch.weights.nansum() == 2 * weight
 
 
 def test_few_tokens_are_not_worth_sharing(monkeypatch):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -227,6 +228,24 @@ def test_glm5_keeps_what_vllm_keeps_of_a_token(glm5):
     latent, indexer = 512 + 64, 128 + 4
     assert kv_bytes(config) == 78 * (2 * latent + indexer)
     assert kv_bytes(config, "fp8") == 78 * (656 + indexer)  # vLLM's fp8_ds_mla
+
+
+def test_latent_attention_without_an_indexer_keeps_a_byte_for_each_number():
+    config = transformers.DeepseekV3Config()
+    assert kv_bytes(config) == 61 * 2 * (512 + 64)
+    assert kv_bytes(config, "fp8") == 61 * (512 + 64)
+
+
+def test_layers_keep_keys_of_their_own_sizes():
+    config = transformers.Gemma4TextConfig(
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=64,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    assert kv_bytes(config) == 2 * 2 * 2 * (16 + 64)
 
 
 @pytest.mark.slow

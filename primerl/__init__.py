@@ -6,8 +6,8 @@ Each package is imported on first use, so ``import primerl`` is instant and load
     from primerl import packing, parallel, rollout, sandbox, track, types, weights
 
 Data flows from ``rollout`` through ``filters``, ``advantage``, ``packing``, ``loss``, an optimizer
-and ``weights`` back to ``rollout``. No package imports another: the short scripts in ``recipes/``
-wire them together.
+and ``weights`` back to ``rollout``. These packages do not import each other: the short scripts in
+``recipes/`` wire them together.
 """
 
 import importlib

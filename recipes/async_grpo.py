@@ -64,17 +64,17 @@ class Args:
     max_tokens: int = attrs.field(default=16, validator=number(at_least=1))
     # the most tokens of a micro-batch
     pack_tokens: int = attrs.field(default=2048, validator=number(at_least=1))
-    # that trainer and engine compute in; the parameters that are trained are float32
+    # what trainer and engine compute in; the trained parameters stay float32
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # compute activations again in the backward pass, instead of keeping them
     recompute: bool = False
     # compile layers: on a CPU, it pays from about 40 steps on
     compile: bool = False
-    # ranks that divide the experts of a layer among them
+    # expert parallelism: ranks that share the experts of each layer
     ep: int = attrs.field(default=1, validator=number(at_least=1))
-    # ranks that divide the rows of a micro-batch among them
+    # context parallelism: ranks that share the tokens of each micro-batch
     cp: int = attrs.field(default=1, validator=number(at_least=1))
-    # in this process, or vLLM's server
+    # sample in this process, or start a vLLM server
     engine: Literal["transformers", "vllm"] = "transformers"
     # vLLM's servers that run already
     engine_urls: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class Args:
     eval_every: int = attrs.field(default=10, validator=number(at_least=0))
     # policy steps from one checkpoint to the next; 0: only when told to stop
     save_every: int = attrs.field(default=10, validator=number(at_least=0))
-    # of a new run; runs/SCRIPT-NNN by default
+    # the folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
     # the folder of a run, to resume it there
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
@@ -109,7 +109,7 @@ def build_tasks(seed: int) -> list[dict[str, Any]]:
 
 
 def reward(task: Any, reply: str) -> float:
-    """One for the number alone, less the more words are around it, nothing without it."""
+    """1 for the number alone, 1/n in a reply of n words, 0 without it."""
     words = reply.replace(".", " ").split()
     return 1.0 / len(words) if task["answer"] in words else 0.0
 

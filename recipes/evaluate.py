@@ -48,7 +48,7 @@ class Args:
     endpoint: str | None = None
     # a model folder or hub id; with --endpoint, a name that it knows
     model: str | None = attrs.field(default=None, validator=model_or_endpoint)
-    # in this process, or vLLM's server
+    # sample in this process, or start a vLLM server
     engine: Literal["transformers", "vllm"] = "transformers"
     # vLLM's servers that run already
     engine_urls: tuple[str, ...] = ()

@@ -61,12 +61,13 @@ class Scale:
     config: str | None = None
     # the learning rate
     lr: float
-    # numbers of nodes that train: the first one is meant, --dry-run compares it with the others
+    # numbers of nodes that train: a run uses the first, --dry-run compares all
     nodes: tuple[int, ...] = (1,)
     gpus_per_node: int
     # bytes of a GPU's memory
     gpu_bytes: int
-    # ranks that divide the experts of a layer, and the rows of a micro-batch
+    # expert and context parallelism: ranks that share the experts of each layer, and the tokens of
+    # each micro-batch
     ep: int
     cp: int
     # what trainer and sampler compute in; weights of the trainer are in float32
@@ -90,7 +91,7 @@ class Scale:
     # what samples: a copy of the model in this process, or vLLM's servers with these arguments
     engine: Literal["transformers", "vllm"] = "vllm"
     server: Mapping[str, Any] = {}
-    # numbers of GPUs of a server, which divide the experts: the first one is meant
+    # numbers of GPUs of a server, which share the experts: a run uses the first
     server_gpus: tuple[int, ...] = (1,)
     # seconds from SIGTERM to the end of a step and its checkpoint
     grace_s: float = 25.0
@@ -207,7 +208,7 @@ class Args:
     eval_every: int = attrs.field(default=10, validator=number(at_least=0))
     # policy steps from one checkpoint to the next; 0: only when told to stop
     save_every: int = attrs.field(default=10, validator=number(at_least=0))
-    # ranks that divide experts and rows, instead of the scale's
+    # expert and context parallelism, instead of the scale's
     ep: int | None = attrs.field(default=None, validator=optional(number(at_least=1)))
     cp: int | None = attrs.field(default=None, validator=optional(number(at_least=1)))
     # vLLM's servers that run already
@@ -224,7 +225,7 @@ class Args:
     dry_run: bool = False
     # for --dry-run: numbers of nodes that train, instead of the scale's
     nodes: tuple[int, ...] = ()
-    # of a new run; runs/SCRIPT-NNN by default
+    # the folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
     # the folder of a run, to resume it there
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
@@ -437,11 +438,14 @@ def dry_run(args: Args, scale: Scale) -> planning.Plan:
     )
 
     model = models.empty_model(folder)
+    published = {}
     if scale.fp8 is not None:
         fp8.convert_linears(model, form=scale.fp8)
+        published["FP8"] = quantizer(model, scale)
+    published["bf16"] = None
     servers = {}
     for gpus in scale.server_gpus:
-        for name, how in {"FP8": quantizer(model, scale), "bf16": None}.items():
+        for name, quantize in published.items():
             servers[f"{name}, ep={gpus}"] = planning.plan_server(
                 model,
                 gpus=gpus,
@@ -450,7 +454,7 @@ def dry_run(args: Args, scale: Scale) -> planning.Plan:
                 max_num_seqs=scale.server.get("max_num_seqs", 64),
                 gpu_bytes=scale.gpu_bytes,
                 gpu_memory_utilization=scale.server.get("gpu_memory_utilization", 0.9),
-                quantize=how,
+                quantize=quantize,
             )
     return planning.Plan(
         model=planning.model_size(model),
@@ -471,8 +475,8 @@ def main(args: Args) -> None:
     if args.dry_run:
         plan = dry_run(args, scale)
         print(plan.text())
-        meant = [plan.trainers[0], *list(plan.servers.values())[:1]]
-        raise SystemExit(1 if any(one.refusal for one in meant) else 0)
+        trainer, server = plan.trainers[0], next(iter(plan.servers.values()))
+        raise SystemExit(1 if trainer.refusal or server.refusal else 0)
     world = parallel.process_group(seed=args.seed, grace_s=scale.grace_s)
     sinks = [track.LiveView("GLM SWE", steps=args.steps)] if world.is_first else []
     parallel.settle_cpu()

@@ -1,7 +1,7 @@
 """Tiny models, a tokenizer, words and engines for tests and demonstrations.
 
 ``HostileEngine``, ``HostileEnvironment`` and ``HostileServer`` break the rules on purpose, to test
-that faults are detected. No other package imports this one.
+that faults are detected. No package of the training loop imports this one.
 """
 
 from primerl.testing.conformance import check_engine

@@ -105,6 +105,9 @@ class TransformersEngine:
         if dtype is not None:
             _round_parameters(served, dtype)
         self._model = served
+        text: Any = served.config.get_text_config()
+        self._vocab_size = int(text.vocab_size)
+        self._positions = int(text.max_position_embeddings)
         self._recompute = on_update == "recompute"
         self._cache_tokens = cache_tokens
         self._max_concurrent = max_concurrent
@@ -131,14 +134,12 @@ class TransformersEngine:
     @property
     def context_length(self) -> int:
         """The maximum number of tokens of one request: the smaller of positions and cache."""
-        positions: int = self._model.config.get_text_config().max_position_embeddings
-        return min(positions, self._cache_tokens)
+        return min(self._positions, self._cache_tokens)
 
     @property
     def vocab_size(self) -> int:
         """The number of token ids that the model has embeddings for."""
-        size: int = self._model.config.get_text_config().vocab_size
-        return size
+        return self._vocab_size
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """The load, as vLLM names its metrics: what runs, what waits, and how full the cache is.

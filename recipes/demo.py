@@ -13,6 +13,7 @@ the groups trained on; ``--groups`` trains on them again, with the same losses, 
 """
 
 import contextlib
+import gc
 import random
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -99,7 +100,10 @@ def warm_up(model: Any, tokenizer: Any, tasks: list[Any], *, steps: int, seed: i
         copies = len(task["id"]) >= LONG and draw.random() >= LONG_REVERSED
         return task["id"] if copies else task["answer"]
 
-    lessons = ([(t["prompt"], answer(t)) for t in draw.sample(tasks, 64)] for _ in range(steps))
+    lessons = []
+    for _ in range(steps):
+        drawn = draw.sample(tasks, 64)
+        lessons.append([(task["prompt"], answer(task)) for task in drawn])
     testing.imitate(model, tokenizer, lessons)
 
 
@@ -192,8 +196,14 @@ def main(args: Args) -> None:
             gate=track.MismatchGate(floor=REPLAY_MISMATCH) if args.replay else None,
         )
     warm_up(model, tokenizer, train_tasks, steps=args.warmup_steps, seed=args.seed)
-    permute = np.random.default_rng(args.seed).permutation if args.permute_rewards else np.array
-    estimator = advantage.of_rewards(lambda rewards: advantage.centered(permute(rewards)))
+    generator = np.random.default_rng(args.seed)
+
+    @advantage.of_rewards
+    def advantages(rewards: Any) -> Any:
+        if args.permute_rewards:
+            rewards = generator.permutation(rewards)
+        return advantage.centered(rewards)
+
     opened_engine = contextlib.nullcontext()  # without an engine, the worker does nothing
     if world.is_first and not args.groups:
         opened_engine = open_engine(args, model)
@@ -224,13 +234,15 @@ def main(args: Args) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
         transport = None if args.groups else weights.transport_to(model, engine, worker=rollouts)
         before = exact_match()
+        gc.freeze()  # collections stop all threads: leave out what was built until here
+
         for step in range(steps):
             if world.is_first and args.groups:
                 groups = recorded[step]
             else:
                 groups = rollouts.take(version=step)
             trained_groups.append(groups)
-            samples = advantage.assign(groups, estimator)
+            samples = advantage.assign(groups, advantages)
             packed = packing.pack(samples, max_tokens=8192, ranks=world.world_size)
             batches = parallel.scatter(packed, packing.PackedBatch)
 

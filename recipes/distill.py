@@ -14,6 +14,7 @@ GPUs: ``torchrun --nproc-per-node 8``. Ctrl-C and SIGTERM save; ``--resume RUN_D
 """
 
 import contextlib
+import gc
 import importlib.util
 import itertools
 import random
@@ -85,8 +86,9 @@ class Args:
     max_tokens: int = attrs.field(default=16, validator=number(at_least=1))
     # the most tokens of a micro-batch
     pack_tokens: int = attrs.field(default=2048, validator=number(at_least=1))
-    # what trainer and engine compute in; the trained parameters stay float32
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # what trainer and engine compute in, by default what this machine is fastest in; the trained
+    # parameters stay float32
+    dtype: Literal["float32", "bfloat16"] = attrs.field(factory=parallel.native_dtype)
     # compute activations again in the backward pass, instead of keeping them
     recompute: bool = False
     # expert parallelism: ranks that share the experts of each layer
@@ -143,10 +145,11 @@ def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
     environments: dict[str, Any] = {}
     train_tasks: dict[str, Any] = {}
     held_out: dict[str, list[Any]] = {}
-    for name, env in zip(environment_names(args), args.env, strict=False):  # none by default
-        environments[name] = rollout.verifiers(env, tokenizer=tokenizer, keep_conversation=True)
-        held_out[name], train_tasks[name] = environments[name].tasks.split(args.eval_tasks)
-    if not args.env:
+    if args.env:
+        for name, env in zip(environment_names(args), args.env, strict=True):
+            environments[name] = rollout.verifiers(env, tokenizer=tokenizer, keep_conversation=True)
+            held_out[name], train_tasks[name] = environments[name].tasks.split(args.eval_tasks)
+    else:
         tasks = build_tasks(args.seed)
         if args.eval_tasks >= len(tasks):
             raise ValueError(f"--eval-tasks is {args.eval_tasks}; expected less than {len(tasks)}")
@@ -212,11 +215,18 @@ def open_engine(args: Args, model: Any) -> Iterator[Any]:
 @torch.no_grad()
 def score_batch(teacher: Any, batch: packing.PackedBatch, *, top_k: int) -> dict[str, torch.Tensor]:
     """What a teacher in this process says of a micro-batch."""
-    rows = batch.token_ids, batch.position_ids, batch.labels
     if not top_k:
-        return {"ref_logprobs": loss.model_logprobs(teacher, *rows, rows=batch.loss_mask)}
+        logprobs = loss.model_logprobs(
+            teacher, batch.token_ids, batch.position_ids, batch.labels, rows=batch.loss_mask
+        )
+        return {"ref_logprobs": logprobs}
     logprobs, top_ids, top_logprobs = loss.model_top_k_logprobs(
-        teacher, *rows, k=top_k, rows=batch.loss_mask
+        teacher,
+        batch.token_ids,
+        batch.position_ids,
+        batch.labels,
+        k=top_k,
+        rows=batch.loss_mask,
     )
     return {
         "ref_logprobs": logprobs,
@@ -333,7 +343,9 @@ def main(args: Args) -> None:
     # All ranks train. Rank 0 also samples and keeps records; on the others, the engine is None, and
     # the worker and the run do nothing.
     run = track.IdleRun()
+    opened_engine = contextlib.nullcontext()
     if world.is_first:
+        opened_engine = open_engine(args, model)
         run = track.Run(
             args.resume or args.run_dir,
             args=args,
@@ -345,7 +357,7 @@ def main(args: Args) -> None:
         )
     with (
         open_teachers(args, tokenizer, world) as teachers,  # before anything is sampled
-        open_engine(args, model) if world.is_first else contextlib.nullcontext() as engine,
+        opened_engine as engine,
         rollout.worker(
             engine,
             environment,
@@ -380,6 +392,7 @@ def main(args: Args) -> None:
         with checkpoints:
             first_step = checkpoints.load(saved)
             transport.publish(first_step)
+            gc.freeze()  # collections stop all threads: leave out what was built until here
 
             for step in range(first_step, args.steps):
                 if args.eval_every and step % args.eval_every == 0:

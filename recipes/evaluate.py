@@ -54,7 +54,8 @@ class Args:
     engine_urls: tuple[str, ...] = ()
     # arguments of the server that is started, such as gpu_memory_utilization 0.4
     vllm: dict[str, bool | str] = attrs.field(factory=dict)
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # what the engine computes in, by default what this machine is fastest in
+    dtype: Literal["float32", "bfloat16"] = attrs.field(factory=parallel.native_dtype)
     # of each environment: its first ones, which async_grpo.py holds out with --eval-tasks
     tasks: int = attrs.field(default=64, validator=number(at_least=1))
     # plays of each task

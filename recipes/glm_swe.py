@@ -14,6 +14,7 @@ starts it on a cluster. Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues.
 
 import contextlib
 import functools
+import gc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -438,7 +439,7 @@ def dry_run(args: Args, scale: Scale) -> planning.Plan:
     )
 
     model = models.empty_model(folder)
-    published = {}
+    published: dict[str, fp8.CheckpointQuantizer | None] = {}
     if scale.fp8 is not None:
         fp8.convert_linears(model, form=scale.fp8)
         published["FP8"] = quantizer(model, scale)
@@ -487,8 +488,13 @@ def main(args: Args) -> None:
     environment, train_tasks, eval_tasks = build_environment(args, scale, tokenizer)
     sampling = SamplingParams(max_tokens=scale.reply_tokens, temperature=1.0)
     saved = checkpoint.last_good(args.resume if world.is_first else None)
-    permute = np.random.default_rng(args.seed).permutation if args.permute_rewards else np.array
-    estimator = advantage.of_rewards(lambda rewards: advantage.standardized(permute(rewards)))
+    generator = np.random.default_rng(args.seed)
+
+    @advantage.of_rewards
+    def advantages(rewards: Any) -> Any:
+        if args.permute_rewards:
+            rewards = generator.permutation(rewards)
+        return advantage.standardized(rewards)
 
     # All ranks train. Rank 0 also samples and keeps records; on the others, the engine is None, and
     # the worker and the run do nothing.
@@ -535,12 +541,13 @@ def main(args: Args) -> None:
         with checkpoints:
             first_step = checkpoints.load(saved)
             transport.publish(first_step)
+            gc.freeze()  # collections stop all threads: leave out what was built until here
 
             for step in range(first_step, args.steps):
                 if args.eval_every and step % args.eval_every == 0:
                     run.log_evaluation(step, rollouts.evaluate(eval_tasks, sampling))
                 groups = rollouts.take(version=step)
-                samples = advantage.assign(groups, estimator)
+                samples = advantage.assign(groups, advantages)
                 packed = packing.pack(
                     samples,
                     max_tokens=scale.context,

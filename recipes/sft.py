@@ -77,8 +77,9 @@ class Args:
     replies: Literal["all", "last"] = "all"
     # the most tokens of a micro-batch, but for a conversation that alone has more
     pack_tokens: int = attrs.field(default=4096, validator=number(at_least=2))
-    # what is computed in; the trained parameters stay float32
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # what is computed in, by default what this machine is fastest in; the trained parameters stay
+    # float32
+    dtype: Literal["float32", "bfloat16"] = attrs.field(factory=parallel.native_dtype)
     # of low-rank adapters, which are then trained alone; 0: the whole model is trained
     lora_rank: int = attrs.field(default=0, validator=number(at_least=0))
     # compute activations again in the backward pass, instead of keeping them

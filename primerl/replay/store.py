@@ -214,8 +214,8 @@ class Store:
             )
         raise BadRoutes(
             f"token {token + 1} was sampled by version {sample.versions[token + 1]}, but the "
-            f"routes of token {token}, which led to it, are of version {versions[token]}: they are those "
-            f"of another request ({len(wrong)} tokens have no routes or others')"
+            f"routes of token {token}, which led to it, are of version {versions[token]}: they are "
+            f"those of another request ({len(wrong)} tokens have no routes or others')"
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,6 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from primerl import parallel
 
 PROGRAM = """
 import logging, os, resource, sys
@@ -59,3 +62,22 @@ def test_what_the_environment_says_decides_and_freed_memory_is_kept():
     assert "1 threads for trainer and engine each, as OMP_NUM_THREADS says" in said
     assert "freed memory is kept" in said
     assert int(page_faults) <= PAGES  # where all eight tensors were cleared, 8 times
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "cuda", "expected"),
+    [
+        ({"avx2": True, "avx512_bf16": False}, False, "float32"),
+        ({"avx512_f": True}, False, "float32"),
+        ({"avx512_f": True, "avx512_bf16": True}, False, "bfloat16"),
+        ({"amx_bf16": True}, False, "bfloat16"),
+        ({"neon": True, "bf16": True}, False, "bfloat16"),
+        ({"avx2": True}, True, "bfloat16"),
+    ],
+)
+def test_machines_compute_in_what_they_have_instructions_for(
+    monkeypatch, capabilities, cuda, expected
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    assert parallel.native_dtype() == expected

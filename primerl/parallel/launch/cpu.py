@@ -1,7 +1,8 @@
-"""A CPU that trainer and engine share: its cores, and its memory."""
+"""What a CPU computes fastest in, and how trainer and engine share its cores and its memory."""
 
 import ctypes
 import os
+from typing import Literal
 
 import torch
 
@@ -11,6 +12,22 @@ VARIABLE = "OMP_NUM_THREADS"
 # Of glibc's malloc.h. Blocks of up to 1 GiB come from memory that the process keeps; up to 2 GiB of
 # what is free at its end are kept too (the parameter is an int).
 MALLOC = {"M_MMAP_THRESHOLD": (-3, 2**30), "M_TRIM_THRESHOLD": (-1, 2**31 - 1)}
+
+# Of x86 and of ARM, as torch.cpu.get_capabilities() calls them.
+INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+
+
+def native_dtype() -> Literal["bfloat16", "float32"]:
+    """The name of what this machine computes fastest in.
+
+    ``"bfloat16"`` with CUDA and on CPUs that have instructions for it. Others imitate it, and are
+    faster in ``"float32"``.
+    """
+    if torch.cuda.is_available():
+        return "bfloat16"
+    capabilities = torch.cpu.get_capabilities()
+    native = any(capabilities.get(name) for name in INSTRUCTIONS)
+    return "bfloat16" if native else "float32"
 
 
 def settle_cpu() -> None:

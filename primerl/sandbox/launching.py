@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from primerl.sandbox.engine import messages
+from primerl.sandbox.engine import messages, removal
 from primerl.sandbox.errors import BadReply, SandboxError
 
 _PROGRAM = (
@@ -97,7 +96,7 @@ class Launcher:
             process = await asyncio.to_thread(_start_process, python, theirs)
         except OSError as error:
             ours.close()
-            shutil.rmtree(folder, ignore_errors=True)
+            removal.remove(str(folder))
             raise SandboxError(f"the interpreter {python} could not be started: {error}") from error
         finally:
             theirs.close()
@@ -162,7 +161,7 @@ class Launcher:
         except TimeoutError:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
-        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+        await asyncio.to_thread(removal.remove, str(self.folder))
 
     def _say(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         try:

@@ -37,7 +37,8 @@ class SandboxPool:
         start_timeout_s: time in which the pool, and each sandbox, must start.
         lease_s: everything ends if the owner's event loop gives no sign of life for this long. A
             crash of the owner ends everything at once.
-        readable: further absolute paths that sandboxes may read, such as a folder of packages.
+        readable: further absolute paths that sandboxes may read, such as a folder of packages; not
+            below ``/tmp`` and its like, where the tier's sandboxes have their own.
         python: the interpreter for code; the one that runs this, without its virtual environment,
             by default.
         allow_network: ``"host:port"`` of the servers that sandboxes may reach, through a proxy of
@@ -47,7 +48,8 @@ class SandboxPool:
 
     Raises:
         SandboxUnavailable: this machine lacks what the tier needs; raised on entering.
-        ValueError: an argument is out of range, or the tier is weaker than ``min_isolation``.
+        ValueError: an argument is out of range, the tier is weaker than ``min_isolation``, or its
+            sandboxes can't show a ``readable`` path.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class SandboxPool:
                 image=image,
             ),
         )
+        tiers.require_visible(readable, self._tier)
         self._starting = starting
         self._running = False
         self._ready: deque[Sandbox] = deque()
@@ -153,7 +156,7 @@ class SandboxPool:
             memory_bytes=memory_bytes,
             output_bytes=output_bytes,
         )
-        async with self._turns:
+        async with self.turn():
             sandbox = await self._take()
             try:
                 return await sandbox.execute(order)
@@ -247,8 +250,22 @@ class SandboxPool:
 
     async def execute(self, sandbox: Sandbox, order: Order) -> Result:
         """Carry out a session's order when it is its turn among all that want to run."""
-        async with self._turns:
+        async with self.turn():
             return await sandbox.execute(order)
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for one of the ``concurrency`` turns, in order of arrival.
+
+        Whoever has one must not wait for a second one, which ``run`` and a session's calls do, but
+        not ``Session.execute_at_once``.
+
+        Raises:
+            SandboxError: the pool isn't running.
+        """
+        self._check_running()
+        async with self._turns:
+            yield
 
     # ---- sandboxes ----
 

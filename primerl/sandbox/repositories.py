@@ -7,7 +7,9 @@ of the tested code runs in pytest's process, and none of it can reach the result
 A test can call functions, make and use objects, read attributes, and expect exceptions. It can't
 share files or monkeypatch internals, subclass a class of the code under test, or pass it functions:
 such a test fails with a TypeError that says so. Comparing objects of the tested code asks that code
-(``__eq__``); comparing plain values doesn't.
+(``__eq__``); comparing plain values doesn't. Its arithmetic with a plain value, which may be what
+the test expects, must give another object, from which no number is taken. Its context managers
+can't suppress exceptions of the test, and ``import *`` replaces none of the test's names.
 """
 
 import asyncio
@@ -28,7 +30,7 @@ OUTCOMES = ("passed", "failed", "skipped")
 class TestReport:
     """Outcomes by test, of those that pytest reported, and what it printed.
 
-    ``passed`` is true if every expected test passed, and at least one was expected or reported.
+    ``passed`` is true if every expected test passed, at least one did, and none failed.
     """
 
     __test__ = False  # no test, for pytest
@@ -70,7 +72,7 @@ async def grade_repository(
     suite = pool.order("", files=tests, **limits)
     header = {"modules": list(modules), "packages": list(packages), "files": sorted(tests)}
     with ours, theirs:
-        async with pool.session() as tested, pool.session() as testing:
+        async with pool.turn(), pool.session() as tested, pool.session() as testing:
             # Each end is then in one sandbox only: if one ends, the other sees it.
             subject = attrs.evolve(subject, kind="subject", connection=ours.detach())
             suite = attrs.evolve(
@@ -78,7 +80,7 @@ async def grade_repository(
             )
             answering = asyncio.ensure_future(tested.execute_at_once(subject))
             try:
-                # Not in the pool's queue: each waits for the other.
+                # Both in the one turn: each waits for the other.
                 done = await testing.execute_at_once(suite)
             finally:
                 answering.cancel()
@@ -96,6 +98,7 @@ def _report(done: Result, expected: Sequence[str] | None) -> TestReport:
         outcomes = {name: outcome for name, outcome in said.items() if outcome in OUTCOMES}
     missing = tuple(name for name in expected or () if outcomes.get(name) != "passed")
     # pytest's exit code is 0 only if it ran to its end, without errors of collection.
-    passed = done.ok and bool(outcomes) and not missing and "failed" not in outcomes.values()
+    passed = done.ok and not missing and "failed" not in outcomes.values()
+    passed = passed and "passed" in outcomes.values()
     log = done.stderr.decode(errors="replace")
     return TestReport(passed=passed, outcomes=outcomes, missing=missing, log=log, result=done)

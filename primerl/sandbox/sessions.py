@@ -2,6 +2,7 @@
 turns.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ class Session:
         self._pool = pool
         self._sandbox = sandbox
         self._root = root
+        self._one_at_a_time = asyncio.Lock()
 
     @property
     def alive(self) -> bool:
@@ -130,7 +132,7 @@ class Session:
         self._checked(done, "snapshot")
 
     async def execute_at_once(self, order: Order) -> Result:
-        """Carry out an order without waiting in the pool's queue: for two sessions that talk."""
+        """Carry out an order within ``SandboxPool.turn``: for two sessions that talk."""
         return await self._sandbox.execute(order)
 
     async def _do(
@@ -146,9 +148,10 @@ class Session:
         return await self._execute(attrs.evolve(order, kind=kind, header=order.header | header))
 
     async def _execute(self, order: Order) -> Result:
-        if not self._sandbox.alive:
-            raise SandboxError("the session's sandbox has ended; its files are gone")
-        return await self._pool.execute(self._sandbox, attrs.evolve(order, keeps=True))
+        async with self._one_at_a_time:
+            if not self._sandbox.alive:
+                raise SandboxError("the session's sandbox has ended; its files are gone")
+            return await self._pool.execute(self._sandbox, attrs.evolve(order, keeps=True))
 
     @staticmethod
     def _checked(done: Result, what: str) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from primerl._files import whole_or_nothing
+from primerl._files import sync_folder, whole_or_nothing
 
 ARGS, SUMMARY, METRICS, ROLLOUTS = "args.json", "summary.json", "metrics.jsonl", "rollouts.jsonl"
 TOKENS = "tokens.jsonl"  # a line [id, text] for each token of the rollouts
@@ -31,6 +31,7 @@ class RunFolder:
     def __init__(self, path: Path, *, state: Mapping[str, Any] | None) -> None:
         self.path = path
         self._ends: dict[str, int] = {}
+        self._open: tuple[TextIO, ...] = ()
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is no folder; choose another name for the run's")
         if state is None:
@@ -88,6 +89,7 @@ class RunFolder:
         except BaseException:
             self.metrics.close()
             raise
+        self._open = (self.metrics, self.rollouts, self.tokens)
         if new:
             write_json(self.path / ARGS, values)
 
@@ -105,8 +107,17 @@ class RunFolder:
                 shutil.copyfile(self.path / name, kept / name)
         write_json(self.path / ARGS, values)
 
+    def sync(self) -> None:
+        """Put the records on the disk, where they survive a power failure."""
+        for file in self._open:
+            file.flush()
+            os.fsync(file.fileno())
+        if self._open:
+            sync_folder(self.path)
+
     def close(self) -> None:
         """Let another process have the run."""
+        self._open = ()
         self.tokens.close()
         self.rollouts.close()
         self.metrics.close()

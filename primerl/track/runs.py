@@ -179,7 +179,12 @@ class Run:
         return self._earlier_s + time.perf_counter() - self._began
 
     def state(self) -> dict[str, Any]:
-        """What ``Run(folder, state=)`` needs to resume from here; in JSON's types."""
+        """What ``Run(folder, state=)`` needs to resume from here; in JSON's types.
+
+        The records are put on the disk first: a checkpoint with this state must not be ahead of
+        them after a power failure.
+        """
+        self._files.sync()
         return {
             "name": self._name,
             "steps": self._steps,

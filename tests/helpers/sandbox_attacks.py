@@ -499,6 +499,15 @@ for path in ("/sys", "/sys/kernel", "/sys/fs/cgroup", "/proc/kpageflags", "/proc
 fd = libc.inotify_init1(0)
 if fd >= 0 and libc.inotify_add_watch(fd, b"@SECRET@", 2) >= 0: pwned("inotify")
 """,
+    "leases and notices of files": """
+fd = os.open("leased", os.O_CREAT | os.O_RDONLY)  # of the same user, as the host's may be
+for path, descriptor in (("leased", fd), ("/usr", os.open("/usr", os.O_RDONLY))):
+    for command, argument in ((1024, fcntl.F_RDLCK), (1024, fcntl.F_WRLCK), (1026, 1), (10, 0), (1031, 1 << 20)):
+        try: fcntl.fcntl(descriptor, command, argument); pwned((path, command))
+        except OSError: pass
+with open("locked", "wb") as file: fcntl.lockf(file, fcntl.LOCK_EX); fcntl.flock(file, fcntl.LOCK_EX)
+os.write(1, b"locks work")
+""",
     "threads with tables of descriptors of their own": """
 import threading
 if not refused(436, 500, 600, 2): pwned("close_range")

@@ -1,8 +1,10 @@
 """The environment swe-folder: a repository of one's own, and rows of SWE-bench."""
 
 import asyncio
+import io
 import json
 import subprocess
+import tarfile
 import types
 from pathlib import Path
 
@@ -15,7 +17,7 @@ pytest.importorskip("swe_folder", reason="pip install --no-deps -e recipes/envir
 needed()
 
 from bugfix.expert import Expert
-from swe_folder import agent, repositories
+from swe_folder import agent, repositories, tasks
 from swe_folder.issues import read
 from swe_folder.tasks import verdict, without_steering
 
@@ -65,6 +67,12 @@ AGENTS = {
         0.0,
     ),
     "removes everything": ([("bash", {"command": "rm -rf * .git"})], 0.0),
+    "fixes, and links hard": ([FIX, ("bash", {"command": "ln bank.py a.py"})], 1.0),
+    "fixes, with a file in the tests' place": (
+        [FIX, ("bash", {"command": "rm -r tests && touch tests"})],
+        1.0,
+    ),
+    "puts a file in the tests' place": ([("bash", {"command": "rm -r tests && touch tests"})], 0.0),
     "links out of the folder": ([("bash", {"command": "ln -sf /etc/passwd bank.py"})], 0.0),
 }
 
@@ -131,7 +139,8 @@ def play(issues, engines, **task):
 
 
 # Each isolated grading is two sandboxes and a pytest: all agents are tried only where it is cheap.
-FEW = ("fixes", "edits tests", "links out of the folder")
+FEW = ("fixes", "edits tests", "links out of the folder", "fixes, and links hard")
+FEW += ("fixes, with a file in the tests' place", "puts a file in the tests' place")
 
 
 @pytest.mark.parametrize(("grading", "names"), [("isolated", FEW), ("command", tuple(AGENTS))])
@@ -248,6 +257,60 @@ def test_what_is_graded():
         "setup.cfg": b"1",
         "data.txt": b"3",
     }
+
+
+def test_what_is_graded_where_files_and_folders_collide():
+    base = {"bank.py": b"1", "tests/test_bank.py": b"1", "setup.cfg": b"1"}
+    changed = {
+        "bank.py": b"2",
+        "tests": b"2",  # a file in a folder's place
+        "setup.cfg/more": b"2",  # and a folder in a file's
+        "data": b"2",
+        "new/a": b"2",
+        "new": b"2",  # an archive may have both
+    }
+    tests = {**base, "data/hidden.txt": b"3"}
+    assert repositories.graded(base, changed, tests) == {
+        "bank.py": b"2",
+        "new/a": b"2",
+        "tests/test_bank.py": b"1",
+        "setup.cfg": b"1",
+        "data/hidden.txt": b"3",
+    }
+
+
+def archive(*members, **linked):
+    """Files of one byte, then hard links to them."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as opened:
+        for name in members:
+            about = tarfile.TarInfo(name)
+            about.size = 1
+            opened.addfile(about, io.BytesIO(b"x"))
+        for name, original in linked.items():
+            about = tarfile.TarInfo(name)
+            about.type, about.linkname = tarfile.LNKTYPE, original
+            opened.addfile(about)
+    return buffer.getvalue()
+
+
+def test_hard_links_are_files(monkeypatch):
+    linked = archive(".", "./a", "../b", c="./a", d="../b", e="/etc/passwd", f="c")
+    assert repositories.unpacked(linked) == {"a": b"x", "c": b"x", "f": b"x"}
+    monkeypatch.setattr(repositories, "MOST_BYTES", 2)
+    with pytest.raises(ValueError, match="more than 2 bytes"):
+        repositories.unpacked(linked)
+
+
+def test_files_that_cannot_be_put_again_are_no_error(issues, monkeypatch):
+    """No folder holds such a name, but an archive may, which a process put in the place of ours."""
+
+    async def forged(runtime):
+        return repositories.unpacked(archive("bank.py", "x" * 300))
+
+    monkeypatch.setattr(tasks, "taken", forged)
+    [played] = play(issues, [Expert([])], grading="command")
+    assert played.reward == 0.0
 
 
 def test_archives_and_patches():

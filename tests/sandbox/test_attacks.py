@@ -62,6 +62,10 @@ def test_threads_still_work(results):
     assert result.stdout == b"threads work"
 
 
+def test_locks_still_work(results):
+    assert results["leases and notices of files"].stdout == b"locks work"
+
+
 def test_signals_to_the_first_process_change_nothing(results):
     assert results["signals to the first process"].stdout.endswith(b"still here")
 

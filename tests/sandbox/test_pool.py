@@ -90,6 +90,13 @@ def test_bad_pools(arguments):
         Limits(open_files=20)
 
 
+@pytest.mark.parametrize("path", ["/tmp", "/usr/../dev/shm", "/var/tmp/"])
+def test_readable_paths_that_sandboxes_hide_are_refused(path):
+    with pytest.raises(ValueError, match=rf"{path}.* 'namespaces', which have a .* of their own"):
+        SandboxPool(readable=[path])
+    SandboxPool(readable=[path], tier="landlock")  # has the host's
+
+
 def test_smallest_number_of_open_files():
     result = with_pool(lambda pool: pool.run("print(1)"), limits=Limits(open_files=64))
     assert result.stdout == b"1\n"
@@ -125,13 +132,12 @@ def test_closed_pool_says_so():
     async def run(pool):
         return pool
 
-    pool = with_pool(run)
-
-    async def use():
+    async def use(pool):
         with pytest.raises(SandboxError, match="isn't running"):
             await pool.run("pass")
 
-    asyncio.run(use())
+    asyncio.run(use(with_pool(run)))
+    asyncio.run(use(SandboxPool()))  # not yet entered
 
 
 # ---- sessions ----
@@ -165,6 +171,20 @@ def test_session_keeps_files_python_and_background_processes():
                 await session.write("/usr/x", b"")
 
     with_pool(run, concurrency=1)
+
+
+def test_calls_of_a_session_at_once_wait_for_one_another():
+    async def run(pool):
+        async with pool.session() as session:
+            first = session.run(["sh", "-c", "sleep 0.3; echo first"], timeout_s=20)
+            second = session.run(["echo", "second"], timeout_s=20)
+            done = await asyncio.gather(first, second, session.write("a", b"third"))
+            assert await session.read("a") == b"third"
+            return done
+
+    first, second, _ = with_pool(run, concurrency=2)
+    assert (first.stdout, first.exit) == (b"first\n", 0)
+    assert (second.stdout, second.exit) == (b"second\n", 0)
 
 
 def test_python_that_attacks_its_turns():

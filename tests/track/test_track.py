@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -225,6 +226,26 @@ def test_of_two_runs_that_want_a_folder_one_gets_it(tmp_path):
         log(first, range(2))
 
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
+def test_the_records_of_a_state_survive_a_power_failure(tmp_path, monkeypatch):
+    """A checkpoint that has the state is on the disk, too, and must not be ahead of them."""
+    on_disk = {}
+
+    def sync(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        on_disk[path] = os.stat(descriptor).st_size
+
+    with track.Run(tmp_path, decode=str) as run:
+        log(run, range(3))
+        monkeypatch.setattr(os, "fsync", sync)
+        run.state()
+        names = ("metrics.jsonl", "rollouts.jsonl", "tokens.jsonl")
+        sizes = {str(tmp_path / name): (tmp_path / name).stat().st_size for name in names}
+
+    assert all(sizes.values())
+    assert on_disk.items() >= sizes.items()
+    assert str(tmp_path) in on_disk  # where their names are
 
 
 def test_a_run_that_another_process_writes_is_not_resumed(tmp_path):

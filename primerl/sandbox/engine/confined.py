@@ -9,7 +9,6 @@ import errno
 import os
 import platform
 import resource
-import shutil
 import signal
 import socket
 import stat
@@ -22,6 +21,7 @@ from primerl.sandbox.engine import (
     landlock,
     namespaces,
     processes,
+    removal,
     seccomp,
     skeleton,
     users,
@@ -67,7 +67,7 @@ class Confined:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(process), signal.SIGKILL)
         for folder in ended:
-            shutil.rmtree(folder, ignore_errors=True)
+            removal.remove(folder)
 
     def become(self, control: socket.socket, settings: dict[str, Any], number: int) -> None:
         """Turn this process into the first one of a sandbox, and serve its orders."""

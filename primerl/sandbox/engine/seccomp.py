@@ -31,6 +31,10 @@ _WHOLE_WORD = 0xFFFFFFFF
 # reading of capabilities and seccomp's mode, names of mappings. Not PR_SET_DUMPABLE: the first
 # process couldn't count the memory of a process that hides.
 _PRCTL = (1, 2, 3, 7, 15, 16, 21, 23, 27, 29, 30, 36, 37, 38, 39, 40, 41, 42, 0x53564D41)
+# Copies of descriptors, their flags, locks, owners of sockets, reading a pipe's size. Not
+# F_SETLEASE: whoever opens the file would wait, on the host, too. Not F_NOTIFY: it watches the
+# host's folders. Not F_SETPIPE_SZ: nothing counts that memory.
+_FCNTL = (0, 1030, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 8, 9, 1032)
 _IOCTL = (
     *(0x5401, 0x5402, 0x5403, 0x5404, 0x5409, 0x540A, 0x540B),  # TCGETS to TCFLSH
     *(0x540D, 0x540E, 0x540F, 0x5410, 0x5411, 0x5413, 0x5414),  # terminals, not TIOCSTI (0x5412)
@@ -109,6 +113,8 @@ def _argument_check(name: str, *, sockets: bool) -> list[_Instruction]:
         return [*_only(2, (0, _CLOSE_RANGE_CLOEXEC), refuse), allow]
     if name == "clone3":  # its flags are behind a pointer; C libraries fall back to clone
         return [_return(_ERRNO | errno.ENOSYS)]
+    if name == "fcntl":
+        return [*_only(1, _FCNTL, refuse), allow]
     if name in ("socket", "socketpair"):
         families: tuple[int, ...] = (_AF_UNIX, _AF_INET, _AF_INET6)
         if not sockets:

@@ -11,7 +11,7 @@ read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 pread
 pwritev:296:70 preadv2:327:286 pwritev2:328:287 open:2:- openat:257:56 openat2:437:437 creat:85:-
 close:3:57 stat:4:- fstat:5:80 lstat:6:- newfstatat:262:79 statx:332:291
 access:21:- faccessat:269:48 faccessat2:439:439 lseek:8:62 dup:32:23 dup2:33:- dup3:292:24
-fcntl:72:25 flock:73:32 fsync:74:82 fdatasync:75:83
+flock:73:32 fsync:74:82 fdatasync:75:83
 truncate:76:45 ftruncate:77:46 getdents:78:- getdents64:217:61
 getcwd:79:17 chdir:80:49 fchdir:81:50 rename:82:- renameat:264:38 renameat2:316:276 mkdir:83:-
 mkdirat:258:34 rmdir:84:- link:86:- linkat:265:37 unlink:87:- unlinkat:263:35 symlink:88:-
@@ -80,9 +80,9 @@ _SEND = """ sendmsg:46:211 sendmmsg:307:269 """
 
 _CHECKED = """
 mmap:9:222
-clone:56:220 clone3:435:435 close_range:436:436 socket:41:198 socketpair:53:199 ioctl:16:29
-prctl:157:167 personality:135:92 prlimit64:302:261 setpriority:141:140 sched_setaffinity:203:122
-sched_setscheduler:144:119 sched_setparam:142:118 sched_setattr:314:274
+clone:56:220 clone3:435:435 close_range:436:436 fcntl:72:25 socket:41:198 socketpair:53:199
+ioctl:16:29 prctl:157:167 personality:135:92 prlimit64:302:261 setpriority:141:140
+sched_setaffinity:203:122 sched_setscheduler:144:119 sched_setparam:142:118 sched_setattr:314:274
 """
 
 # They succeed without doing anything: a sandbox must not flush the disks of the whole host.

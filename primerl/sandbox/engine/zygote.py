@@ -21,6 +21,7 @@ from primerl.sandbox.engine import (
     messages,
     namespaces,
     processes,
+    removal,
     wrapped,
 )
 
@@ -77,8 +78,6 @@ def main(descriptor: int) -> NoReturn:
 
 def _keep(zygote: int, owner: int, folder: str) -> NoReturn:
     """Wait for the end of the zygote, or end it with its owner; then remove the pool's folder."""
-    import shutil
-
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends with its owner, not with its terminal
     left = (
@@ -95,7 +94,7 @@ def _keep(zygote: int, owner: int, folder: str) -> NoReturn:
         signal.pidfd_send_signal(handle, signal.SIGKILL)
     os.waitpid(zygote, 0)
     processes.end(left, within_s=_SWEEP_S)
-    shutil.rmtree(folder, ignore_errors=True)
+    removal.remove(folder)
     os._exit(0)
 
 

@@ -10,7 +10,6 @@ import contextlib
 import math
 import os
 import secrets
-import shutil
 import subprocess
 import tempfile
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 from primerl.sandbox.engine import messages
 from primerl.sandbox.engine.guest import READY
+from primerl.sandbox.engine.removal import remove
 from primerl.sandbox.engine.wrapped import copy_engine
 from primerl.sandbox.errors import Probe, SandboxError, SandboxUnavailable
 from primerl.sandbox.results import Isolation, Result
@@ -45,6 +45,7 @@ class CommandTier:
 
     name: str
     lacks: frozenset[Ability] = frozenset({"network", "roots", "turns", "connections"})
+    hides: tuple[str, ...] = ()
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -124,7 +125,7 @@ class CommandTier:
         """See ``Tier``."""
         await asyncio.gather(*self._cleaning, return_exceptions=True)
         if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+            await asyncio.to_thread(remove, str(self._folder))
             self._folder = None
 
     def clean(self, name: str, files: Path | None) -> None:
@@ -136,7 +137,7 @@ class CommandTier:
                 with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                     subprocess.run(removal, capture_output=True, timeout=_STOP_S)
             if files is not None:
-                shutil.rmtree(files, ignore_errors=True)
+                remove(str(files))
 
         if removal is not None or files is not None:
             task = asyncio.ensure_future(asyncio.to_thread(work))

@@ -52,6 +52,7 @@ class LocalTier:
     name: str
     way: str  # of the zygote's
     lacks: frozenset[Ability] = frozenset()
+    hides: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()  # names of the engine's probes; all of them if empty
     network = False
 

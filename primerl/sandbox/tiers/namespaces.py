@@ -4,6 +4,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from primerl.sandbox.engine import skeleton
 from primerl.sandbox.proxy import Proxy
 from primerl.sandbox.results import Isolation
 from primerl.sandbox.roots import Root, Roots
@@ -19,6 +20,7 @@ class Namespaces(LocalTier):
 
     name = "namespaces"
     way = "namespaces"
+    hides = (skeleton.HOME, "/tmp", "/var/tmp", "/dev/shm")
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)

@@ -44,6 +44,7 @@ class Prime:
 
     name = "prime"
     lacks: frozenset[Ability] = frozenset({"roots", "turns", "connections"})
+    hides: tuple[str, ...] = ()
 
     def __init__(self, options: Options) -> None:
         self.options = options

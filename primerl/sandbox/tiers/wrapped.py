@@ -1,5 +1,6 @@
 """What the tiers have in common whose sandboxes another program makes."""
 
+from primerl.sandbox.engine.wrapped import PLACES
 from primerl.sandbox.results import Isolation
 from primerl.sandbox.tiers.local import LocalTier
 
@@ -9,6 +10,7 @@ class WrappedTier(LocalTier):
 
     way = "command"
     lacks = frozenset({"network", "roots"})
+    hides = PLACES
     needs = frozenset(
         {
             *("user namespace", "mount namespace", "pid namespace", "network namespace"),

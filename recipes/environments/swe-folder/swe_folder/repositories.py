@@ -90,18 +90,24 @@ def unpacked(archive: bytes) -> dict[str, bytes]:
         ValueError: it is no archive, or has too many bytes.
     """
     files = {}
+    originals: dict[str, tarfile.TarInfo] = {}
     left = MOST_BYTES
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
             for about in opened:
                 path = PurePosixPath(about.name)
-                if not about.isreg() or path.is_absolute() or ".." in path.parts:
+                # A hard link is another name of a file before it.
+                file = originals.get(about.linkname) if about.islnk() else about
+                if file is None or not file.isreg() or not path.parts:
                     continue
-                left -= about.size
-                content = opened.extractfile(about)
+                if path.is_absolute() or ".." in path.parts:
+                    continue
+                left -= file.size
+                content = opened.extractfile(file)
                 if left < 0 or content is None:
                     raise ValueError(f"the archive has more than {MOST_BYTES} bytes")
                 files[path.as_posix()] = content.read()
+                originals[about.name] = file
     except (tarfile.TarError, EOFError, OSError, UnicodeError, RecursionError) as error:
         raise ValueError(f"what came out is no archive: {error}") from error
     return files
@@ -113,16 +119,27 @@ def graded(
     """What is tested: the agent's files, but the repository's own where they decide how.
 
     ``base`` is the commit, ``changed`` what the agent left, ``tests`` the commit with the hidden
-    tests. New files that steer tests or shadow other modules are left out.
+    tests. New files that steer tests or shadow other modules are left out, and those that are where
+    the repository's own need a folder, or the other way round.
     """
+    own = {path: content for path, content in tests.items() if steers(path)}
+    added = {path: content for path, content in tests.items() if base.get(path) != content}
+    fixed = own | added
+    folders = {folder for path in (*changed, *fixed) for folder in folders_of(path)}
     kept = {
         path: content
         for path, content in changed.items()
-        if not steers(path) and (path in base or not shadows(path))
+        if not steers(path)
+        and (path in base or not shadows(path))
+        and path not in folders
+        and fixed.keys().isdisjoint(folders_of(path))
     }
-    own = {path: content for path, content in tests.items() if steers(path)}
-    added = {path: content for path, content in tests.items() if base.get(path) != content}
-    return {**kept, **own, **added}
+    return kept | fixed
+
+
+def folders_of(path: str) -> list[str]:
+    """The folders that a file is in, from the inside out."""
+    return [folder.as_posix() for folder in PurePosixPath(path).parents]
 
 
 def steers(path: str) -> bool:

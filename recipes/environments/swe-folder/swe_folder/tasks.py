@@ -148,7 +148,10 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
         runtime = verifiers_runtime(pool, timeout_s=timeout_s)
         await runtime.start()
         try:
-            await put(runtime, files)
+            try:
+                await put(runtime, files)
+            except RuntimeError as error:  # not for the repository itself, which the agent got
+                return False, str(error)
             # Packages that tests need, such as pytest.
             variables = {"PYTHONPATH": ":".join([".", *self.config.packages])}
             done = await runtime.run(list(self.data.test_command), variables)

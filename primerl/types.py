@@ -94,6 +94,8 @@ def _metrics(values: "Mapping[str, Any]") -> "Mapping[str, float]":
         number = value.item() if is_scalar else value
         if not isinstance(name, str) or not isinstance(number, bool | int | float):
             raise ValueError(f"the metric {name!r} is {value!r:.80}, expected a number with a name")
+        if isinstance(number, int) and not -(2**63) <= number < 2**64:
+            raise ValueError(f"the metric {name!r} is {number}, which has more than 64 bits")
         plain[name] = number
     return plain
 
@@ -270,7 +272,8 @@ class Rollout:
     the environment was asked to keep it.
 
     Raises:
-        ValueError: the reward is not finite, a metric is not a number, or ``stop`` not a string.
+        ValueError: the reward is not finite, a metric is not a number of at most 64 bits, or
+            ``stop``, ``agent`` or ``episode_id`` not a string.
     """
 
     samples: tuple[Sample, ...] = attrs.field(converter=_samples)
@@ -286,6 +289,9 @@ class Rollout:
             raise ValueError(f"the reward is {self.reward}, expected a finite number")
         if not isinstance(self.stop, str):
             raise ValueError(f"stop is {self.stop!r}, expected a string that says how it ended")
+        for name in ("agent", "episode_id"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is {getattr(self, name)!r:.80}, expected a string")
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -1,3 +1,5 @@
+import inspect
+
 import numpy as np
 import pytest
 from conftest import make_group, make_sample
@@ -158,9 +160,14 @@ def test_metrics_are_pythons_own_numbers_by_name():
     [
         ({"metrics": {"colour": "red"}}, "the metric 'colour' is 'red', expected a number"),
         ({"metrics": {"all": np.zeros(3)}}, "the metric 'all' is array"),
+        ({"metrics": {"seed": 2**70}}, "the metric 'seed' is 1180591620717411303424, which has"),
+        ({"episode_id": 7}, "episode_id is 7, expected a string"),
+        ({"agent": None}, "agent is None, expected a string"),
+        ({"stop": 7}, "stop is 7, expected a string"),
     ],
 )
 def test_a_rollout_that_could_not_be_recorded_is_refused_where_it_is_made(fields, message):
     rollout_fields = {"samples": [], "reward": 1.0, **fields}
-    with pytest.raises(Exception, match=message):
-        Rollout(**rollout_fields)
+    make = inspect.unwrap(Rollout.__init__)  # without the checks of types that these tests add
+    with pytest.raises(ValueError, match=message):
+        make(object.__new__(Rollout), **rollout_fields)

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -43,6 +44,7 @@ def worker(
     quarantine_after: int = 3,
     group_timeout_s: float = 1800.0,
     timeout_s: float = 600.0,
+    start_timeout_s: float = 600.0,
     await_verification: bool | None = None,
     concurrency: AdaptiveConcurrency | None = None,
     state: bytes | None = None,
@@ -80,6 +82,8 @@ def worker(
         group_timeout_s: how long a group may take; its stragglers are then cancelled.
         timeout_s: how long a wait may see no further group that its step can use, and how long the
             engine may fail every request, before that is an error.
+        start_timeout_s: how long its process may take to rebuild these arguments and to restore a
+            ``state``, for which tasks without indices are generated again up to its position.
         await_verification: whether a version is provisional until ``Worker.mark_version`` has named
             it, the one that is served at the start included. None: from the first call of it on,
             which a transport that verifies makes (``weights.transport_to(..., worker=)``).
@@ -101,7 +105,7 @@ def worker(
     """
     if engine is None:
         return IdleWorker()
-    _check_parts(engine, environment, params, keep, threads)
+    _check_parts(engine, environment, params, keep, threads, start_timeout_s)
     check_schedule(
         publish_every=publish_every, max_staleness=max_staleness, groups_per_step=groups_per_step
     )
@@ -135,10 +139,20 @@ def worker(
     if isolation == "thread":
         return Worker(engine, InThread(engine, arguments), plan)
     pickle_arguments(params=params, tasks=tasks)  # under the names that the caller knows
-    return Worker(engine, InProcess(engine, pickle_arguments(**arguments), threads), plan)
+    host = InProcess(
+        engine, pickle_arguments(**arguments), threads=threads, start_timeout_s=start_timeout_s
+    )
+    return Worker(engine, host, plan)
 
 
-def _check_parts(engine: Any, environment: Any, params: Any, keep: Any, threads: int) -> None:
+def _check_parts(
+    engine: Any,
+    environment: Any,
+    params: Any,
+    keep: Any,
+    threads: int,
+    start_timeout_s: float,
+) -> None:
     if not isinstance(engine, Engine):
         raise ValueError(
             f"engine is a {type(engine).__name__}; expected one with generate(), version and "
@@ -160,6 +174,8 @@ def _check_parts(engine: Any, environment: Any, params: Any, keep: Any, threads:
         raise ValueError(f"keep is {keep!r:.80}; expected a list of functions Group -> bool")
     if threads < 1:
         raise ValueError(f"threads is {threads}, expected at least 1")
+    if not start_timeout_s > 0:
+        raise ValueError(f"start_timeout_s is {start_timeout_s}, expected a positive time")
 
 
 def _check(plan: Plan, engine: Engine, tasks: Any, isolation: str) -> None:
@@ -250,6 +266,7 @@ class Worker:
                 refused them, or they were too old or too new); the worker died, or its event loop
                 is blocked.
         """
+        version = operator.index(version)  # numpy's, say, could not be stored in a state
         with self._taking:
             delivery = next(self._deliveries)
             try:
@@ -271,7 +288,7 @@ class Worker:
         Raises:
             ValueError: the worker was made with ``await_verification=False``.
         """
-        self._wait("mark_version", version, verified)
+        self._wait("mark_version", operator.index(version), verified)
 
     def evaluate(
         self,
@@ -395,6 +412,7 @@ class Worker:
             raise RuntimeError(f"{what}: the worker was closed") from None
         except BaseException:
             future.cancel()
+            self._host.failure_seen()
             raise
 
     def _stop(self) -> dict[str, Any] | None:

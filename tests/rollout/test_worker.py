@@ -435,6 +435,7 @@ def test_an_error_in_the_trainer_is_not_hidden_by_closing():
         ({"retries": -1}, "retries is -1"),
         ({"quarantine_after": 0}, "quarantine_after is 0"),
         ({"group_timeout_s": 0}, "group_timeout_s is 0"),
+        ({"start_timeout_s": 0}, "start_timeout_s is 0"),
         ({"state": b"junk"}, "no state of a rollout worker"),
     ],
 )
@@ -470,6 +471,26 @@ def test_an_evaluation_that_fails_raises_and_cancels_the_rest():
             rollouts.evaluate(TASKS, SamplingParams(max_tokens=3, temperature=0))
 
         assert sorted(cancelled) == ["0", "2", "3", "4"]
+
+
+def test_the_plays_of_an_evaluation_that_takes_too_long_clean_up():
+    base = scored()
+    cleaned = []
+
+    async def environment(task, engine, params):
+        if params.temperature > 0:
+            return await base(task, engine, params)
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0.1 * int(task["id"]))  # the first has ended before the others
+            cleaned.append(task["id"])
+
+    with make_worker(environment=environment) as rollouts:
+        with pytest.raises(RuntimeError, match="took longer than"):
+            rollouts.evaluate(TASKS, SamplingParams(max_tokens=3, temperature=0), timeout_s=0.5)
+
+    assert sorted(cleaned) == ["0", "1", "2", "3", "4"]
 
 
 def scored(environment=None):
@@ -594,6 +615,44 @@ def test_a_group_that_no_step_can_use_any_more_is_cancelled_at_once():
     assert stats["dropped_by"] == {"cancelled": 1}
     assert stats["tokens_by"]["cancelled"] == 3  # what it had sampled
     assert balanced(stats)
+
+
+def test_a_cancelled_group_cleans_up_though_its_worker_goes_on_and_is_closed():
+    base = scored()
+    opened, cleaned = [], []
+
+    async def environment(task, engine, params):
+        reply = await base(task, engine, params)
+        if task["id"] == "0":
+            opened.append(task)
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                await asyncio.sleep(0.3)
+                cleaned.append(task)
+        return reply
+
+    engine = FakeEngine()
+    tasks = [{"id": "0", "prompt": "slow"}] + [{"id": "1", "prompt": "fast"}] * 500
+    with make_worker(engine, environment, tasks, groups_per_step=1) as rollouts:
+        for step in range(4):  # from the third on, the slow group is too old
+            rollouts.take(version=step)
+            engine.version = step + 1
+
+    assert len(opened) == 2
+    assert len(cleaned) == 2
+
+
+def test_versions_may_be_numpys():
+    # Without the checks of types that these tests add.
+    mark_version = inspect.unwrap(rollout.Worker.mark_version)
+    take = inspect.unwrap(rollout.Worker.take)
+    with make_worker(await_verification=True) as rollouts:
+        mark_version(rollouts, np.int64(0), verified=True)
+        take(rollouts, np.int64(0))
+        state = rollouts.state()
+    with make_worker(state=state) as resumed:
+        assert resumed.stats()["trained"] == 3
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "mask_tokens"])

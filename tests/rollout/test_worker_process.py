@@ -248,6 +248,31 @@ def test_an_environment_that_cannot_be_pickled_is_named():
         make_worker(environment=environment)
 
 
+class Generated:
+    """Tasks without indices, of which each takes its time."""
+
+    def __init__(self, seconds_each):
+        self.seconds_each = seconds_each
+
+    def __iter__(self):
+        for number in itertools.count():
+            time.sleep(self.seconds_each)
+            yield {"id": str(number), "prompt": "task"}
+
+
+def test_restoring_a_state_has_a_deadline_of_its_own():
+    with make_worker(tasks=Generated(0.0)) as rollouts:
+        rollouts.take(version=0)
+        state = rollouts.state()
+
+    slow = Generated(0.2)
+    with pytest.raises(RuntimeError, match=r"making its environment, tasks.* raise start_timeout"):
+        with make_worker(tasks=slow, state=state, start_timeout_s=0.4):
+            pass
+    with make_worker(tasks=slow, state=state) as resumed:
+        assert len(resumed.take(version=0)) == 3
+
+
 def test_an_argument_that_cannot_be_rebuilt_is_named():
     class Breaks:
         def __reduce__(self):
@@ -633,8 +658,14 @@ def script(tmp_path, temporary):
         child.wait()
 
 
-def test_a_trainer_that_is_busy_elsewhere_learns_of_the_workers_death_too(script):
-    child, pids = script("time.sleep(3600)")
+EVALUATES = """rollouts.start_evaluation(
+            held_out, SamplingParams(max_tokens=3), engine=testing.ScriptedEngine(latency=3600.0)
+        )"""
+
+
+@pytest.mark.parametrize("first", ["pass", EVALUATES], ids=["", "while it evaluates"])
+def test_a_trainer_that_is_busy_elsewhere_learns_of_the_workers_death_too(script, first):
+    child, pids = script(f"{first}; time.sleep(3600)")
 
     os.kill(pids[0], signal.SIGKILL)
     began = time.monotonic()

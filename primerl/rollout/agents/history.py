@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from primerl.rollout.agents.messages import Message, Tools, message_key
+from primerl.rollout.agents.messages import Message, Tools, message_key, valid_unicode
 from primerl.rollout.agents.stitching import Call, stitch
 from primerl.rollout.engines.protocol import Engine
 from primerl.types import Completion, Sample, SamplingParams
@@ -357,8 +357,8 @@ class History:
             arguments = call.arguments
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments or {})
-            function = {"name": call.name, "arguments": arguments}
-            name = call.id or f"call_{len(self.calls)}_{number}"
+            function = {"name": valid_unicode(call.name), "arguments": valid_unicode(arguments)}
+            name = valid_unicode(call.id or f"call_{len(self.calls)}_{number}")
             calls.append({"id": name, "type": "function", "function": function})
         if calls:
             message["tool_calls"] = calls

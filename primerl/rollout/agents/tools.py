@@ -154,7 +154,7 @@ class Toolbox:
 
     async def call(self, name: str, arguments: str) -> str:
         """The result of a call, whatever becomes of it."""
-        result = await self._call(name, arguments)
+        result = valid_unicode(await self._call(name, arguments))
         self.failed += result.startswith("error: ")
         self.clipped += len(result) > self._max_output
         return clipped(result, self._max_output)
@@ -183,4 +183,4 @@ class Toolbox:
             return f"error: {located(error)}"
         if isinstance(result, bytes):
             return result.decode(errors="replace")
-        return valid_unicode(str(result))
+        return str(result)

@@ -9,7 +9,7 @@ from typing import Any
 
 from primerl.rollout.collection.buffer import Buffer
 from primerl.rollout.collection.concurrency import follow_load
-from primerl.rollout.collection.groups import cancel_all
+from primerl.rollout.collection.groups import cancel_once, wait_until_ended
 from primerl.rollout.collection.plan import Plan, decode_state, encode_state
 from primerl.rollout.collection.playing import evaluate
 from primerl.rollout.collection.scheduler import GroupScheduler
@@ -97,6 +97,7 @@ class Collector:
                 self._plan.concurrency,
                 in_flight=lambda: self._scheduler.rollouts_in_flight,
                 apply=self._scheduler.limit_rollouts,
+                group_size=self._plan.group_size,
             )
             self._background.append(asyncio.create_task(following))
         if self._channel is not None:
@@ -107,7 +108,10 @@ class Collector:
         for task in self._background:
             task.cancel()
         await asyncio.sleep(0)  # lets groups begin: before that they can't account for their end
-        await cancel_all([*self._scheduler.in_flight, *self._evaluations], timeout_s=CLOSE_S)
+        running = [*self._scheduler.in_flight, *self._evaluations]
+        for task in running:
+            cancel_once(task)
+        await wait_until_ended(running, timeout_s=CLOSE_S)
         if hasattr(self._environment, "aclose"):  # it may be called again
             try:
                 await self._environment.aclose()

@@ -21,26 +21,28 @@ class Load:
     """What was observed of the engines since the last observation.
 
     Args:
-        in_flight: rollouts in flight.
+        in_flight: rollouts in flight: whole groups of ``group_size``.
         queued: requests that wait for room.
         preemptions: requests that were preempted.
         kv_use: the largest share of KV memory in use of any engine, 0 to 1.
+        group_size: rollouts that are started together.
     """
 
     in_flight: int
     queued: int
     preemptions: int
     kv_use: float
+    group_size: int = 1
 
 
 @attrs.frozen(kw_only=True)
 class AdaptiveConcurrency:
     """A cap on the rollouts in flight, and how it follows the load.
 
-    The cap grows by ``growth`` while rollouts reach it and KV use is below ``low``; above ``high``
-    it shrinks in proportion to the excess; in between it stays, so that it does not oscillate. A
-    preemption or a queue shrinks it by ``back_off`` and is remembered: from there on the cap grows
-    by less than a third of ``growth``, since it is near where that happened.
+    The cap grows by ``growth`` while it keeps a group from starting and KV use is below ``low``;
+    above ``high`` it shrinks in proportion to the excess; in between it stays, so that it does not
+    oscillate. A preemption or a queue shrinks it by ``back_off`` and is remembered: from there on
+    the cap grows by less than a third of ``growth``, since it is near where that happened.
 
     Args:
         cap: at the start.
@@ -83,21 +85,25 @@ class AdaptiveConcurrency:
     def after(self, load: Load) -> "AdaptiveConcurrency":
         """The cap after an observation: a function of both, and nothing else."""
         cap, trouble_at = self.cap, self.trouble_at
-        if load.in_flight > 1.05 * cap:
+        if load.in_flight > max(1.05 * cap, load.group_size):  # one group always runs
             return self  # the last change is not felt yet: rollouts in flight are never cancelled
         if load.preemptions or load.queued:
             trouble_at = min(cap, load.in_flight)
             cap = trouble_at * self.back_off
         elif load.kv_use > self.high:
             cap *= self.high / load.kv_use
-        elif load.kv_use < self.low and load.in_flight >= 0.9 * cap:
+        elif load.kv_use < self.low and load.in_flight + load.group_size > 0.9 * cap:
             known = trouble_at is not None and cap > 0.8 * trouble_at
             cap *= 1 + self.growth * (0.3 if known else 1.0)
         return attrs.evolve(self, cap=min(max(cap, self.least), self.most), trouble_at=trouble_at)
 
 
 def load_of(
-    metrics: Mapping[str, Mapping[str, float]], *, in_flight: int, preempted: float
+    metrics: Mapping[str, Mapping[str, float]],
+    *,
+    in_flight: int,
+    preempted: float,
+    group_size: int = 1,
 ) -> tuple[Load, float]:
     """The load of servers with these ``metrics``, and how many requests they ever preempted.
 
@@ -113,6 +119,7 @@ def load_of(
         queued=int(sum(values("num_requests_waiting"))),
         preemptions=max(0, int(total - preempted)),
         kv_use=max(values("kv_cache_usage_perc"), default=0.0),
+        group_size=group_size,
     )
     return load, total
 
@@ -123,6 +130,7 @@ async def follow_load(
     *,
     in_flight: Callable[[], int],
     apply: Callable[[float], None],
+    group_size: int = 1,
 ) -> None:
     """Observe ``engine`` until cancelled, and ``apply`` each cap.
 
@@ -141,7 +149,10 @@ async def follow_load(
             continue
         first = preempted is None
         load, total = load_of(
-            metrics, in_flight=in_flight(), preempted=0.0 if preempted is None else preempted
+            metrics,
+            in_flight=in_flight(),
+            preempted=0.0 if preempted is None else preempted,
+            group_size=group_size,
         )
         preempted = total
         if not first:  # what was preempted before this worker began says nothing

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from primerl.rollout.collection.rollouts import Progress, play
 from primerl.rollout.engines.health import EngineFailed, EngineHealth
@@ -16,6 +16,8 @@ FAILED = "failed"
 TIMEOUT = "timeout"
 ENGINE = "engine"
 CANCEL_S = 5.0  # for a cancelled rollout to clean up, before it is abandoned
+POLL_S = 0.01  # between looks at whether an outage is over
+T = TypeVar("T")
 
 
 class GroupFailed(RuntimeError):
@@ -73,17 +75,14 @@ async def run_group(
     ]
     pending = set(rollouts)
     failures: list[BaseException] = []
-    deadline = _Deadline(timeout_s, health)
+    deadline = Deadline(timeout_s, health)
     reason = FAILED
     try:
         while pending and size - len(failures) >= needed:
-            left_s = deadline.left_s
-            if left_s is not None and left_s <= 0:
+            if deadline.over:
                 reason = ENGINE if progress.ignored_by_engine else TIMEOUT
                 break
-            done, pending = await asyncio.wait(
-                pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, pending = await deadline.wait(pending)
             ended = [_failure(one) for one in rollouts if one in done]
             failures += [error for error in ended if error is not None]
             for error in failures:
@@ -106,21 +105,53 @@ async def run_group(
     return Group(task_id=task_id, rollouts=survivors, environment=str(task.get("environment", "")))
 
 
-class _Deadline:
-    """The end of a group's time, in which outages of the engine do not count."""
+class Deadline:
+    """The end of the time of a group or a play, in which outages of the engine do not count."""
 
     def __init__(self, timeout_s: float | None, health: EngineHealth | None) -> None:
+        self.timeout_s = timeout_s
         self._at = None if timeout_s is None else time.monotonic() + timeout_s
         self._health = health
         self._down_s = 0.0 if health is None else health.down_s
 
     @property
-    def left_s(self) -> float | None:
-        """How much time is left; None for any."""
+    def over(self) -> bool:
+        """Whether no time is left."""
+        left_s = self._left_s
+        return left_s is not None and left_s <= 0
+
+    async def wait(
+        self, tasks: "Collection[asyncio.Task[T]]"
+    ) -> "tuple[set[asyncio.Task[T]], set[asyncio.Task[T]]]":
+        """Wait until one of ``tasks`` has ended, or it may be over; returns those done, and not."""
+        left_s = self._left_s
+        if left_s is not None:
+            left_s = max(left_s, POLL_S)  # during an outage it stays the same, however little
+        return await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+
+    @property
+    def _left_s(self) -> float | None:
         if self._at is None:
             return None
         down_s = 0.0 if self._health is None else self._health.down_s - self._down_s
         return self._at + down_s - time.monotonic()
+
+
+async def finish_by(deadline: Deadline, coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine, which is cancelled at its deadline.
+
+    Raises:
+        TimeoutError: it was. Otherwise what the coroutine raises.
+    """
+    task = asyncio.create_task(coroutine)
+    try:
+        while not task.done():
+            if deadline.over:
+                raise TimeoutError(f"it had not ended after {deadline.timeout_s:g} s")
+            await deadline.wait([task])
+        return task.result()
+    finally:
+        await cancel_all([task], timeout_s=CANCEL_S)
 
 
 def _failure(task: "asyncio.Task[Rollout]") -> BaseException | None:
@@ -129,11 +160,40 @@ def _failure(task: "asyncio.Task[Rollout]") -> BaseException | None:
     return task.exception()
 
 
+async def results_of(tasks: Sequence["asyncio.Task[T]"]) -> list[T]:
+    """The results of all tasks, or the first failure; the others are then cancelled.
+
+    So they are where this is cancelled: each once, as a second time would cut its cleanup off
+    (``asyncio.gather`` cancels them as well, and waits for the first to end).
+    """
+    try:
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        return [task.result() for task in tasks if task.done()]  # raises if one has failed
+    finally:
+        await cancel_all(tasks, timeout_s=CANCEL_S)
+
+
 async def cancel_all(tasks: Collection["asyncio.Task[Any]"], *, timeout_s: float) -> None:
     """Cancel tasks and wait until they have cleaned up; one that does not end is abandoned."""
-    waiting = [task for task in tasks if not task.done()]
-    for task in waiting:
+    for task in tasks:
         task.cancel()
+    await wait_until_ended(tasks, timeout_s=timeout_s)
+
+
+def cancel_once(task: "asyncio.Task[None]") -> None:
+    """Cancel a task that may have been cancelled before: a second time would cut its cleanup off.
+
+    For tasks of this package alone: ``asyncio.timeout``, as environments use it, cancels the task
+    too, and would hide that this has not.
+    """
+    if not task.cancelling():
+        task.cancel()
+
+
+async def wait_until_ended(tasks: Collection["asyncio.Task[Any]"], *, timeout_s: float) -> None:
+    """Wait for tasks that were cancelled; one that does not end is abandoned."""
+    waiting = [task for task in tasks if not task.done()]
     if waiting:
         await asyncio.wait(waiting, timeout=timeout_s)
     for task in tasks:

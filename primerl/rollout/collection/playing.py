@@ -2,13 +2,14 @@
 
 import asyncio
 import queue
+import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from primerl._progress import report
-from primerl.rollout.collection.groups import CANCEL_S, cancel_all
+from primerl.rollout.collection.groups import CANCEL_S, Deadline, finish_by, results_of
 from primerl.rollout.collection.rollouts import play
 from primerl.rollout.engines.health import EngineFailed, EngineHealth
 from primerl.rollout.engines.protocol import Engine
@@ -52,8 +53,8 @@ def play_tasks(
         retries: how often a play that failed is played again.
         concurrency: plays in flight.
         skip: ids and indices of plays that are not to be repeated.
-        play_timeout_s: how long a play may take, with its retries; then its end is a
-            ``TimeoutError``.
+        play_timeout_s: how long a play may take, with its retries and without outages of the
+            engine; then its end is a ``TimeoutError``.
         timeout_s: how long the engine may fail every request before that is an error.
 
     Raises:
@@ -92,7 +93,8 @@ def play_tasks(
         )
         for task, index in jobs
     )
-    playing = loop.submit(_run(plays, concurrency, ends, environment))
+    closed = threading.Event()
+    playing = loop.submit(_run(plays, concurrency, ends, environment, closed))
     try:
         for count in range(1, len(jobs) + 1):
             end = ends.get()
@@ -103,6 +105,7 @@ def play_tasks(
         playing.result()
     finally:
         playing.cancel()
+        closed.wait(CANCEL_S + CLOSE_S)
         loop.stop()
 
 
@@ -145,10 +148,7 @@ async def evaluate(
     ]
     for one in playing:
         one.add_done_callback(on_end)
-    try:
-        plays = await asyncio.gather(*playing)
-    finally:  # if one has failed
-        await cancel_all(playing, timeout_s=CANCEL_S)
+    plays = await results_of(playing)
     rollouts = [played.rollout for played in plays if played.rollout is not None]
     versions = {version, *Group(task_id="", rollouts=rollouts).versions.tolist()}
     if len(versions) > 1:
@@ -180,8 +180,10 @@ async def play_once(
     began = time.monotonic()
     rollout = error = message = None
     try:
-        async with asyncio.timeout(timeout_s):
-            rollout = await play(environment, task, engine, params, retries=retries, health=health)
+        rollout = await finish_by(
+            Deadline(timeout_s, health),
+            play(environment, task, engine, params, retries=retries, health=health),
+        )
     except EngineFailed:
         raise
     except Exception as failure:  # whatever an environment raises is a result
@@ -199,8 +201,12 @@ async def _run(
     concurrency: int,
     ends: "queue.Queue[Any]",
     environment: Environment,
+    closed: threading.Event,
 ) -> None:
-    """Put each play's end into ``ends``, and at last ``_END``, also where this raises."""
+    """Put each play's end into ``ends``, and at last ``_END``, also where this raises.
+
+    ``closed`` is set when the plays have ended, and the environment is closed.
+    """
 
     async def play_in_turn() -> None:
         for one in plays:
@@ -208,12 +214,12 @@ async def _run(
 
     turns = [asyncio.create_task(play_in_turn()) for _ in range(concurrency)]
     try:
-        await asyncio.gather(*turns)
+        await results_of(turns)
     finally:
         try:
-            await cancel_all(turns, timeout_s=CANCEL_S)
             if hasattr(environment, "aclose"):
                 async with asyncio.timeout(CLOSE_S):
                     await environment.aclose()
         finally:
             ends.put(_END)
+            closed.set()

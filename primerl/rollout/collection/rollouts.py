@@ -76,7 +76,8 @@ async def play(
     """Play one rollout, retrying up to ``retries`` times; raises the last failure.
 
     ``progress`` records it as the group's rollout ``index``. With the engine's ``health``, a
-    failure of the engine is not one of the rollout: it is played again until the engine answers.
+    failure of the engine is not one of the rollout: it is played again until the engine answers,
+    also where the environment gave a failing request up and made do without it.
 
     Raises:
         EngineFailed: the engine was given up. Otherwise what the environment raised.
@@ -91,6 +92,8 @@ async def play(
                 rollout = await attempt(environment, task, observed, params)
                 if observed.bad is not None:
                     raise observed.bad  # the environment caught it: its rollout is not trusted
+                if observed.outage is not None:
+                    raise observed.outage  # a limit of its own ended it, such as an agent's
                 check_rollout(rollout, params, Limits.of(engine))
                 await check_routes(rollout, engine)
             except Exception as error:  # whatever an environment raises is data

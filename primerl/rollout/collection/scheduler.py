@@ -11,7 +11,13 @@ from typing import Any
 
 from primerl.rollout.collection.buffer import Buffer
 from primerl.rollout.collection.counters import Counters
-from primerl.rollout.collection.groups import ENGINE, FAILED, GroupFailed, run_group
+from primerl.rollout.collection.groups import (
+    ENGINE,
+    FAILED,
+    GroupFailed,
+    cancel_once,
+    run_group,
+)
 from primerl.rollout.collection.plan import Plan
 from primerl.rollout.collection.rollouts import Progress
 from primerl.rollout.collection.verification import UNVERIFIED
@@ -120,7 +126,7 @@ class GroupScheduler:
         oldest = version - self._plan.max_staleness
         for group, (_, progress) in self._in_flight.items():
             if progress.oldest_version(version) < oldest:
-                group.cancel()
+                cancel_once(group)
 
     def cancel_rejected(self, version: PolicyVersion) -> None:
         """Cancel every group that holds a token of ``version``, or will."""
@@ -129,7 +135,7 @@ class GroupScheduler:
             if progress.oldest_version(served) <= version:
                 progress.rejected = True
                 if progress.begun:
-                    group.cancel()
+                    cancel_once(group)
 
     def oldest_versions(self) -> list[PolicyVersion]:
         """The oldest version that each group in flight may have sampled with."""

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import attrs
+import msgspec
 import numpy as np
 
 from primerl.rollout.engines.protocol import Engine, is_instant
@@ -28,7 +29,7 @@ class BadCompletion(RuntimeError):
 
 
 class BadSample(ValueError):
-    """An environment returned a sample that its engine can't have produced."""
+    """An environment returned a sample that its engine can't have produced, or can't be stored."""
 
 
 @attrs.frozen(kw_only=True)
@@ -88,7 +89,7 @@ def check_completion(
 
 
 def check_rollout(rollout: Rollout, params: SamplingParams, limits: Limits) -> None:
-    """Check the samples that an environment returned, whether or not its engine made them.
+    """Check what an environment returned, whether or not its engine made it.
 
     Raises:
         BadSample: a rule is broken; the message says which, and what was expected.
@@ -96,6 +97,8 @@ def check_rollout(rollout: Rollout, params: SamplingParams, limits: Limits) -> N
     for sample in rollout.samples:
         if fault := _sample_fault(sample, params, limits):
             raise BadSample(f"the environment returned {fault}")
+    if fault := _conversation_fault(rollout.conversation):
+        raise BadSample(f"the environment returned {fault}")
 
 
 async def check_routes(rollout: Rollout, engine: Engine) -> None:
@@ -180,6 +183,16 @@ def _version_fault(versions: np.ndarray, limits: Limits) -> str | None:
         return f"has version {first}, older than {limits.oldest}, which was already served"
     if (last := int(versions[-1])) > limits.newest:
         return f"has version {last}, which was never published: {limits.newest} is served"
+    return None
+
+
+def _conversation_fault(conversation: Any) -> str | None:
+    """Why a conversation could not be stored with its group, which would be noticed too late."""
+    try:
+        content = msgspec.msgpack.encode(conversation)
+        msgspec.msgpack.decode(content, type=dict[str, Any] | None)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        return f"a conversation that can't be stored ({error}); expected text, numbers and lists"
     return None
 
 

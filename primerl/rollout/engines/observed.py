@@ -41,6 +41,8 @@ class ObservedEngine:
     """The error of a request that was given up."""
     bad: BadCompletion | None = attrs.field(default=None, init=False)
     """A completion that broke the contract, whether or not the environment caught the error."""
+    outage: Exception | None = attrs.field(default=None, init=False)
+    """What the engine raised last, if no request of the attempt has been answered since."""
     _open: list[_Call] = attrs.field(factory=list, init=False)
     _answered: bool = attrs.field(default=False, init=False)
 
@@ -126,6 +128,7 @@ class ObservedEngine:
                     self._open.remove(call)
                     raise
                 call.failed = True
+                self.outage = error
                 if not self._answered and len(self._open) == 1:
                     self._begin(None)
                 try:
@@ -135,5 +138,6 @@ class ObservedEngine:
                     raise
             else:
                 self._open.remove(call)
+                self.outage = None
                 health.answered()
                 return answer

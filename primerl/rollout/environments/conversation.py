@@ -60,17 +60,20 @@ class Conversation:
         """Append ``messages``, sample a reply and return it as text.
 
         ``stop`` then says how the reply ended: ``"stop"``, ``"length"``, or ``"context"`` if the
-        context left less room than ``max_tokens``.
+        context left less room than ``max_tokens``. A turn that raises leaves the conversation as it
+        was.
 
         Raises:
             ValueError: the messages leave no room for a reply, or the tokenizer has no template
                 for them.
+            Exception: what the engine raises.
         """
-        self._append(self._tokenize(messages))
-        room = self._engine.context_length - len(self.token_ids)
+        new = self._tokenize(messages)
+        prompt = [*self.token_ids, *new]
+        room = self._engine.context_length - len(prompt)
         if room < 1:
             raise ValueError(
-                f"the conversation has {len(self.token_ids)} tokens, which fills the engine's "
+                f"the conversation has {len(prompt)} tokens, which fills the engine's "
                 f"context of {self._engine.context_length}; end it earlier or shorten the prompt"
             )
         params = attrs.evolve(
@@ -78,7 +81,8 @@ class Conversation:
             max_tokens=min(self.params.max_tokens, room),
             routes_start=self._routes_end,
         )
-        completion = await self._engine.generate(self.token_ids, params, session=self._session)
+        completion = await self._engine.generate(prompt, params, session=self._session)
+        self._append(new)
         self._append(
             completion.token_ids.tolist(),
             completion.logprobs.tolist(),

@@ -16,6 +16,7 @@ from primerl.rollout.processes.child import Child, ProcessDied
 from primerl.rollout.processes.launch import LaunchContext
 from primerl.types import PolicyVersion, Rollout, SamplingParams
 
+CLOSE_S = 5.0  # for cancelled rollouts to clean up
 ANSWER_S = 5.0  # in which an event loop that is not blocked answers
 STABLE_S = 5.0  # a process that lived so long did not die of starting
 MAX_BACKOFF_S = 30.0
@@ -143,7 +144,7 @@ class ProcessPool:
                 slot.broken = error if build_failures == MAX_BUILD_FAILURES else None
             finally:
                 slot.ready, slot.tried = False, True
-                await slot.child.close(grace_s=2.0)
+                await slot.child.close(grace_s=CLOSE_S)
                 self._changed.set()
             pause_s = 0.05 * 2 ** min(10, max(0, deaths + build_failures - 1))
             await asyncio.sleep(min(MAX_BACKOFF_S, pause_s))

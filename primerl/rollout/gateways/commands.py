@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,8 @@ from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Task, reward_of
 from primerl.rollout.gateways.server import Gateway, gateway
 from primerl.rollout.gateways.sessions import Session
+from primerl.rollout.processes import launch
+from primerl.rollout.processes.supervisor import remove_folder
 from primerl.types import Rollout, SamplingParams
 
 KILL_S = 5.0
@@ -32,8 +32,9 @@ CommandReward = Callable[[Task, "CommandRun"], float | Awaitable[float]]
 class CommandRun:
     """How a command-line agent ended.
 
-    ``exit_code`` is None if it was ended by a limit of time. ``output`` is the beginning and end of
-    what it printed. ``folder`` is where it ran, unless that was a runtime.
+    ``exit_code`` is None if it was ended by a limit of time, and 128 + the signal's number if by a
+    signal. ``output`` is the beginning and end of what it printed. ``folder`` is where it ran,
+    unless that was a runtime.
     """
 
     session: Session
@@ -121,6 +122,7 @@ class CommandAgent:
         """Play ``task``.
 
         Raises:
+            FileNotFoundError: the program is not there.
             Exception: what the engine, ``prepare`` or the runtime raises.
         """
         served = await self._gateway()
@@ -131,6 +133,7 @@ class CommandAgent:
             argv = list(self.command(task, session))
             variables = {**session.variables, **self.variables}
             if runtime is None:
+                assert folder is not None
                 exit_code, output = await _run_here(argv, variables, folder, self.limits)
             else:
                 exit_code, output = await _run_there(argv, variables, runtime, self.limits)
@@ -168,13 +171,15 @@ class CommandAgent:
             async with self.runtime(task) as runtime:
                 yield None, runtime
             return
-        folder = Path(tempfile.mkdtemp(prefix="primerl-agent-"))
+        supervised = launch.make_folder("primerl-agent-")
+        folder = Path(supervised, "work")  # without the supervisor's file
+        folder.mkdir()
         try:
             if self.prepare is not None:
                 self.prepare(task, folder)
             yield folder, None
         finally:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(remove_folder, supervised)
 
 
 def _stop(session: Session, exit_code: int | None) -> str:
@@ -197,18 +202,22 @@ async def _run_there(
 
 
 async def _run_here(
-    argv: list[str], variables: dict[str, str], folder: Path | None, limits: AgentLimits
+    argv: list[str], variables: dict[str, str], folder: Path, limits: AgentLimits
 ) -> tuple[int | None, str]:
-    """Run a program in its own process group, which is killed in the end."""
+    """Run a program under a supervisor, which ends all that it started."""
     passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    environment = {**passed_on, **variables}
+    program = os.path.join(folder, argv[0]) if os.path.dirname(argv[0]) else argv[0]
+    if shutil.which(program, path=environment.get("PATH")) is None:
+        raise FileNotFoundError(f"the agent's program {argv[0]!r} is not there, or no program")
     # A pipe of our own: asyncio would wait for those who hold its pipes after the program's end.
     source, sink = os.pipe()
     reader, pipe = await _opened(source)
     try:
         process = await asyncio.create_subprocess_exec(
-            *argv,
+            *launch.supervised(argv, folder=str(folder.parent), grace_s=0.0),
             cwd=folder,
-            env={**passed_on, **variables},
+            env=environment,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=sink,
             stderr=sink,
@@ -227,7 +236,7 @@ async def _run_here(
                 exit_code = await process.wait()
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_S):
                 await process.wait()

@@ -103,7 +103,13 @@ class Channel:
             if not answer.done():
                 answer.set_exception(ChannelClosed("the other process is gone"))
         for task in self._running.values():
-            task.cancel()
+            if not task.cancelling():  # a second time would cut its cleanup off
+                task.cancel()
+
+    async def wait_for_handlers(self, timeout_s: float) -> None:
+        """After ``close``: wait until the handlers that were cancelled have cleaned up."""
+        if self._running:
+            await asyncio.wait(self._running.values(), timeout=timeout_s)
 
     def _dispatch(self, message: Message) -> None:
         number = message.number

@@ -84,14 +84,28 @@ class Child:
         """Whether it is running and can be called."""
         return self.pid is not None and self._serving is not None and not self._serving.done()
 
-    async def start(self, arguments: Mapping[str, bytes], handlers: Handlers) -> None:
+    async def start(
+        self,
+        arguments: Mapping[str, bytes],
+        handlers: Handlers,
+        *,
+        make_timeout_s: float = START_S,
+        advice: str = "",
+    ) -> None:
         """Start the process and wait until its object is made.
 
         The object's ``arguments`` are from ``pickle_arguments``; the child may call ``handlers``.
 
+        Args:
+            arguments: of the object, by name.
+            handlers: what the child may call.
+            make_timeout_s: how long making the object may take.
+            advice: for the error where it takes longer.
+
         Raises:
-            RuntimeError: it was started before, it died, or it took longer than ``START_S``.
-                What making the object raises is raised.
+            RuntimeError: it was started before, it died, or it took longer than ``START_S`` to
+                answer, or than ``make_timeout_s`` to make its object. What making it raises is
+                raised.
         """
         if self._process is not None:
             raise RuntimeError(f"{self.name} was started before")
@@ -112,15 +126,21 @@ class Child:
         self._serving = asyncio.create_task(self._channel.serve())
         self._watching = asyncio.create_task(self._watch(self._process, self._channel))
         path = (self._served.__module__, self._served.__qualname__)
+        what = f"did not begin within {START_S:g} s"
+        deadline = asyncio.timeout(START_S)
         try:
-            async with asyncio.timeout(START_S):
+            async with deadline:
                 self.pid = await self.call("process_id")
+            what = (
+                f"began, but was still making its {', '.join(arguments)} after {make_timeout_s:g} s"
+            )
+            deadline = asyncio.timeout(make_timeout_s)
+            async with deadline:
                 await self.call("make", *path, dict(arguments))
-        except TimeoutError:
+        except BaseException as error:
             await self.close(grace_s=0)
-            raise RuntimeError(f"{self.name} did not start within {START_S:.0f} s") from None
-        except BaseException:
-            await self.close(grace_s=0)
+            if isinstance(error, TimeoutError) and deadline.expired():
+                raise RuntimeError(f"{self.name} {what}{advice}") from None
             raise
 
     async def call(self, name: str, *args: Any) -> Any:
@@ -270,6 +290,7 @@ async def _serve(sock: socket.socket, parent: int) -> None:
         await asyncio.sleep(ORPHAN_S)
         if not alive(parent):  # nobody receives the errors that cancelled rollouts would raise
             os.kill(os.getpid(), signal.SIGKILL)
+        await channel.wait_for_handlers(STOP_S / 2)
         if served is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S / 2):

@@ -56,6 +56,9 @@ class InThread:
         """Stop collecting; returns the last stats, or None if the process has died."""
         return await self._collector.aclose()
 
+    def failure_seen(self) -> None:
+        """Do nothing: a thread does not die on its own."""
+
     def kill(self) -> None:
         """Do nothing: a thread ends with its process."""
 
@@ -63,7 +66,15 @@ class InThread:
 class InProcess:
     """Runs the collector in a child process and serves this process's engines to it."""
 
-    def __init__(self, engine: Engine, arguments: dict[str, bytes], threads: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        arguments: dict[str, bytes],
+        *,
+        threads: int,
+        start_timeout_s: float,
+    ) -> None:
+        self._start_timeout_s = start_timeout_s
         self._engines = EngineHost()
         self._child = Child("the rollout worker", Collector, threads=threads, by_value=True)
         address = self._engines.add(engine, self._child.notify, portable=is_portable(engine))
@@ -88,6 +99,9 @@ class InProcess:
                 "metrics": self._engines.metrics,
                 "heartbeat": self._heartbeat,
             },
+            make_timeout_s=self._start_timeout_s,
+            advice="; with a state, tasks without indices are generated again up to its position: "
+            "raise start_timeout_s",
         )
         self._heartbeat()
         self._background = [
@@ -97,18 +111,18 @@ class InProcess:
 
     async def call(self, name: str, *args: Any) -> Any:
         """The result of a method of the collector."""
-        try:
-            with contextlib.ExitStack() as stack:
-                sent = [self._sendable(one, stack) for one in args]
-                self._engines.report()  # what the trainer saw before it called
-                return await self._child.call(name, *sent)
-        except RuntimeError:
-            self._death_reported = self._death_reported or not self._child.alive
-            raise
+        with contextlib.ExitStack() as stack:
+            sent = [self._sendable(one, stack) for one in args]
+            self._engines.report()  # what the trainer saw before it called
+            return await self._child.call(name, *sent)
 
     def notify(self, name: str, *args: Any) -> None:
         """Call a method of the collector, without an answer."""
         self._child.notify(name, *args)
+
+    def failure_seen(self) -> None:
+        """The trainer got a call's error: it need not be told of the process's death again."""
+        self._death_reported = self._death_reported or not self._child.alive
 
     async def _watch_child(self) -> None:
         """The watchdog: logs the child's death, and interrupts a trainer that is busy elsewhere."""

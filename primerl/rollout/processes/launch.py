@@ -71,9 +71,14 @@ def start(
     ``make_folder``. This process removes it; if it has died, the supervisor does. ``options`` are
     those of ``subprocess.Popen``.
     """
+    program = supervised(command, folder=folder, grace_s=grace_s)
+    return subprocess.Popen(program, start_new_session=True, **options)
+
+
+def supervised(command: Sequence[str], *, folder: str, grace_s: float) -> list[str]:
+    """The command under a supervisor, as ``start`` starts it: to be started in a new session."""
     program = [sys.executable, "-I", "-S", supervisor.__file__]
-    arguments = [str(os.getpid()), folder, str(grace_s)]
-    return subprocess.Popen([*program, *arguments, *command], start_new_session=True, **options)
+    return [*program, str(os.getpid()), folder, str(grace_s), *command]
 
 
 def is_over(folder: str) -> bool:

@@ -68,6 +68,7 @@ class DifficultyPools:
             twice = next(t["id"] for i, t in enumerate(self._tasks) if self._index[t["id"]] != i)
             raise ValueError(f"two tasks have the id {twice!r}; their solve rates would be mixed")
         self._draws = 0
+        self._restored = False
         self._fill({}, {})
 
     def draw(self) -> dict[str, Any] | None:
@@ -86,12 +87,17 @@ class DifficultyPools:
     def report(self, task: Task, group: Group | None) -> None:
         """Update the task's solve rate with the group's mean reward.
 
+        After ``restore``, a task that is not one of these any more counts for nothing: it was in
+        flight when the state was taken.
+
         Raises:
             ValueError: a reward is outside [0, 1], or the task is not one of these.
         """
         if group is None or len(group.rollouts) == 0:
             return
         index = self._index.get(task["id"])
+        if index is None and self._restored:
+            return
         if index is None:
             raise ValueError(f"the task {task['id']!r} is none of the {len(self._tasks)} here")
         rewards = group.rewards
@@ -142,6 +148,7 @@ class DifficultyPools:
                 "would be drawn; restore with the same seed, or begin a new stream"
             )
         self._draws = state["draws"]
+        self._restored = True
         self._fill(state["rates"], state["last_drawn"])
 
     def _fill(self, rates: Mapping[str, float], last_drawn: Mapping[str, int]) -> None:

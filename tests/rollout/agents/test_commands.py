@@ -97,12 +97,41 @@ def test_programs_that_misbehave_are_outcomes_with_a_reason():
     assert "\ufffd" in run.output
 
 
+def processes_in(folder):
+    return [pid for pid in os.listdir("/proc") if pid.isdigit() and _runs_in(pid, folder)]
+
+
 def test_what_a_program_leaves_behind_is_ended_and_removed():
     _, run = outcome("orphan")
 
     assert not run.folder.exists()
-    left = [pid for pid in os.listdir("/proc") if pid.isdigit() and _runs_in(pid, run.folder)]
-    assert left == []
+    assert processes_in(run.folder) == []
+
+
+def test_what_a_program_moves_to_another_session_is_ended_before_the_reward():
+    left = []
+
+    def reward(task, run):
+        left.append(processes_in(run.folder))
+        return float((run.folder / "started").exists())
+
+    script = "setsid sh -c 'touch started; sleep 600' & until [ -e started ]; do :; done"
+    environment = rollout.command_agent(
+        lambda task, session: ["sh", "-c", script], TOKENIZER, reward=reward
+    )
+    (played,) = play(environment, RecordingEngine(TOKENIZER))
+
+    assert played.reward == 1.0
+    assert left == [[]]
+
+
+@pytest.mark.parametrize("program", ["no-such-agent", "./no-such-agent"])
+def test_a_program_that_is_not_there_is_an_error_and_no_outcome(program):
+    environment = rollout.command_agent(
+        lambda task, session: [program], TOKENIZER, reward=lambda task, run: 0.0
+    )
+    with pytest.raises(FileNotFoundError, match="no-such-agent"):
+        play(environment, RecordingEngine(TOKENIZER))
 
 
 def _runs_in(pid, folder):

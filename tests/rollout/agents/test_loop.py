@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from chat_tokenizer import RecordingEngine, chat_tokenizer, tool_call, trained
 
@@ -173,6 +174,20 @@ def test_any_output_of_a_tool_is_bounded_text(output):
     assert "characters left out" in result
     assert played.metrics["clipped_results"] == 1
     result.encode()
+
+
+def refuse(arguments, state):
+    raise ValueError(f"there is no {arguments['what']}")
+
+
+@pytest.mark.parametrize("said", [tool_call("\ud83d"), tool_call("act", what="\ud83d")])
+def test_half_of_a_surrogate_pair_in_a_call_makes_no_text_that_cannot_be_stored(said):
+    played, _ = play(lambda _, number: said if number == 0 else "Sorry.", tool(refuse))
+
+    msgspec.msgpack.encode(played.conversation)
+    (result,) = results(played)
+    assert result.startswith("error: ")
+    assert "?" in result
 
 
 def test_a_shell_runs_in_a_borrowed_runtime():

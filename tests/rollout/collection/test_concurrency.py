@@ -29,6 +29,16 @@ def test_the_cap_grows_with_room_and_shrinks_with_trouble():
     assert near.after(load(in_flight=15)).cap / near.cap < settings.after(load()).cap / 16
 
 
+@pytest.mark.parametrize("group_size", [1, 4, 8, 16, 32, 48])
+def test_whole_groups_keep_no_cap_from_growing(group_size):
+    settings = AdaptiveConcurrency(cap=16)
+    for _ in range(60):
+        fitting = int(settings.cap) // group_size * group_size
+        in_flight = max(group_size, fitting)  # one group is always in flight
+        settings = settings.after(load(in_flight=in_flight, group_size=group_size))
+    assert settings.cap > 1000
+
+
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 2), st.floats(0, 1)), max_size=50))
 def test_the_cap_stays_within_its_bounds(observed):
     settings = AdaptiveConcurrency(cap=8, least=4, most=32)
@@ -67,18 +77,19 @@ def test_of_several_servers_the_fullest_counts():
 
     observed, preempted = load_of(metrics, in_flight=5, preempted=5.0)
 
-    assert attrs.astuple(observed) == (5, 0, 2, 0.9)
+    assert attrs.astuple(observed) == (5, 0, 2, 0.9, 1)
     assert preempted == 7.0
 
 
 class Measured(testing.ScriptedEngine):
-    """An engine whose memory is full."""
+    """An engine whose memory is full, or in use to another share."""
 
     asked = 0
+    use = 1.0
 
     def metrics(self):
         self.asked += 1
-        return {"one": {"vllm:kv_cache_usage_perc": 1.0}}
+        return {"one": {"vllm:kv_cache_usage_perc": self.use}}
 
 
 async def environment(task, engine, params):
@@ -102,12 +113,14 @@ def worker(engine, *, isolation="thread", **options):
         engine,
         environment,
         [{"id": "a"}],
-        params=SamplingParams(max_tokens=4),
-        group_size=2,
-        groups_per_step=8,
-        max_staleness=0,
         isolation=isolation,
-        **options,
+        **{
+            "params": SamplingParams(max_tokens=4),
+            "group_size": 2,
+            "groups_per_step": 8,
+            "max_staleness": 0,
+            **options,
+        },
     )
 
 
@@ -125,6 +138,20 @@ def test_the_worker_keeps_to_the_cap(isolation):
     with worker(free) as rollouts:
         rollouts.take(version=0)
     assert free.peak_in_flight > 4
+
+
+def test_the_worker_has_more_large_groups_in_flight_while_there_is_room():
+    engine = Measured(latency=0.01)
+    engine.use = 0.1
+    settings = AdaptiveConcurrency(cap=16, every_s=0.01)
+    with worker(engine, group_size=16, concurrency=settings) as rollouts:
+
+        def step():
+            rollouts.take(version=engine.version)
+            engine.update_weights({}, version=engine.version + 1)
+            return engine.peak_in_flight > 32
+
+        until(step)
 
 
 def test_an_engine_without_metrics_is_refused():

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 from conftest import FakeEngine, make_sample
 
@@ -148,6 +149,14 @@ def test_a_reward_error_is_not_retried():
         (
             Rollout(samples=[make_sample(10, 2000)], reward=1.0),
             "a sample that trains token 2009, beyond the engine's context of 1000",
+        ),
+        (
+            Rollout(samples=[make_sample()], reward=1.0, conversation={"image": np.zeros(2)}),
+            "a conversation that can't be stored .*numpy",
+        ),
+        (
+            Rollout(samples=[make_sample()], reward=1.0, conversation={"messages": ["\ud83d"]}),
+            "a conversation that can't be stored .*surrogates",
         ),
     ],
 )

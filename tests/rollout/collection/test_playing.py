@@ -112,6 +112,29 @@ def test_leaving_early_cancels_what_is_in_flight():
     assert closed == [True]
 
 
+def test_what_is_cancelled_cleans_up_before_the_environment_is_closed():
+    ended = []
+
+    class Environment:
+        async def __call__(self, task, engine, params):
+            if task["id"] == "task 4":
+                return await play(task, engine, params)
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                await asyncio.sleep(0.1 * int(task["id"].split()[1]))
+                ended.append(task["id"])
+
+        async def aclose(self):
+            ended.append("closed")
+
+    playing = rollout.play_tasks(testing.ScriptedEngine(), Environment(), TASKS, PARAMS)
+    assert next(playing).task["id"] == "task 4"
+    playing.close()
+    assert sorted(ended[:-1]) == [f"task {number}" for number in range(4)]
+    assert ended[-1] == "closed"
+
+
 def test_a_play_that_hangs_ends_at_its_deadline():
     async def environment(task, engine, params):
         if task["id"] == "task 0":
@@ -120,6 +143,7 @@ def test_a_play_that_hangs_ends_at_its_deadline():
 
     played = {end.task["id"]: end for end in ends(environment=environment, play_timeout_s=0.3)}
     assert played["task 0"].error == "TimeoutError"
+    assert played["task 0"].message == "TimeoutError: it had not ended after 0.3 s"
     assert played["task 0"].seconds >= 0.3
     assert played["task 4"].rollout is not None
 
@@ -145,6 +169,16 @@ def test_an_outage_of_the_engine_is_waited_for():
     )
     played = ends(engine, retries=0)
     assert [end.error for end in played] == [None] * 5
+
+
+def test_an_outage_of_the_engine_takes_no_time_of_a_play():
+    fails = iter([True] * 6 + [False] * 1000)  # with pauses of 3.15 s
+    engine = testing.ScriptedEngine(
+        failures=lambda _: ConnectionError("gone") if next(fails) else None
+    )
+    (end,) = ends(engine, tasks=TASKS[:1], retries=0, play_timeout_s=2.0)
+    assert end.error is None
+    assert end.seconds > 3
 
 
 def test_an_engine_that_stays_away_is_an_error_after_what_was_yielded():

@@ -5,10 +5,10 @@ import time
 import uuid
 
 import pytest
-from conftest import CharacterCodes, FakeEngine
+from conftest import CharacterCodes, FakeEngine, make_sample
 
 from primerl import rollout
-from primerl.types import SamplingParams
+from primerl.types import Rollout, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=3)
 TASKS = [{"id": str(n), "prompt": f"task {n}"} for n in range(8)]
@@ -33,8 +33,8 @@ class Outages(FakeEngine):
                     await asyncio.sleep(end - (now - self.began))
                 else:
                     self.failures += 1
-                    self.failed_sessions.add(session)
                     await asyncio.sleep(0.001)
+                    self.failed_sessions.add(session)  # not before it has failed
                     raise self.error("nobody is there")
         return await super().generate(prompt_ids, params)
 
@@ -69,6 +69,14 @@ async def impatient(task, engine, params):
     return await base(task, engine, params)
 
 
+async def makes_do(task, engine, params):
+    """Ends without the reply once its request has failed, as an agent does at its limit of time."""
+    try:
+        return await impatient(task, engine, params)
+    except TimeoutError:
+        return Rollout(samples=[make_sample(version=engine.version)], reward=0.0, stop="timeout")
+
+
 async def several_turns(task, engine, params):
     chat = rollout.Conversation(engine, CharacterCodes(), params)
     for _ in range(4):
@@ -96,7 +104,9 @@ def balanced(stats):
 def train(rollouts, engine, *, seconds, steps=3):
     began, step = time.monotonic(), 0
     while step < steps or time.monotonic() - began < seconds:
-        assert len(rollouts.take(version=step)) == 16
+        groups = rollouts.take(version=step)
+        assert len(groups) == 16
+        assert all((group.rewards == 1.0).all() for group in groups)
         step += 1
         engine.version = step
         time.sleep(0.02)
@@ -110,7 +120,7 @@ class ServerError(Exception):
 CASES = [
     *[(base, kind) for kind in (ConnectionRefusedError, TimeoutError, RuntimeError, ServerError)],
     *[(environment, ServerError) for environment in (wraps, hides, several_turns)],
-    (impatient, ConnectionRefusedError),
+    *[(environment, ConnectionRefusedError) for environment in (impatient, makes_do)],
 ]
 
 

@@ -200,6 +200,36 @@ def test_a_conversation_that_fills_the_context_is_an_error():
         play(engine, "wxyz", tokenizer=CharacterCodes())
 
 
+class RefusesOne(Scripted):
+    """Refuses its second request."""
+
+    async def generate(self, prompt_ids, params, *, session=None):
+        completion = await super().generate(prompt_ids, params)
+        if len(self.prompts) == 2:
+            raise ValueError("refused")
+        return completion
+
+
+@pytest.mark.parametrize(
+    ("engine", "refused"),
+    [(Scripted("a|", "c|"), "y" * 5000), (RefusesOne("a|", "b|", "c|"), "y")],
+    ids=["for want of room", "by the engine"],
+)
+def test_a_turn_that_is_refused_leaves_the_conversation_as_it_was(engine, refused):
+    chat = rollout.Conversation(engine, Codes(), PARAMS)
+
+    async def main():
+        await chat.turn("x")
+        with pytest.raises(ValueError, match="fills the engine's context|refused"):
+            await chat.turn(refused)
+        assert "".join(map(chr, chat.sample().token_ids)) == "<user>x|<assistant>a|"
+        await chat.turn("z")
+
+    asyncio.run(main())
+    text = "".join(map(chr, chat.sample().token_ids))
+    assert text == "<user>x|<assistant>a|<user>z|<assistant>c|"
+
+
 def test_a_rollout_has_the_conversation_and_its_reward():
     chat, _ = play(Scripted("a|"), user("x"))
 

@@ -229,6 +229,32 @@ def test_it_can_be_used_again_after_it_was_closed():
         assert one.reward == 1.0
 
 
+def test_what_is_cancelled_when_it_is_closed_cleans_up(tmp_path):
+    box = tmp_path / "box"
+
+    async def environment(task, engine, params):
+        box.touch()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0.3)
+            box.unlink()
+
+    async def run():
+        isolated = rollout.isolated(environment, processes=1)
+        playing = asyncio.create_task(isolated({}, testing.ScriptedEngine(), PARAMS))
+        deadline = time.monotonic() + 60
+        while not box.exists():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        playing.cancel()
+        await asyncio.wait([playing])
+        await isolated.aclose()
+
+    asyncio.run(run())
+    assert not box.exists()
+
+
 def test_an_environment_that_cannot_be_built_is_an_error_not_an_endless_restart():
     class Breaks:
         def __reduce__(self):

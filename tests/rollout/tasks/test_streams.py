@@ -361,6 +361,17 @@ def test_rewards_outside_0_to_1_and_unknown_tasks_are_refused():
         stream.report({"id": "9"}, make_group([0.0]))
 
 
+def test_a_task_in_flight_that_is_removed_before_a_restore_counts_for_nothing():
+    before = rollout.DifficultyPools([{"id": name} for name in "abc"], seed=0)
+    in_flight = before.draw()
+    after = rollout.DifficultyPools([{"id": name} for name in "bc"], seed=0)
+    after.restore(before.state())
+    assert in_flight["id"] == "a"
+    after.report(in_flight, make_group([1.0]))
+    assert after.solve_rates() == {}
+    assert after.pool_sizes()["unseen"] == 2
+
+
 class Slow:
     """A naive implementation of the curriculum: every draw examines every task."""
 

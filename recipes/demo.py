@@ -13,7 +13,6 @@ the groups trained on; ``--groups`` trains on them again, with the same losses, 
 """
 
 import contextlib
-import gc
 import random
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -234,7 +233,7 @@ def main(args: Args) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
         transport = None if args.groups else weights.transport_to(model, engine, worker=rollouts)
         before = exact_match()
-        gc.freeze()  # collections stop all threads: leave out what was built until here
+        parallel.exempt_from_collection()  # what was built until here
 
         for step in range(steps):
             if world.is_first and args.groups:

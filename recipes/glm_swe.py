@@ -14,7 +14,6 @@ starts it on a cluster. Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues.
 
 import contextlib
 import functools
-import gc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -541,7 +540,7 @@ def main(args: Args) -> None:
         with checkpoints:
             first_step = checkpoints.load(saved)
             transport.publish(first_step)
-            gc.freeze()  # collections stop all threads: leave out what was built until here
+            parallel.exempt_from_collection()  # what was built until here
 
             for step in range(first_step, args.steps):
                 if args.eval_every and step % args.eval_every == 0:

@@ -12,7 +12,6 @@ GPUs: ``torchrun --nproc-per-node 8``. Ctrl-C and SIGTERM save; ``--resume RUN_D
 """
 
 import contextlib
-import gc
 import importlib.util
 import itertools
 import random
@@ -254,7 +253,7 @@ def main(args: Args) -> None:
         with checkpoints:
             first_step = checkpoints.load(saved)
             transport.publish(first_step)
-            gc.freeze()  # collections stop all threads: leave out what was built until here
+            parallel.exempt_from_collection()  # what was built until here
 
             for step in range(first_step, args.steps):
                 if args.eval_every and step % args.eval_every == 0:

@@ -78,10 +78,11 @@ def publish(
     text = json.dumps({"manifest": manifest, "digest": manifest_digest(manifest)}, indent=1)
     write_file(partial / MANIFEST, [text.encode()])
     sync_folder(partial)
-    if target.exists():
-        remove(target)
+    replaced = _set_aside(target) if target.exists() else None
     partial.rename(target)
     sync_folder(target.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced)
 
 
 def retain(folder: Path, keep: int) -> None:
@@ -119,7 +120,11 @@ def _own(paths: Iterable[Path]) -> list[Path]:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint; what an interruption leaves does not look like one."""
-    doomed = path.with_name(f"{path.name}.removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    shutil.rmtree(_set_aside(path))
+
+
+def _set_aside(path: Path) -> Path:
+    aside = path.with_name(f"{path.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    return aside

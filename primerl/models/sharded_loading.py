@@ -1,5 +1,6 @@
 """Loading a checkpoint directly into the shards of a model, so that no rank holds all of it."""
 
+import contextlib
 import inspect
 import json
 import logging
@@ -29,7 +30,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def empty_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> Any:
-    """A causal language model without values, on the ``meta`` device, from its ``config.json``.
+    """A causal language model without values, on the ``meta`` device, from its configurations.
 
         model = models.empty_model(folder)
         parallel.shard(model, mesh)
@@ -50,7 +51,11 @@ def empty_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.flo
     if hasattr(config, "quantization_config"):  # its own parameters are not
         del config.quantization_config
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with contextlib.suppress(OSError):  # many models have none
+        generation = transformers.GenerationConfig.from_pretrained(os.fspath(model))
+        made.generation_config.update(**generation.to_diff_dict())
+    return made
 
 
 def load_shards(

@@ -12,7 +12,7 @@ from primerl.parallel.expert_parallel.experts import divide_experts, take_expert
 from primerl.parallel.expert_parallel.load import balance_experts, load_statistics
 from primerl.parallel.freezing import freeze_indexer
 from primerl.parallel.gradients import clip_gradients
-from primerl.parallel.launch.cpu import native_dtype, settle_cpu
+from primerl.parallel.launch.cpu import exempt_from_collection, native_dtype, settle_cpu
 from primerl.parallel.launch.world import World, process_group
 from primerl.parallel.scattering import all_sum, gather, scatter
 from primerl.parallel.sharding import shard
@@ -28,6 +28,7 @@ __all__ = [
     "balance_experts",
     "clip_gradients",
     "divide_experts",
+    "exempt_from_collection",
     "freeze_indexer",
     "gather",
     "load_statistics",

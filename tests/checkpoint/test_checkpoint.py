@@ -532,6 +532,24 @@ def test_the_same_step_can_be_saved_again(three):
     assert len(list((three / "checkpoints").iterdir())) == 1
 
 
+def test_a_step_that_is_saved_again_is_there_while_the_earlier_one_is_removed(three, monkeypatch):
+    kept = []
+    rmtree = folders.shutil.rmtree
+
+    def looking(path, **options):
+        kept.append(checkpoint.last_good(three).step)
+        rmtree(path, **options)
+
+    net = Net()
+    with checkpoint.Checkpoints(three, net, torch.optim.SGD(trainable(net)), keep=1) as saves:
+        saves.load(checkpoint.last_good(three))
+        monkeypatch.setattr(folders.shutil, "rmtree", looking)
+        saves.save(3)
+
+    assert kept
+    assert set(kept) == {3}
+
+
 def test_by_default_no_checkpoint_is_due(tmp_path):
     net = Net()
     with checkpoint.Checkpoints(tmp_path, net, torch.optim.SGD(trainable(net))) as saves:

@@ -106,6 +106,25 @@ def test_a_model_of_several_files_loads_bit_for_bit(family, tmp_path, monkeypatc
     assert configs[0] == configs[1]
 
 
+def test_an_empty_model_has_the_generation_configuration_of_its_folder(tmp_path):
+    models.save_pretrained(testing.tiny_model("llama"), tmp_path / "model")
+    written = tmp_path / "model/generation_config.json"
+    content = json.loads(written.read_text())
+    written.write_text(json.dumps({**content, "eos_token_id": [2, 7]}))
+
+    model = models.empty_model(tmp_path / "model")
+    assert models.stop_token_ids(model) == (2, 7)
+    models.load_shards(model, tmp_path / "model")
+    models.save_pretrained(model, tmp_path / "again")
+    written.unlink()
+
+    assert json.loads((tmp_path / "again/generation_config.json").read_text())["eos_token_id"] == [
+        2,
+        7,
+    ]
+    models.empty_model(tmp_path / "model")  # a folder without one is no fault
+
+
 def test_rank_0_needs_a_folder():
     with pytest.raises(ValueError, match="folder is None"):
         models.save_pretrained(testing.tiny_model("llama"), None, tokenizer=None)

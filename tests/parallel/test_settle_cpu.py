@@ -81,3 +81,18 @@ def test_machines_compute_in_what_they_have_instructions_for(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     assert parallel.native_dtype() == expected
+
+
+def test_what_there_is_is_exempt_from_collections_until_the_process_ends():
+    program = """
+import atexit, gc
+from primerl import parallel
+atexit.register(lambda: print(gc.get_freeze_count()))
+held = [[] for _ in range(1000)]
+parallel.exempt_from_collection()
+print(gc.get_freeze_count() > 1000)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["True", "0"]

@@ -5,6 +5,7 @@ OpenAI's chat completions, which most servers offer
 """
 
 import asyncio
+import json
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -165,6 +166,7 @@ class ChatEndpoint:
         try:
             asked = self._request(lambda client: client.with_options(max_retries=1).models.list())
             listed = self._loop.submit(asked).result()
+            names = [one.id for one in listed.data]
         except self._openai.APIError as error:
             raise RuntimeError(f"the endpoint {self._url} can't be used: {error}") from error
         except NoSuchRoute:
@@ -173,7 +175,11 @@ class ChatEndpoint:
                     f"the endpoint {self._url} does not list its models; say which with model="
                 ) from None
             return model
-        names = [one.id for one in listed.data]
+        except (AttributeError, TypeError, json.JSONDecodeError):
+            raise ValueError(
+                f"the endpoint {self._url} does not answer as OpenAI's API does; is the address "
+                "complete, with /v1?"
+            ) from None
         if model is None and len(names) != 1:
             raise ValueError(f"the endpoint {self._url} serves {names}; say which with model=")
         return model or names[0]

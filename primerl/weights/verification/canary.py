@@ -163,6 +163,7 @@ class Canary:
         self._temperatures = [temperature, *others]
         self._timeout_s = timeout_s
         self._names: list[str] | None = None
+        self._has_read = self._has_warned = False
         self._reads = compare_tensors and isinstance(engine, WeightReader)
         self._checks = ReplicaChecks(dtype=dtype, tolerance=tolerance)
         self._rounding: float | None = None
@@ -233,20 +234,21 @@ class Canary:
 
     def _read(self, version: int) -> dict[str, list[Reading]]:
         assert isinstance(self._engine, WeightReader)
-        first = self._names is None
         self._names = self._names or list(checkpoint_layout(self.model, quantize=self._quantize))
         try:
             answers = self._engine.read_weights(
                 self._names, turn=version, timeout_s=self._timeout_s
             )
         except (RuntimeError, ValueError) as error:
-            if not first:
+            if self._has_read:
                 raise
-            self._reads = False
-            log.warning(
-                "the engine's tensors can't be read, so scores alone are compared: %s", error
-            )
-            return {}
+            if not self._has_warned:
+                log.warning(
+                    "the engine's tensors can't be read, so scores alone are compared: %s", error
+                )
+            self._has_warned = True
+            return {}  # the next version's are tried again: a server may have been busy
+        self._has_read = True
         return {replica: from_builtins(rows) for replica, rows in answers.items()}
 
     def _probe(self) -> list[dict[str, Any]]:

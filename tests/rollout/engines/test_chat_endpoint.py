@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,28 @@ def test_an_endpoint_that_lists_nothing_needs_a_name():
             rollout.ChatEndpoint(chat.url)
         with rollout.ChatEndpoint(chat.url, model="b") as endpoint:
             assert ask(endpoint).message["content"] == "tac"
+
+
+@pytest.mark.parametrize("answer", ["<html>hello</html>", "{}", '{"object": "list", "data": null}'])
+def test_a_server_of_something_else_is_named(answer):
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header(
+                "Content-Type", "application/json" if answer[0] == "{" else "text/html"
+            )
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        with pytest.raises(ValueError, match=f"{url} does not answer as OpenAI's API does"):
+            rollout.ChatEndpoint(url)
+        server.shutdown()
 
 
 def test_what_is_no_endpoint_is_an_error_at_once():

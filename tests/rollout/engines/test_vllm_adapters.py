@@ -3,9 +3,12 @@
 import asyncio
 import logging
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from scripted_vllm import ScriptedVLLM
+from recording_store import RecordingStore
+from scripted_vllm import DROP, ScriptedVLLM, numbered_routes
 from waiting import until
 
 from primerl import rollout
@@ -139,6 +142,50 @@ def test_without_that_engine_requests_fail_and_none_is_served_by_the_base(server
         with pytest.raises(RuntimeError, match="policy"):
             run(copied.generate([3], P))
     assert {body["model"] for body in server.bodies} == {"policy-abc-1"}
+
+
+class SlowToSay(ScriptedVLLM):
+    """Says what it loads only when it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.most_rank = 8
+        self.routes = numbered_routes
+        self.asked, self.may_say = threading.Event(), threading.Event()
+
+    async def _update(self, method, path, query, body):
+        if body and body.get("method") == "served_routes":
+            self.asked.set()
+            while not self.may_say.is_set():
+                await asyncio.sleep(0.005)
+        return await super()._update(method, path, query, body)
+
+
+def test_a_version_that_comes_while_a_request_waits_to_be_sent_is_its_version(make):
+    with SlowToSay() as server:
+        engine = make(server, routes=RecordingStore())
+        engine.load_weights(update("/adapters/1"), version=1)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(run, engine.generate([3, 4], P))
+            assert server.asked.wait(10)
+            engine.load_weights(update("/adapters/2"), version=2)
+            server.may_say.set()
+            assert asked.result(30).versions.tolist() == [2, 2]
+        assert [body["model"] for body in server.bodies] == ["policy-abc-2"]
+
+
+def test_a_server_that_is_lost_while_a_request_waits_does_not_sample_with_its_base(make):
+    with SlowToSay() as server:
+        engine = make(server, routes=RecordingStore())
+        engine.load_weights(update(), version=1)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(run, engine.generate([3, 4], P))
+            assert server.asked.wait(10)
+            server.faults["/v1/models"] = [DROP] * 5
+            until(lambda: not engine._connection.fleet.replicas.live())
+            server.may_say.set()
+            assert asked.result(30).versions.tolist() == [1, 1]
+        assert [body["model"] for body in server.bodies] == ["policy-abc-1"]
 
 
 def test_a_restarted_server_gets_the_latest_version(server, make):

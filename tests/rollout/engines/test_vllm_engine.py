@@ -186,7 +186,7 @@ def test_a_refused_request_is_not_retried(server, make):
     assert len(server.bodies) == 1
 
 
-@pytest.mark.parametrize("fault", [(500, "oh"), (503, "oh"), (429, "oh"), DROP])
+@pytest.mark.parametrize("fault", [(500, "oh"), (503, "oh"), (429, "oh"), (408, "oh"), DROP])
 def test_a_failed_request_is_retried(server, make, fault):
     engine = make(server)
     server.faults["/inference/v1/generate"] = [fault] * 3

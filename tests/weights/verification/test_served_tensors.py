@@ -177,6 +177,23 @@ def test_an_engine_without_read_weights_is_checked_by_its_scores_alone(caplog):
     ]
 
 
+def test_a_server_that_is_busy_at_the_first_check_is_compared_at_the_next():
+    class Busy(ReadableEngine):
+        asked = 0
+
+        def read_weights(self, names, *, turn=0, timeout_s=60.0):
+            self.asked += 1
+            if self.asked == 1:
+                raise RuntimeError("/collective_rpc answered 503")
+            return super().read_weights(names, turn=turn, timeout_s=timeout_s)
+
+    model = testing.tiny_model("llama")
+    watch = weights.Canary(model, Busy(model), **SIZES)
+
+    assert "no tensor was compared" in watch.check(0).reason
+    assert "no tensor was compared" not in watch.check(1).reason
+
+
 # ---- what a server ignores ----
 
 

@@ -66,14 +66,15 @@ class Dispatcher:
         recorder = self._recorder
 
         async def ask(replica: Replica) -> Completion:
-            label = replica.label
             routes_start = expected = None
             if recorder is not None:
                 routes_start = await self._first_route(replica, len(prompt), params)
                 known = attrs.evolve(params, routes_start=routes_start)
                 expected = recorder.expect(len(prompt), known)
+            # Nothing waits from here until the request is sent, so both are of the same weights.
+            label = replica.label
+            adapter = self._adapter_of(replica)
             # The salt is the replica's last known weights: prefixes of others are never reused.
-            adapter = self._fleet.adapter_of(replica)
             body = requests.generate_body(
                 prompt.tolist(),
                 params,
@@ -106,7 +107,7 @@ class Dispatcher:
         max_bytes = responses.most_bytes(1, scored=len(token_ids))
 
         async def ask(replica: Replica) -> np.ndarray:
-            adapter = self._fleet.adapter_of(replica)
+            adapter = self._adapter_of(replica)
             routes_start = self._fleet.no_routes(token_ids)
             body = requests.score_body(token_ids, adapter=adapter, routes_start=routes_start)
             answer = await self._attempt(replica, body, max_bytes)
@@ -121,7 +122,7 @@ class Dispatcher:
         max_bytes = responses.most_bytes(1, scored=len(token_ids) * (k + 1))
 
         async def ask(replica: Replica) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            adapter = self._fleet.adapter_of(replica)
+            adapter = self._adapter_of(replica)
             routes_start = self._fleet.no_routes(token_ids)
             body = requests.score_body(
                 token_ids, top_k=k, adapter=adapter, routes_start=routes_start
@@ -193,6 +194,17 @@ class Dispatcher:
             raise BadCompletion(f"{error}{hint}") from error
         except TimeoutError as error:
             raise _Retry(f"{replica.url} was lost with the request", wait=False) from error
+
+    def _adapter_of(self, replica: Replica) -> str | None:
+        """What a request calls the adapter, or None if there is none in this run.
+
+        Raises:
+            _Retry: the server has been lost meanwhile. Without a name, its base model would answer.
+        """
+        adapter = self._fleet.adapter_of(replica)
+        if adapter is None and self._fleet.labels.adapter is not None:
+            raise _Retry(f"{replica.url} serves no adapter any more", free=True, wait=False)
+        return adapter
 
     async def _first_route(
         self, replica: Replica, prompt_length: int, params: SamplingParams

@@ -19,6 +19,7 @@ CONNECT_S = 5.0
 KEEP_ALIVE_S = 2.0  # less than the server's 5 s, which might close a connection as it is used
 SMALL_BYTES = 1 << 20  # default maximum size of a response
 ERROR_BYTES = 1 << 16  # the part of an error response that is read
+BUSY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS)
 
 
 class Unreachable(ConnectionError):
@@ -165,7 +166,7 @@ def _raise_error(where: str, status: int, content: bytes) -> NoReturn:
     what = f"{where} answered {status}: {_refusal(content)}"
     if status == HTTPStatus.UNAUTHORIZED:
         raise RuntimeError(f"{what}; pass the server's key: VLLMEngine(..., api_key=)")
-    if status >= 500 or status == HTTPStatus.TOO_MANY_REQUESTS:
+    if status >= 500 or status in BUSY:
         raise ServerFailed(what)
     if status == HTTPStatus.FORBIDDEN:
         raise RuntimeError(what)  # for any request, as where the route is not enabled

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -24,6 +25,7 @@ from primerl.rollout.errors import summary
 from primerl.types import Completion, SamplingParams
 
 ASK_S = 10.0  # timeout of asking a server what it loads
+SILENCE_S = 60.0  # until a server that did not answer is asked again
 THREADS = 2 if (os.cpu_count() or 1) > 2 else 1  # of two cores, one is left to the event loops
 BATCH_BYTES = 1 << 21  # characters given to a thread at once
 
@@ -96,7 +98,8 @@ class CacheSources:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._loading: dict[str, bool] = {}
-        self._asking = asyncio.Lock()
+        self._silent_until: dict[str, float] = {}
+        self._asking: dict[str, asyncio.Lock] = {}
 
     async def first_route(
         self, replica: Replica, prompt_length: int, params: SamplingParams
@@ -108,28 +111,36 @@ class CacheSources:
 
     async def _loads(self, replica: Replica) -> bool:
         """Whether a server has a connector; so it is believed where it does not say."""
-        async with self._asking:  # requests that begin meanwhile wait for it
-            if replica.url not in self._loading:
+        url = replica.url
+        if url in self._loading:
+            return self._loading[url]
+        async with self._asking.setdefault(url, asyncio.Lock()):  # its other requests wait for it
+            if time.monotonic() < self._silent_until.get(url, 0.0):
+                return True
+            if url not in self._loading:
                 try:
                     async with asyncio.timeout(ASK_S):
                         found = await rpc_results(self._fleet, replica, SERVED_ROUTES)
-                except (TimeoutError, ServerFailed):
+                except ServerFailed:
                     return True  # ask again before the next request
+                except TimeoutError:
+                    self._silent_until[url] = time.monotonic() + SILENCE_S
+                    return True
                 except (RuntimeError, ValueError) as error:
                     found = [summary(error)]
                 said = [one.get("loaded") for one in found if isinstance(one, dict)]
                 known = [one for one in said if type(one) is bool]
                 complete = bool(known) and len(known) == len(found)
-                self._loading[replica.url] = any(known) or not complete
+                self._loading[url] = any(known) or not complete
                 if not complete:
                     log.warning(
                         "%s does not say whether it loads keys and values from elsewhere (%.200s), "
                         "so the expert routes of prompts are not asked for; start it with "
                         "primerl's worker extension",
-                        replica.url,
+                        url,
                         found,
                     )
-            return self._loading[replica.url]
+            return self._loading[url]
 
 
 class ExpectedRoutes:

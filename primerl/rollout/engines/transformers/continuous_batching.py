@@ -77,12 +77,10 @@ def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: 
 @functools.cache
 def _register_scheduler() -> str:
     """Add our scheduler to those that transformers has; returns its name."""
-    from transformers.generation.continuous_batching.scheduler import (
-        SCHEDULER_MAPPING,
-        FIFOScheduler,
-    )
+    module = "transformers.generation.continuous_batching.scheduler"
+    scheduler = require(module, extra="transformers")
 
-    class Unblocked(FIFOScheduler):
+    class Unblocked(scheduler.FIFOScheduler):  # type: ignore[misc]  # known at run time only
         """Admits requests again when all that were active have been cancelled.
 
         After it had to evict requests, transformers admits none until another one ends. If all are
@@ -96,7 +94,7 @@ def _register_scheduler() -> str:
             return cancelled
 
     name = "primerl"
-    SCHEDULER_MAPPING[name] = Unblocked
+    scheduler.SCHEDULER_MAPPING[name] = Unblocked
     return name
 
 

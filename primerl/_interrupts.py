@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from types import FrameType
 
 _from_inside = threading.Event()
 
@@ -9,7 +10,8 @@ _from_inside = threading.Event()
 def interrupt_main_thread() -> None:
     """Raise ``KeyboardInterrupt`` in the main thread, where Ctrl-C would wait for a step's end too.
 
-    It wakes the thread from what it waits for, as an exception cannot.
+    It wakes the thread from what it waits for, as an exception cannot. A process that ignores
+    SIGINT has to call ``accept_interrupts`` first.
     """
     _from_inside.set()
     main = threading.main_thread().ident
@@ -22,3 +24,20 @@ def is_from_inside() -> bool:
     came = _from_inside.is_set()
     _from_inside.clear()
     return came
+
+
+def ignores_ctrl_c() -> bool:
+    """Whether Ctrl-C is ignored, as in jobs that a shell script starts in the background."""
+    return signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, _ignore_ctrl_c)
+
+
+def accept_interrupts() -> None:
+    """Let ``interrupt_main_thread`` work where SIGINT is ignored; Ctrl-C stays ignored."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _ignore_ctrl_c)
+
+
+def _ignore_ctrl_c(_number: int, _frame: FrameType | None) -> None:
+    if is_from_inside():
+        raise KeyboardInterrupt

@@ -10,9 +10,11 @@ import asyncio
 import importlib.util
 import json
 import random
+import shutil
+import signal
 import subprocess
 import sys
-import threading
+import tempfile
 from pathlib import Path
 
 import attrs
@@ -22,12 +24,12 @@ import runtime_types
 from character_codes import CharacterCodes
 from forked_ranks import forked_ranks
 from jaxtyping import jaxtyped
+from leftovers import Leftovers, mark_processes
 
 from primerl import types
 from primerl.types import NOT_SAMPLED, Completion, Group, Rollout, Sample
 
 HELPERS = Path(__file__).parent / "helpers"
-ENDS_S = 10.0  # for a thread that has been told to end
 
 # Test files that need Hypothesis say so themselves, where it is not installed.
 if importlib.util.find_spec("hypothesis") is not None:
@@ -41,6 +43,22 @@ if importlib.util.find_spec("hypothesis") is not None:
 for value in vars(types).values():
     if isinstance(value, type) and attrs.has(value):
         value.__init__ = jaxtyped(typechecker=runtime_types.checked)(value.__init__)
+
+
+# A shell that starts a job in the background lets it ignore these, and its children inherit that.
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, default)
+
+
+def pytest_configure(config):
+    """A temporary folder of this process's own; pytest's folders stay where they are."""
+    mark_processes()
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.mkdtemp(prefix="tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_runtest_setup(item):
@@ -107,15 +125,12 @@ class FakeEngine:
 
 
 @pytest.fixture(autouse=True)
-def every_thread_ends():
-    """A thread that a test leaves would keep pytest from ending, hours after the last test."""
-    before = set(threading.enumerate())
+def nothing_is_left():
+    """A leftover would fail a later test, or keep pytest from ending."""
+    before = Leftovers()
     yield
-    left = [one for one in set(threading.enumerate()) - before if not one.daemon]
-    for thread in left:
-        thread.join(ENDS_S)
-    names = [thread.name for thread in left if thread.is_alive()]
-    assert not names, f"threads are left that keep the process from ending: {names}"
+    found = before.found()
+    assert not found, f"this test left behind: {'; '.join(found)}"
 
 
 @pytest.fixture

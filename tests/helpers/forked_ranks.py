@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import leftovers
+
 SERVER = Path(__file__).with_name("rank_server.py")
 
 
@@ -23,6 +25,7 @@ def server():
         stdout=subprocess.PIPE,
         text=True,
     )
+    leftovers.keep_process(process.pid)
     atexit.register(end, process)
     return process
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from primerl import parallel, track
-from primerl._interrupts import interrupt_main_thread
+from primerl._interrupts import accept_interrupts, interrupt_main_thread
 from primerl.parallel.launch.stop_signals import StoppedError, StopSignals
 
 KINDS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -105,6 +105,22 @@ def test_a_process_that_ignores_ctrl_c_goes_on_to():
     signals.install()
 
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_where_ctrl_c_is_ignored_another_thread_can_still_interrupt():
+    """As the worker's watchdog does in a run that a script started in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    accept_interrupts()
+    signals = StopSignals(10.0)
+    signals.install()
+    signals.defer()
+    send(signal.SIGINT)
+
+    assert not signals.received
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_main_thread()
+    send(signal.SIGTERM)
+    assert signals.received
 
 
 def test_a_second_ctrl_c_while_the_first_is_answered_raises(monkeypatch):

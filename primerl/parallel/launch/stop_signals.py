@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from primerl._interrupts import is_from_inside
+from primerl._interrupts import ignores_ctrl_c, is_from_inside
 
 ENDING = (signal.SIGINT, signal.SIGTERM)  # the second of them ends the process
 STOPPING = b"\nCtrl-C: the run stops after this step; a second one ends it at once\n"
@@ -50,7 +50,7 @@ class StopSignals:
         """Handle the signals; SIGINT not in a process that ignores it, as in the background."""
         is_from_inside()  # of an earlier run
         for which in (*ENDING, signal.SIGUSR1):
-            ignored = which == signal.SIGINT and signal.getsignal(which) is signal.SIG_IGN
+            ignored = which == signal.SIGINT and ignores_ctrl_c()
             if self._is_main() and which not in self._before and not ignored:
                 self._before[which] = signal.signal(which, self._receive)
 

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from primerl._interrupts import interrupt_main_thread
+from primerl._interrupts import accept_interrupts, interrupt_main_thread
 from primerl.rollout.collection.collector import Collector
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.engines.remote import EngineHost, is_portable
@@ -81,6 +81,7 @@ class InProcess:
         self._arguments = arguments | pickle_arguments(engine=address)
         self._background: list[asyncio.Task[None]] = []
         self._trainer = threading.current_thread()
+        accept_interrupts()
         self.cause_of_death = ""
         self.interrupted = False
         self._death_reported = False

@@ -641,15 +641,23 @@ if tries.read_text().count(chr(10)) < 3:
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [(signal.SIGTERM, 128 + 15), (signal.SIGINT, 128 + 15), (None, 6)]
+    ("how", "code", "ignored"),
+    [
+        (signal.SIGTERM, 128 + 15, None),
+        (signal.SIGTERM, 128 + 15, signal.SIGINT),  # as in a background job of a shell script
+        (signal.SIGINT, 128 + 15, None),
+        (None, 6, None),
+    ],
 )
-def test_the_command_line_serves_until_it_is_stopped(tmp_path, how, code):
+def test_the_command_line_serves_until_it_is_stopped(how, code, ignored):
     """The stand-in dies of the SIGTERM that it is sent; or ends by itself, with code 6."""
     source = SERVER.format(open=False)
     if how is None:
         source = "import os, threading; threading.Timer(2, os._exit, [6]).start()\n" + source
     program = f"""
-import sys
+import signal, sys
+if {int(ignored or 0)}:
+    signal.signal({int(ignored or 0)}, signal.SIG_IGN)
 from primerl.rollout.engines.vllm.server import child as vllm_child
 from primerl.rollout.engines.vllm.server import __main__ as vllm_server
 vllm_child.check_vllm_version = lambda: True

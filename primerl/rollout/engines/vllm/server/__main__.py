@@ -31,7 +31,8 @@ def main(words: list[str] | None = None) -> int:
     if not key:
         parser.error(f"set {KEY_VARIABLE} to the key that clients will send")
     transfer = None if ours.weight_transfer == "none" else ours.weight_transfer
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    # Not by SIGINT, which is ignored in a job that a script started in the background.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     server = VLLMServer(
         ours.model,
         {},

@@ -1,0 +1,96 @@
+"""What a test leaves behind that a later one could stumble over.
+
+Processes are those that inherited ``MARK``, and children of this process: also those that have
+ended and that nobody has waited for.
+"""
+
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ENDS_S = 10.0  # for a thread or a process that has been told to end
+MARK = "PRIMERL_TESTS_PROCESS"
+OWN_FILES = ("torchinductor_",)  # caches, kept for later runs
+OWN_VARIABLES = {"PYTEST_CURRENT_TEST"}
+
+_kept: set[int] = set()
+
+
+def keep_process(pid):
+    """Not a leftover: a server that all tests of this process share."""
+    _kept.add(pid)
+
+
+def mark_processes():
+    """Let this process recognize what it starts from now on."""
+    os.environ[MARK] = str(os.getpid())
+
+
+class Leftovers:
+    """Compares what there is now with what there was when this was made."""
+
+    def __init__(self):
+        self._threads = set(threading.enumerate())
+        self._processes = _process_ids()
+        self._files = set(os.listdir(tempfile.gettempdir()))
+        self._environment = dict(os.environ)
+
+    def found(self):
+        """One line for each leftover; variables are restored."""
+        return [*self._living_threads(), *self._new_processes(), *self._new_files(), *self._edits()]
+
+    def _living_threads(self):
+        new = [one for one in threading.enumerate() if one not in self._threads and not one.daemon]
+        for thread in new:
+            thread.join(ENDS_S)
+        return [f"thread {thread.name}" for thread in new if thread.is_alive()]
+
+    def _new_processes(self):
+        ours = self._ours()
+        deadline = time.monotonic() + ENDS_S
+        while ours and time.monotonic() < deadline:
+            time.sleep(0.01)
+            ours = self._ours()
+        return list(ours)
+
+    def _ours(self):
+        described = (_describe(pid) for pid in _process_ids() - self._processes - _kept)
+        return [one for one in described if one is not None]
+
+    def _new_files(self):
+        new = set(os.listdir(tempfile.gettempdir())) - self._files
+        return [f"file {name}" for name in sorted(new) if not name.startswith(OWN_FILES)]
+
+    def _edits(self):
+        now = dict(os.environ)
+        names = {name for name, _ in self._environment.items() ^ now.items()} - OWN_VARIABLES
+        for name in names:
+            if name in self._environment:
+                os.environ[name] = self._environment[name]
+            else:
+                del os.environ[name]
+        return [f"environment variable {name}" for name in sorted(names)]
+
+
+def _process_ids():
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def _describe(pid):
+    """A line about a process, if this one or a descendant started it."""
+    folder = Path("/proc", str(pid))
+    try:
+        _, _, rest = (folder / "stat").read_bytes().rpartition(b") ")
+        state, parent = rest.split()[:2]
+        inherited = f"{MARK}={os.getpid()}\0".encode() in (folder / "environ").read_bytes()
+        command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    except PermissionError:  # another user's
+        return None
+    if int(parent) != os.getpid() and not inherited:
+        return None
+    ended = ", which has ended and was not waited for" if state == b"Z" else ""
+    return f"process {pid} {command[:200].strip()}{ended}"

@@ -34,7 +34,7 @@ def built(folder, *, execute_notebooks):
     pytest.importorskip("mkdocs")
     execute = str(execute_notebooks).lower()
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "EXECUTE_NOTEBOOKS": execute},
         capture_output=True,

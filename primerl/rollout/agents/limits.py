@@ -17,20 +17,18 @@ class LimitReached(RuntimeError):
 class AgentLimits:
     """When a rollout of an agent ends, whatever the agent wants.
 
-    Args:
-        max_turns: model calls.
-        max_tokens: sampled tokens, over all turns; None for no limit but the turns'.
-        timeout_s: seconds, tools included.
-        max_output: characters of one tool's result that the policy sees: its beginning and end.
-
     Raises:
         ValueError: one is not positive.
     """
 
     max_turns: int = 100
+    """Model calls."""
     max_tokens: int | None = None
+    """Sampled tokens, over all turns; None for no limit but the turns'."""
     timeout_s: float = 1800.0
+    """In seconds, tools included."""
     max_output: int = 16_384
+    """Characters of one tool's result that the policy sees: its beginning and end."""
 
     def __attrs_post_init__(self) -> None:
         for name in ("max_turns", "max_tokens", "timeout_s", "max_output"):

@@ -17,21 +17,20 @@ State = MutableMapping[str, Any]
 
 @attrs.frozen(kw_only=True)
 class Tool:
-    """A function that the policy may call.
-
-    Args:
-        name: by which it is called.
-        description: for the policy.
-        parameters: of the arguments, as JSON Schema.
-        call: ``(arguments, state) -> text or bytes``, a coroutine function or a plain one. Tools
-            may be shared by all rollouts; ``state`` is of one rollout. What it raises is told to
-            the policy as the call's result.
-    """
+    """A function that the policy may call."""
 
     name: str
+    """The name by which the policy calls it."""
     description: str
+    """For the policy."""
     parameters: Mapping[str, Any]
+    """The arguments, as JSON Schema."""
     call: Callable[[Mapping[str, Any], State], Awaitable[str | bytes] | str | bytes]
+    """``(arguments, state) -> text or bytes``, a coroutine function or a plain one.
+
+    All rollouts may share a tool; ``state`` belongs to one rollout. The policy sees the error that
+    it raises as the result of the call.
+    """
 
     @property
     def wire(self) -> dict[str, Any]:

@@ -44,27 +44,25 @@ class AdaptiveConcurrency:
     oscillate. A preemption or a queue shrinks it by ``back_off`` and is remembered: from there on
     the cap grows by less than a third of ``growth``, since it is near where that happened.
 
-    Args:
-        cap: at the start.
-        least: the fewest rollouts.
-        most: the most rollouts.
-        low, high: the shares of KV memory between which the cap stays.
-        growth: a share of the cap, for each observation.
-        back_off: what a preemption leaves of the cap.
-        every_s: how often the engines are observed.
-
     Raises:
         ValueError: a number is out of range.
     """
 
     cap: float = 16.0
+    """Rollouts in flight, at the start."""
     least: int = 1
+    """The smallest cap."""
     most: int = 4096
+    """The largest cap."""
     low: float = 0.85
     high: float = 0.95
+    """``low`` and ``high`` are the shares of KV memory between which the cap stays."""
     growth: float = 0.15
+    """A share of the cap, for each observation."""
     back_off: float = 0.95
+    """The share of the cap that is left after a preemption."""
     every_s: float = 2.0
+    """Seconds between observations of the engines."""
     trouble_at: float | None = None
     """The cap at the last preemption or queue."""
 

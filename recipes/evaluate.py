@@ -42,48 +42,49 @@ def model_or_endpoint(args: "Args", _: Any, model: str | None) -> None:
 class Args:
     """What an evaluation may vary; whatever else is edited in this file."""
 
-    # environments of the verifiers library, such as reasoning-gym:chain_sum
+    #: environments of the verifiers library, such as reasoning-gym:chain_sum
     env: tuple[str, ...]
-    # the base URL of an OpenAI-compatible endpoint; its key is in OPENAI_API_KEY
+    #: the base URL of an OpenAI-compatible endpoint; its key is in OPENAI_API_KEY
     endpoint: str | None = None
-    # a model folder or hub id; with --endpoint, a name that it knows
+    #: a model folder or hub id; with --endpoint, a name that it knows
     model: str | None = attrs.field(default=None, validator=model_or_endpoint)
-    # sample in this process, or start a vLLM server
+    #: sample in this process, or start a vLLM server
     engine: Literal["transformers", "vllm"] = "transformers"
-    # vLLM's servers that run already
+    #: vLLM's servers that run already
     engine_urls: tuple[str, ...] = ()
-    # arguments of the server that is started, such as gpu_memory_utilization 0.4
+    #: arguments of the server that is started, such as gpu_memory_utilization 0.4
     vllm: dict[str, bool | str] = attrs.field(factory=dict)
-    # what the engine computes in, by default what this machine is fastest in
+    #: what the engine computes in, by default what this machine is fastest in
     dtype: Literal["float32", "bfloat16"] = attrs.field(factory=parallel.native_dtype)
-    # of each environment: its first ones, which async_grpo.py holds out with --eval-tasks
+    #: tasks of each environment: its first ones, which async_grpo.py holds out with --eval-tasks
     tasks: int = attrs.field(default=64, validator=number(at_least=1))
-    # plays of each task
+    #: plays of each task
     samples: int = attrs.field(default=1, validator=number(at_least=1))
-    # the most tokens of a reply
+    #: the most tokens of a reply
     max_tokens: int = attrs.field(default=512, validator=number(at_least=1))
-    # the most replies of a play; 0: what the environment says
+    #: the most replies of a play; 0: what the environment says
     max_turns: int = attrs.field(default=0, validator=number(at_least=0))
-    # 0 is greedy
+    #: 0 is greedy
     temperature: float = attrs.field(default=1.0, validator=number(at_least=0))
-    # the least reward with which a play has passed
+    #: the least reward with which a play has passed
     passing_reward: float = attrs.field(default=1.0, validator=number(above=0))
-    # plays in flight
+    #: plays in flight
     concurrency: int = attrs.field(default=64, validator=number(at_least=1))
-    # how often a play that failed is played again
+    #: how often a play that failed is played again
     retries: int = attrs.field(default=1, validator=number(at_least=0))
-    # how long a play may take
+    #: how long a play may take
     play_timeout_s: float = attrs.field(default=1800.0, validator=number(above=0))
-    # how long the engine may fail every request, such as while its server restarts
+    #: how long the engine may fail every request, such as while its server restarts
     outage_s: float = attrs.field(default=600.0, validator=number(above=0))
+    #: the seed of sampling in this process
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    # the folder of another evaluation, to compare with
+    #: the folder of another evaluation, to compare with
     against: str | None = None
-    # of a new evaluation; runs/SCRIPT-NNN by default
+    #: the folder of a new evaluation; runs/SCRIPT-NNN by default
     run_dir: str | None = None
-    # the folder of an evaluation, to play what is missing there
+    #: the folder of an evaluation, to play what is missing there
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
-    # when it is resumed: play again what ended with an error
+    #: when it is resumed: play again what ended with an error
     retry_errors: bool = False
 
 

@@ -191,43 +191,47 @@ FIXED = ("scale", "model", "seed", "lr", "env", "env_config", "eval_tasks")
 class Args:
     """What a run may vary; whatever else is edited in this file."""
 
+    #: where it runs: a row of SCALES in this file
     scale: Literal["debug", "laptop", "8xh200", "glm5"] = "debug"
-    # a model folder or hub id, instead of the scale's
+    #: a model folder or hub id, instead of the scale's
     model: str | None = None
-    # policy steps
+    #: policy steps
     steps: int = attrs.field(default=20, validator=number(at_least=1))
+    #: the seed of a tiny model's weights and of sampling in this process
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    # the learning rate, instead of the scale's
+    #: the learning rate, instead of the scale's
     lr: float | None = attrs.field(default=None, validator=optional(number(at_least=0)))
-    # an environment of the verifiers library, and its settings, such as tier easiest
+    #: an environment of the verifiers library
     env: str = "bugfix"
+    #: settings of the environment, such as tier easiest
     env_config: dict[str, str] = attrs.field(factory=dict)
-    # held-out tasks
+    #: held-out tasks
     eval_tasks: int = attrs.field(default=8, validator=number(at_least=0))
-    # policy steps from one evaluation to the next; 0: only at the end
+    #: policy steps from one evaluation to the next; 0: only at the end
     eval_every: int = attrs.field(default=10, validator=number(at_least=0))
-    # policy steps from one checkpoint to the next; 0: only when told to stop
+    #: policy steps from one checkpoint to the next; 0: only when told to stop
     save_every: int = attrs.field(default=10, validator=number(at_least=0))
-    # expert and context parallelism, instead of the scale's
+    #: expert parallelism, instead of the scale's
     ep: int | None = attrs.field(default=None, validator=optional(number(at_least=1)))
+    #: context parallelism, instead of the scale's
     cp: int | None = attrs.field(default=None, validator=optional(number(at_least=1)))
-    # vLLM's servers that run already
+    #: vLLM's servers that run already
     engine_urls: tuple[str, ...] = ()
-    # the FP8 checkpoint that a server is started from
+    #: the FP8 checkpoint that a server is started from
     server_model: str | None = None
-    # further arguments of a server that is started, such as kv_transfer_config '{...}'
+    #: further arguments of a server that is started, such as kv_transfer_config '{...}'
     vllm: dict[str, str] = attrs.field(factory=dict)
-    # for weights and expert routes, if ranks or servers run on several hosts
+    #: for weights and expert routes, if ranks or servers run on several hosts
     shared_folder: str | None = None
-    # the control: rewards carry no information
+    #: the control: rewards carry no information
     permute_rewards: bool = False
-    # print what would run where, and what it would take, and start nothing
+    #: print what would run where, and what it would take, and start nothing
     dry_run: bool = False
-    # for --dry-run: numbers of nodes that train, instead of the scale's
+    #: for --dry-run: numbers of nodes that train, instead of the scale's
     nodes: tuple[int, ...] = ()
-    # the folder of a new run; runs/SCRIPT-NNN by default
+    #: the folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
-    # the folder of a run, to resume it there
+    #: the folder of a run, to resume it there
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
 
 

@@ -46,57 +46,58 @@ FIXED = ("model", "data", "seed", "batch_size", "max_tokens", "replies", "too_lo
 class Args:
     """What a run may vary; whatever else is edited in this file."""
 
-    # a model folder or hub id
+    #: a model folder or hub id
     model: str
-    # files and folders of conversations
+    #: files and folders of conversations
     data: tuple[str, ...]
-    # of the paths in data: how often conversations of each are drawn; by default, all are one
+    #: how often conversations of each path in data are drawn; by default, all paths are one
     shares: tuple[float, ...] = ()
-    # files and folders of conversations that are held out
+    #: files and folders of conversations that are held out
     eval_data: tuple[str, ...] = ()
-    # an environment of the verifiers library, to see what the model can do
+    #: an environment of the verifiers library, to see what the model can do
     env: str | None = None
-    # of it: its first ones, played greedily
+    #: tasks of the environment: its first ones, played greedily
     env_tasks: int = attrs.field(default=32, validator=number(at_least=1))
-    # the most tokens of a reply there
+    #: the most tokens of a reply in the environment
     env_tokens: int = attrs.field(default=256, validator=number(at_least=1))
-    # optimizer steps
+    #: optimizer steps
     steps: int = attrs.field(default=100, validator=number(at_least=1))
+    #: the seed of the conversations' order and of dropout
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    # the highest learning rate: after the warm-up, it falls to zero along half a cosine
+    #: the highest learning rate: after the warm-up, it falls to zero along half a cosine
     lr: float = attrs.field(default=2e-5, validator=number(at_least=0))
-    # steps in which the learning rate rises
+    #: steps in which the learning rate rises
     warmup: int = attrs.field(default=10, validator=number(at_least=0))
-    # conversations of a step, over all ranks
+    #: conversations of a step, over all ranks
     batch_size: int = attrs.field(default=32, validator=number(at_least=1))
-    # the most tokens of a conversation
+    #: the most tokens of a conversation
     max_tokens: int = attrs.field(default=2048, validator=number(at_least=2))
-    # what becomes of a longer conversation: an error, left out, or its beginning
+    #: what becomes of a longer conversation: an error, left out, or its beginning
     too_long: Literal["raise", "skip", "cut"] = "raise"
-    # which replies are trained; templates of reasoning models need "last"
+    #: which replies are trained; templates of reasoning models need "last"
     replies: Literal["all", "last"] = "all"
-    # the most tokens of a micro-batch, but for a conversation that alone has more
+    #: the most tokens of a micro-batch, but for a conversation that alone has more
     pack_tokens: int = attrs.field(default=4096, validator=number(at_least=2))
-    # what is computed in, by default what this machine is fastest in; the trained parameters stay
-    # float32
+    #: what is computed in, by default what this machine is fastest in; the trained parameters stay
+    #: float32
     dtype: Literal["float32", "bfloat16"] = attrs.field(factory=parallel.native_dtype)
-    # of low-rank adapters, which are then trained alone; 0: the whole model is trained
+    #: the rank of low-rank adapters, which are then trained alone; 0: the whole model is trained
     lora_rank: int = attrs.field(default=0, validator=number(at_least=0))
-    # compute activations again in the backward pass, instead of keeping them
+    #: compute activations again in the backward pass, instead of keeping them
     recompute: bool = False
-    # compile layers
+    #: compile layers
     compile: bool = False
-    # expert parallelism: ranks that share the experts of each layer
+    #: expert parallelism: ranks that share the experts of each layer
     ep: int = attrs.field(default=1, validator=number(at_least=1))
-    # context parallelism: ranks that share the tokens of each micro-batch
+    #: context parallelism: ranks that share the tokens of each micro-batch
     cp: int = attrs.field(default=1, validator=number(at_least=1))
-    # steps from one evaluation to the next; 0: only at the end
+    #: steps from one evaluation to the next; 0: only at the end
     eval_every: int = attrs.field(default=50, validator=number(at_least=0))
-    # steps from one checkpoint to the next; 0: only when told to stop
+    #: steps from one checkpoint to the next; 0: only when told to stop
     save_every: int = attrs.field(default=100, validator=number(at_least=0))
-    # the folder of a new run; runs/SCRIPT-NNN by default
+    #: the folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
-    # the folder of a run, to resume it there
+    #: the folder of a run, to resume it there
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
 
 

@@ -25,7 +25,8 @@ def command_line(kind: type[Arguments], *, description: str | None = None) -> Ar
 
     Args:
         kind: an ``attrs`` class with a field for each flag, and the fields ``run_dir`` and
-            ``resume`` (https://brentyi.github.io/tyro/).
+            ``resume`` (https://brentyi.github.io/tyro/). A comment above a field is its help, if it
+            begins with ``#:``; other comments also explain the fields after theirs.
         description: for ``--help``.
 
     Raises:

@@ -91,12 +91,22 @@ class Args:
     eval_tasks: int = attrs.field(default=32, validator=number(at_least=0))
     #: policy steps from one evaluation to the next; 0: only at the end
     eval_every: int = attrs.field(default=10, validator=number(at_least=0))
-    #: policy steps from one checkpoint to the next; 0: only when told to stop
+    #: policy steps from one checkpoint to the next; 0: only at the end, or when told to stop
     save_every: int = attrs.field(default=10, validator=number(at_least=0))
     #: the folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
     #: the folder of a run, to resume it there
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
+
+
+def extras(args: Args) -> list[str]:
+    """The optional dependencies of a run, which are looked for before anything is loaded."""
+    needed = []
+    if args.env:
+        needed.append("verifiers")
+    if args.engine == "vllm" and not args.engine_urls:
+        needed.append("vllm")
+    return needed
 
 
 def build_tasks(seed: int) -> list[dict[str, Any]]:
@@ -199,6 +209,8 @@ def main(args: Args) -> None:
     # Beside the view, or in its place: track.wandb_sink("project", args).
     sinks = [track.LiveView("GRPO", steps=args.steps)] if world.is_first else []
     parallel.settle_cpu()
+    if args.env is not None:  # an error in its name is found before the model loads
+        rollout.verifiers(args.env, tokenizer=None)
     model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
     environment, train_tasks, eval_tasks = build_environment(args, tokenizer)
@@ -253,7 +265,9 @@ def main(args: Args) -> None:
             folder=args.weights_folder,
             temperature=sampling.temperature,
         )
-        checkpoints = checkpoint.Checkpoints(run.folder, model, optimizer, every=args.save_every)
+        checkpoints = checkpoint.Checkpoints(
+            run.folder, model, optimizer, every=args.save_every, last=args.steps
+        )
         with checkpoints:
             first_step = checkpoints.load(saved)
             transport.publish(first_step)
@@ -318,4 +332,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(track.command_line(Args, description=__doc__))
+    main(track.command_line(Args, description=__doc__, extras=extras))

@@ -22,7 +22,6 @@ print("importing torch", flush=True)  # which takes seconds
 import attrs
 import numpy as np
 import torch
-import tyro
 
 from primerl import (
     advantage,
@@ -274,4 +273,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(track.command_line(Args, description=__doc__))

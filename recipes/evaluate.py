@@ -21,8 +21,6 @@ print("importing torch", flush=True)  # which takes seconds
 
 import attrs
 import torch
-from rich.console import Console
-from transformers import AutoTokenizer
 
 from primerl import evaluation, models, parallel, rollout, track
 from primerl.track import number
@@ -88,6 +86,14 @@ class Args:
     retry_errors: bool = False
 
 
+def extras(args: Args) -> list[str]:
+    """The optional dependencies of a run, which are looked for before anything is loaded."""
+    needed = ["verifiers"]
+    if args.engine == "vllm" and not args.engine_urls and args.endpoint is None:
+        needed.append("vllm")
+    return needed
+
+
 def open_environment(name: str, args: Args, tokenizer: Any) -> tuple[Any, list[Any]]:
     """The problem: an environment, and the tasks to play."""
     environment = rollout.verifiers(
@@ -103,6 +109,8 @@ def open_environment(name: str, args: Args, tokenizer: Any) -> tuple[Any, list[A
 @contextlib.contextmanager
 def open_engine(args: Args) -> Iterator[tuple[Any, Any]]:
     """What samples, and its tokenizer, which an endpoint keeps to itself."""
+    import transformers
+
     if args.endpoint is not None:
         with rollout.ChatEndpoint(args.endpoint, model=args.model) as engine:
             yield engine, None
@@ -113,7 +121,7 @@ def open_engine(args: Args) -> Iterator[tuple[Any, Any]]:
             started = rollout.serve_vllm(args.model, **settings)
         with started as servers, rollout.VLLMEngine(servers) as engine:
             engine.adopt(0)  # the weights that the servers loaded themselves
-            yield engine, AutoTokenizer.from_pretrained(args.model)
+            yield engine, transformers.AutoTokenizer.from_pretrained(args.model)
     else:
         model, tokenizer = models.load_pretrained(args.model)
         model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -165,6 +173,8 @@ def main(args: Args) -> None:
             summary["comparison"] = {name: attrs.asdict(one) for name, one in comparison.items()}
         log.finish(summary)
 
+    from rich.console import Console
+
     console = Console()
     console.print(evaluation.scores_table(scores))
     if comparison:
@@ -174,4 +184,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(track.command_line(Args, description=__doc__))
+    main(track.command_line(Args, description=__doc__, extras=extras))

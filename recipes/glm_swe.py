@@ -22,13 +22,8 @@ print("importing torch", flush=True)  # which takes seconds
 
 import attrs
 import numpy as np
-import rich
-import rich.box
-import rich.table
 import torch
-import transformers
 from attrs.validators import optional
-from rich.markup import escape
 
 from primerl import (
     advantage,
@@ -209,7 +204,7 @@ class Args:
     eval_tasks: int = attrs.field(default=8, validator=number(at_least=0))
     #: policy steps from one evaluation to the next; 0: only at the end
     eval_every: int = attrs.field(default=10, validator=number(at_least=0))
-    #: policy steps from one checkpoint to the next; 0: only when told to stop
+    #: policy steps from one checkpoint to the next; 0: only at the end, or when told to stop
     save_every: int = attrs.field(default=10, validator=number(at_least=0))
     #: expert parallelism, instead of the scale's
     ep: int | None = attrs.field(default=None, validator=optional(number(at_least=1)))
@@ -235,6 +230,16 @@ class Args:
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
 
 
+def extras(args: Args) -> list[str]:
+    """The optional dependencies of a run, which are looked for before anything is loaded."""
+    if args.dry_run:
+        return []
+    needed = ["verifiers"]
+    if SCALES[args.scale].engine == "vllm" and not args.engine_urls:
+        needed.append("vllm")
+    return needed
+
+
 def model_folder(args: Args, scale: Scale) -> str:
     """The policy to begin with. A tiny one is made where there is none."""
     model = args.model or scale.model
@@ -250,6 +255,10 @@ def model_folder(args: Args, scale: Scale) -> str:
 
 def print_swaps(scale: Scale) -> None:
     """What stands in here for the parts of the run on a cluster."""
+    import rich
+    import rich.box
+    import rich.table
+    from rich.markup import escape
 
     def shown(value: Any) -> str:
         if isinstance(value, tuple):
@@ -475,6 +484,8 @@ def dry_run(args: Args, scale: Scale) -> planning.Plan:
 
 @track.interruptible()
 def main(args: Args) -> None:
+    import transformers
+
     scale = SCALES[args.scale]
     if args.dry_run:
         plan = dry_run(args, scale)
@@ -540,7 +551,9 @@ def main(args: Args) -> None:
         optimizer = make_optimizer(model, args, scale)
         guard = parallel.UpdateGuard(on_nonfinite="skip")
         transport = open_transport(args, scale, model, engine, rollouts)
-        checkpoints = checkpoint.Checkpoints(run.folder, model, optimizer, every=args.save_every)
+        checkpoints = checkpoint.Checkpoints(
+            run.folder, model, optimizer, every=args.save_every, last=args.steps
+        )
         with checkpoints:
             first_step = checkpoints.load(saved)
             transport.publish(first_step)
@@ -597,4 +610,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(track.command_line(Args, description=__doc__))
+    main(track.command_line(Args, description=__doc__, extras=extras))

@@ -64,7 +64,8 @@ class Args:
     steps: int = attrs.field(default=100, validator=number(at_least=1))
     #: the seed of the conversations' order and of dropout
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    #: the highest learning rate: after the warm-up, it falls to zero along half a cosine
+    #: the highest learning rate: after the warm-up, it falls to zero along half a cosine over all
+    #: steps; a run that is resumed with more steps continues with the rates of the longer run
     lr: float = attrs.field(default=2e-5, validator=number(at_least=0))
     #: steps in which the learning rate rises
     warmup: int = attrs.field(default=10, validator=number(at_least=0))
@@ -93,12 +94,24 @@ class Args:
     cp: int = attrs.field(default=1, validator=number(at_least=1))
     #: steps from one evaluation to the next; 0: only at the end
     eval_every: int = attrs.field(default=50, validator=number(at_least=0))
-    #: steps from one checkpoint to the next; 0: only when told to stop
+    #: steps from one checkpoint to the next; 0: only at the end, or when told to stop
     save_every: int = attrs.field(default=100, validator=number(at_least=0))
     #: the folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
     #: the folder of a run, to resume it there
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
+
+
+def extras(args: Args) -> list[str]:
+    """The optional dependencies of a run, which are looked for before anything is loaded."""
+    needed = []
+    if args.env:
+        needed.append("verifiers")
+    if args.lora_rank:
+        needed.append("lora")
+    if any(path.endswith(".parquet") for path in (*args.data, *args.eval_data)):
+        needed.append("data")
+    return needed
 
 
 def open_stream(args: Args) -> rollout.TaskStream:
@@ -243,6 +256,8 @@ def main(args: Args) -> None:
     parallel.settle_cpu()
     # Rank 0 also reads the data and keeps records. Broken files are found before the model loads.
     stream = open_stream(args) if world.is_first else None
+    if args.env is not None:  # and so is an error in its name
+        rollout.verifiers(args.env, tokenizer=None)
     model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
     context = model.config.get_text_config().max_position_embeddings
@@ -291,7 +306,9 @@ def main(args: Args) -> None:
         transport = None
         if args.env is not None:
             transport = weights.transport_to(model, engine)
-        checkpoints = checkpoint.Checkpoints(run.folder, model, optimizer, every=args.save_every)
+        checkpoints = checkpoint.Checkpoints(
+            run.folder, model, optimizer, every=args.save_every, last=args.steps
+        )
         with checkpoints:
             for step in range(checkpoints.load(saved), args.steps):
                 metrics = {"lr": learning_rate(step, args)}
@@ -344,4 +361,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(track.command_line(Args, description=__doc__))
+    main(track.command_line(Args, description=__doc__, extras=extras))

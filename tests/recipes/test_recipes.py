@@ -62,6 +62,8 @@ def check_run_folder(folder, *, steps=2):
     for name in {name for line in metrics for name in json.loads(line)} - {"step"}:
         assert f"`{name}`" in documented or f"`{name.split('/')[0]}/" in documented, name
     assert (folder / "report.html").is_file()
+    if "save_every" in json.loads((folder / "args.json").read_text()):
+        assert (folder / "checkpoints" / f"step-{steps:08d}").is_dir()  # to extend it
     assert 0 <= summary["eval_before"] <= 1
     assert 0 <= summary["eval_after"] <= 1
     assert (folder / "final" / "model.safetensors").is_file()
@@ -125,7 +127,7 @@ def test_help_has_the_comment_of_each_argument(root, tmp_path, name, monkeypatch
     assert all(comments.values())
     assert shown_help(load(root, name), monkeypatch, capsys) == comments
 
-    silent = [field for field in fields_of_args(source)[1::2]]  # those before keep their comments
+    silent = fields_of_args(source)[1::2]  # those before keep their comments
     kept = source.splitlines()
     for field in reversed(silent):
         row = field.lineno - 1
@@ -139,6 +141,28 @@ def test_help_has_the_comment_of_each_argument(root, tmp_path, name, monkeypatch
     assert shown_help(load(tmp_path, name), monkeypatch, capsys) == comments | {
         field.target.id: "" for field in silent
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "extras"),
+    [
+        *((name, {}, []) for name in ["async_grpo", "distill", "sft", "sync_grpo"]),
+        *((name, {"engine": "vllm"}, ["vllm"]) for name in ["async_grpo", "distill", "sync_grpo"]),
+        *((name, {"env": "e"}, ["verifiers"]) for name in ["async_grpo", "sft", "sync_grpo"]),
+        ("distill", {"env": ("e", "f")}, ["verifiers"]),
+        ("sync_grpo", {"engine": "vllm", "engine_urls": ("http://a",)}, []),
+        ("sft", {"lora_rank": 4, "data": ("a.parquet",)}, ["lora", "data"]),
+        ("evaluate", {}, ["verifiers"]),
+        ("evaluate", {"engine": "vllm"}, ["verifiers", "vllm"]),
+        ("glm_swe", {}, ["verifiers"]),
+        ("glm_swe", {"scale": "glm5"}, ["verifiers", "vllm"]),
+        ("glm_swe", {"scale": "glm5", "dry_run": True}, []),
+    ],
+)
+def test_a_recipe_names_the_optional_dependencies_of_its_arguments(root, name, given, extras):
+    recipe = load(root, name)
+
+    assert recipe.extras(recipe.Args(**NEEDED[name] | given)) == extras
 
 
 @pytest.fixture(scope="module")

@@ -17,25 +17,28 @@ import random
 from collections.abc import Iterator
 from typing import Any, Literal
 
-print("importing torch", flush=True)  # which takes seconds
-
 import attrs
 import numpy as np
-import torch
 
-from primerl import (
-    advantage,
-    filters,
-    loss,
-    models,
-    packing,
-    parallel,
-    replay,
-    rollout,
-    testing,
-    track,
-    weights,
-)
+from primerl import track
+
+with track.interruptible():  # Ctrl-C ends it with one line
+    print("importing torch", flush=True)  # which takes seconds
+    import torch
+
+    from primerl import (
+        advantage,
+        filters,
+        loss,
+        models,
+        packing,
+        parallel,
+        replay,
+        rollout,
+        testing,
+        weights,
+    )
+
 from primerl.track import number
 from primerl.types import SamplingParams
 

@@ -17,12 +17,16 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Literal
 
-print("importing torch", flush=True)  # which takes seconds
-
 import attrs
-import torch
 
-from primerl import evaluation, models, parallel, rollout, track
+from primerl import track
+
+with track.interruptible():  # Ctrl-C ends it with one line
+    print("importing torch", flush=True)  # which takes seconds
+    import torch
+
+    from primerl import evaluation, models, parallel, rollout
+
 from primerl.track import number
 from primerl.types import SamplingParams
 

@@ -18,30 +18,33 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-print("importing torch", flush=True)  # which takes seconds
-
 import attrs
 import numpy as np
-import torch
 from attrs.validators import optional
 
-from primerl import (
-    advantage,
-    checkpoint,
-    filters,
-    fp8,
-    loss,
-    models,
-    optim,
-    packing,
-    parallel,
-    planning,
-    replay,
-    rollout,
-    testing,
-    track,
-    weights,
-)
+from primerl import track
+
+with track.interruptible():  # Ctrl-C ends it with one line
+    print("importing torch", flush=True)  # which takes seconds
+    import torch
+
+    from primerl import (
+        advantage,
+        checkpoint,
+        filters,
+        fp8,
+        loss,
+        models,
+        optim,
+        packing,
+        parallel,
+        planning,
+        replay,
+        rollout,
+        testing,
+        weights,
+    )
+
 from primerl.track import number
 from primerl.types import SamplingParams
 

@@ -18,23 +18,26 @@ import textwrap
 from functools import partial
 from typing import Any, Literal
 
-print("importing torch", flush=True)  # which takes seconds
-
 import attrs
-import torch
 
-from primerl import (
-    checkpoint,
-    data,
-    flops,
-    loss,
-    models,
-    packing,
-    parallel,
-    rollout,
-    track,
-    weights,
-)
+from primerl import track
+
+with track.interruptible():  # Ctrl-C ends it with one line
+    print("importing torch", flush=True)  # which takes seconds
+    import torch
+
+    from primerl import (
+        checkpoint,
+        data,
+        flops,
+        loss,
+        models,
+        packing,
+        parallel,
+        rollout,
+        weights,
+    )
+
 from primerl.track import number
 from primerl.types import Rollout, SamplingParams, TrainingSample
 

@@ -269,9 +269,9 @@ class Worker:
             RuntimeError: at once where no rollout could be used: the engine serves weights that
                 are too old (nothing was published) or newer than ``version``, or more steps were
                 taken than versions published. Rollouts keep failing; the reward function failed;
-                filters refused ``max_refused`` groups in a row; no group came for ``timeout_s`` that the step can use (none ended, the filters
-                refused them, or they were too old or too new); the worker died, or its event loop
-                is blocked.
+                filters refused ``max_refused`` groups in a row; no group came for ``timeout_s``
+                that the step can use (none ended, the filters refused them, or they were too old
+                or too new); the worker died, or its event loop is blocked.
         """
         version = operator.index(version)  # numpy's, say, could not be stored in a state
         with self._taking:

@@ -14,12 +14,14 @@ import attrs
 import msgspec
 
 from primerl._optional import require_all
+from primerl.track.interrupts import interruptible
 from primerl.track.run_folder import ARGS, read_json, require_unfinished
 
 Arguments = TypeVar("Arguments")
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
 
+@interruptible()
 def command_line(
     kind: type[Arguments],
     *,

@@ -17,6 +17,7 @@ from forked_ranks import forked_ranks
 from primerl import loss, packing, parallel, testing
 from primerl._interrupts import StoppedError
 from primerl.parallel.launch.world import _first_failure
+from primerl.parallel.scattering import _decode, _encode
 from primerl.types import TrainingSample
 
 FAMILIES = ["llama", "llama, tied", "qwen3", "qwen3_moe"]
@@ -166,6 +167,16 @@ def test_a_rank_that_is_killed_within_a_layer_is_named_by_the_others(root, tmp_p
         assert found["step"] == 2
         assert found["seconds"] < 60
     assert not (tmp_path / "died-1.json").exists()
+
+
+def test_a_column_of_a_table_with_one_row_is_sent_as_it_is():
+    table = torch.arange(10.0).reshape(2, 5)
+
+    (found,) = _decode(*_encode([{"column": table[:1, 3], "whole": table, "row": table[1:, 2:]}]))
+
+    assert found["column"].tolist() == [3.0]
+    assert torch.equal(found["whole"], table)
+    assert torch.equal(found["row"], table[1:, 2:])
 
 
 def test_a_rank_that_reported_no_error_was_killed():

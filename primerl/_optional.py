@@ -75,7 +75,7 @@ def require_all(extras: Iterable[str], *, environments: Iterable[str] = ()) -> N
 
 
 def install_command(*extras: str, environments: Iterable[str] = ()) -> str:
-    """What installs optional dependency groups, and environments of ``ENVIRONMENTS``."""
+    """The command that installs optional dependency groups and environments."""
     words = [f"'.[{','.join(extras)}]'"] if extras else []
     words += [f"./recipes/environments/{name}" for name in environments]
     return f"in a clone of primerl, run: pip install {' '.join(words)}"

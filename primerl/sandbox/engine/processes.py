@@ -87,7 +87,7 @@ def descendants(process: str) -> list[str]:
 
 
 def usage(process: str) -> tuple[float, int]:
-    """What a process and its descendants have used: seconds of CPU, and the bytes of the largest.
+    """CPU seconds of a process and its descendants, and the peak memory of the largest, in bytes.
 
     As ``wait4`` counts them: children that have ended belong to the process that waited for them.
     """

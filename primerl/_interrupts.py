@@ -1,10 +1,21 @@
-"""Interrupting the main thread from another one, told apart from Ctrl-C."""
+"""Signals that end a process, and interrupting its main thread from another one."""
 
 import signal
 import threading
 from types import FrameType
 
 _from_inside = threading.Event()
+
+
+class StoppedError(KeyboardInterrupt):
+    """SIGTERM or SIGUSR1 was received; torchrun sends SIGTERM to all ranks when one has failed.
+
+    It is as Ctrl-C is, so that no ``except Exception`` of a library takes it for a failure.
+    """
+
+    def __init__(self, which: signal.Signals) -> None:
+        super().__init__(f"this process was told to stop ({which.name})")
+        self.which = which
 
 
 def interrupt_main_thread() -> None:

@@ -1,7 +1,28 @@
 """Import an optional dependency, or say how to install it."""
 
 import importlib
+import importlib.util
+from collections.abc import Iterable
 from types import ModuleType
+
+MODULES = {
+    "recipes": ("transformers", "psutil", "tyro", "rich"),
+    "verifiers": ("verifiers",),
+    "vllm": ("vllm",),
+    "lora": ("peft",),
+    "data": ("datasets",),
+}
+"""The modules of those optional dependency groups that recipes need."""
+
+ENVIRONMENTS = {
+    "bugfix": "bugfix",
+    "pivot": "pivot",
+    "python-math": "python_math",
+    "reasoning-gym": "reasoning_gym_environment",
+    "reverse-words": "reverse_words",
+    "swe-folder": "swe_folder",
+}
+"""The modules of the environments in ``recipes/environments``."""
 
 
 def require(module: str, *, extra: str) -> ModuleType:
@@ -21,6 +42,47 @@ def require(module: str, *, extra: str) -> ModuleType:
         ) from None
 
 
-def install_command(extra: str) -> str:
-    """What installs the optional dependency group ``extra``."""
-    return f"in a clone of primerl, run: pip install '.[{extra}]'"
+def require_all(extras: Iterable[str], *, environments: Iterable[str] = ()) -> None:
+    """Look for optional dependencies, and import none.
+
+    Args:
+        extras: optional dependency groups, of ``MODULES``.
+        environments: ids of verifiers environments; of other authors' nothing is known here.
+
+    Raises:
+        ImportError: some are not installed; the message names all, and the one command that
+            installs them.
+    """
+    missing: dict[str, list[str]] = {}
+    for extra in extras:
+        absent = [module for module in MODULES[extra] if not _is_installed(module)]
+        if absent:
+            missing[extra] = absent
+    packages = [environment.partition(":")[0] for environment in environments]
+    ours = [
+        package
+        for package in dict.fromkeys(packages)
+        if package in ENVIRONMENTS and not _is_installed(ENVIRONMENTS[package])
+    ]
+    if not missing and not ours:
+        return
+    names = [module for absent in missing.values() for module in absent]
+    names += [f"the environment {package}" for package in ours]
+    hint = " (vLLM for a CPU: docs/vllm.md)" if "vllm" in missing else ""
+    raise ImportError(
+        f"not installed: {', '.join(names)}; {install_command(*missing, environments=ours)}{hint}"
+    )
+
+
+def install_command(*extras: str, environments: Iterable[str] = ()) -> str:
+    """The command that installs optional dependency groups and environments."""
+    words = [f"'.[{','.join(extras)}]'"] if extras else []
+    words += [f"./recipes/environments/{name}" for name in environments]
+    return f"in a clone of primerl, run: pip install {' '.join(words)}"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # a module without a spec, which somebody put in its place
+        return False

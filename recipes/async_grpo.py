@@ -18,23 +18,26 @@ import random
 from collections.abc import Iterator
 from typing import Any, Literal
 
-print("importing torch", flush=True)  # which takes seconds
-
 import attrs
-import torch
 
-from primerl import (
-    advantage,
-    checkpoint,
-    filters,
-    loss,
-    models,
-    packing,
-    parallel,
-    rollout,
-    track,
-    weights,
-)
+from primerl import track
+
+with track.interruptible():  # Ctrl-C ends it with one line
+    print("importing torch", flush=True)  # which takes seconds
+    import torch
+
+    from primerl import (
+        advantage,
+        checkpoint,
+        filters,
+        loss,
+        models,
+        packing,
+        parallel,
+        rollout,
+        weights,
+    )
+
 from primerl.track import number
 from primerl.types import SamplingParams
 
@@ -46,55 +49,67 @@ FIXED = ("model", "seed", "lr", "dtype", "groups_per_step", "group_size", "eval_
 class Args:
     """What a run may vary; whatever else is edited in this file."""
 
-    # a model folder or hub id
+    #: a model folder or hub id
     model: str
-    # policy steps
+    #: policy steps
     steps: int = attrs.field(default=20, validator=number(at_least=1))
+    #: the seed of the tasks' order, of sampling in this process and of dropout
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
+    #: the learning rate
     lr: float = attrs.field(default=2e-5, validator=number(at_least=0))
-    # tasks of a policy step
+    #: tasks of a policy step
     groups_per_step: int = attrs.field(default=8, validator=number(at_least=1))
-    # rollouts of one task, compared with each other
+    #: rollouts of one task, compared with each other
     group_size: int = attrs.field(default=8, validator=number(at_least=2))
-    # optimizer steps of a policy step
+    #: optimizer steps of a policy step
     minibatches: int = attrs.field(default=1, validator=number(at_least=1))
-    # the bound on every trained token, in policy steps
+    #: the bound on every trained token, in policy steps
     max_staleness: int = attrs.field(default=2, validator=number(at_least=0))
-    # the most tokens of a reply
+    #: the most tokens of a reply
     max_tokens: int = attrs.field(default=16, validator=number(at_least=1))
-    # the most tokens of a micro-batch
+    #: the most tokens of a micro-batch
     pack_tokens: int = attrs.field(default=2048, validator=number(at_least=1))
-    # what trainer and engine compute in, by default what this machine is fastest in; the trained
-    # parameters stay float32
+    #: what trainer and engine compute in, by default what this machine is fastest in; the trained
+    #: parameters stay float32
     dtype: Literal["float32", "bfloat16"] = attrs.field(factory=parallel.native_dtype)
-    # compute activations again in the backward pass, instead of keeping them
+    #: compute activations again in the backward pass, instead of keeping them
     recompute: bool = False
-    # compile layers: on a CPU, it pays from about 40 steps on
+    #: compile layers: on a CPU, it pays from about 40 steps on
     compile: bool = False
-    # expert parallelism: ranks that share the experts of each layer
+    #: expert parallelism: ranks that share the experts of each layer
     ep: int = attrs.field(default=1, validator=number(at_least=1))
-    # context parallelism: ranks that share the tokens of each micro-batch
+    #: context parallelism: ranks that share the tokens of each micro-batch
     cp: int = attrs.field(default=1, validator=number(at_least=1))
-    # sample in this process, or start a vLLM server
+    #: sample in this process, or start a vLLM server
     engine: Literal["transformers", "vllm"] = "transformers"
-    # vLLM's servers that run already
+    #: vLLM's servers that run already
     engine_urls: tuple[str, ...] = ()
-    # arguments of the server that is started, such as gpu_memory_utilization 0.4
+    #: arguments of the server that is started, such as gpu_memory_utilization 0.4
     vllm: dict[str, bool | str] = attrs.field(factory=dict)
-    # for weights, if servers run on other hosts: a folder that they share
+    #: for weights, if servers run on other hosts: a folder that they share
     weights_folder: str | None = None
-    # an environment of the verifiers library, such as reasoning-gym:chain_sum
+    #: an environment of the verifiers library, such as reasoning-gym:chain_sum
     env: str | None = None
-    # held-out tasks, played greedily
+    #: held-out tasks, played greedily
     eval_tasks: int = attrs.field(default=32, validator=number(at_least=0))
-    # policy steps from one evaluation to the next; 0: only at the end
+    #: policy steps from one evaluation to the next; 0: only at the end
     eval_every: int = attrs.field(default=10, validator=number(at_least=0))
-    # policy steps from one checkpoint to the next; 0: only when told to stop
+    #: policy steps from one checkpoint to the next; 0: only at the end, or when told to stop
     save_every: int = attrs.field(default=10, validator=number(at_least=0))
-    # the folder of a new run; runs/SCRIPT-NNN by default
+    #: the folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
-    # the folder of a run, to resume it there
+    #: the folder of a run, to resume it there
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
+
+
+def extras(args: Args) -> list[str]:
+    """The optional dependencies of a run, which are looked for before anything is loaded."""
+    needed = []
+    if args.env:
+        needed.append("verifiers")
+    if args.engine == "vllm" and not args.engine_urls:
+        needed.append("vllm")
+    return needed
 
 
 def build_tasks(seed: int) -> list[dict[str, Any]]:
@@ -197,6 +212,8 @@ def main(args: Args) -> None:
     # Beside the view, or in its place: track.wandb_sink("project", args).
     sinks = [track.LiveView("GRPO", steps=args.steps)] if world.is_first else []
     parallel.settle_cpu()
+    if args.env is not None:  # an error in its name is found before the model loads
+        rollout.verifiers(args.env, tokenizer=None)
     model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
     environment, train_tasks, eval_tasks = build_environment(args, tokenizer)
@@ -251,7 +268,9 @@ def main(args: Args) -> None:
             folder=args.weights_folder,
             temperature=sampling.temperature,
         )
-        checkpoints = checkpoint.Checkpoints(run.folder, model, optimizer, every=args.save_every)
+        checkpoints = checkpoint.Checkpoints(
+            run.folder, model, optimizer, every=args.save_every, last=args.steps
+        )
         with checkpoints:
             first_step = checkpoints.load(saved)
             transport.publish(first_step)
@@ -316,4 +335,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(track.command_line(Args, description=__doc__))
+    main(track.command_line(Args, description=__doc__, extras=extras))

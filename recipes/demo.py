@@ -17,26 +17,28 @@ import random
 from collections.abc import Iterator
 from typing import Any, Literal
 
-print("importing torch", flush=True)  # which takes seconds
-
 import attrs
 import numpy as np
-import torch
-import tyro
 
-from primerl import (
-    advantage,
-    filters,
-    loss,
-    models,
-    packing,
-    parallel,
-    replay,
-    rollout,
-    testing,
-    track,
-    weights,
-)
+from primerl import track
+
+with track.interruptible():  # Ctrl-C ends it with one line
+    print("importing torch", flush=True)  # which takes seconds
+    import torch
+
+    from primerl import (
+        advantage,
+        filters,
+        loss,
+        models,
+        packing,
+        parallel,
+        replay,
+        rollout,
+        testing,
+        weights,
+    )
+
 from primerl.track import number
 from primerl.types import SamplingParams
 
@@ -52,27 +54,31 @@ REPLAY_MISMATCH = 1e-4  # nats: more than most steps have because of routes from
 class Args:
     """What the demo may vary."""
 
+    #: the seed of the model, the tasks and the sampling
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    # supervised, of 64 words each
+    #: supervised steps before RL, of 64 words each
     warmup_steps: int = attrs.field(default=300, validator=number(at_least=0))
-    steps: int = attrs.field(default=65, validator=number(at_least=1))  # of RL
-    # of SGD; Adam would scale pure noise up to full steps
+    #: policy steps
+    steps: int = attrs.field(default=65, validator=number(at_least=1))
+    #: the learning rate of SGD; Adam would scale pure noise up to full steps
     lr: float = attrs.field(default=0.016, validator=number(at_least=0))
-    # trained on in a step of the policy
+    #: words of a policy step
     groups_per_step: int = attrs.field(default=64, validator=number(at_least=1))
-    # rollouts of one word, compared with each other
+    #: rollouts of one word, compared with each other
     group_size: int = attrs.field(default=16, validator=number(at_least=2))
-    # the bound, in policy steps
+    #: the bound on every trained token, in policy steps
     max_staleness: int = attrs.field(default=2, validator=number(at_least=0))
-    permute_rewards: bool = False  # the control: rewards carry no information
-    # what the sampler computes in; bfloat16 differs from the trainer, as on GPUs
+    #: the control: rewards carry no information
+    permute_rewards: bool = False
+    #: what the sampler computes in; bfloat16 differs from the trainer, as on GPUs
     engine_dtype: Literal["float32", "bfloat16"] = "float32"
-    # send each token to the experts that the sampler chose, and compare with the trainer's own
+    #: send each token to the experts that the sampler chose, and compare with the trainer's own
     replay: bool = False
-    # a file for the groups that are trained on
+    #: a file for the groups that are trained on
     record: str | None = attrs.field(default=None, validator=track.new_file)
-    groups: str | None = None  # such a file to train on, at most --steps, with no new rollouts
-    # for metrics and the final model; a new one in runs/ if left out
+    #: a file that --record wrote, to train on, at most --steps, with no new rollouts
+    groups: str | None = None
+    #: the folder of the run; runs/demo-NNN by default
     run_dir: str | None = None
 
 
@@ -270,4 +276,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(track.command_line(Args, description=__doc__))

@@ -17,14 +17,16 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Literal
 
-print("importing torch", flush=True)  # which takes seconds
-
 import attrs
-import torch
-from rich.console import Console
-from transformers import AutoTokenizer
 
-from primerl import evaluation, models, parallel, rollout, track
+from primerl import track
+
+with track.interruptible():  # Ctrl-C ends it with one line
+    print("importing torch", flush=True)  # which takes seconds
+    import torch
+
+    from primerl import evaluation, models, parallel, rollout
+
 from primerl.track import number
 from primerl.types import SamplingParams
 
@@ -42,49 +44,58 @@ def model_or_endpoint(args: "Args", _: Any, model: str | None) -> None:
 class Args:
     """What an evaluation may vary; whatever else is edited in this file."""
 
-    # environments of the verifiers library, such as reasoning-gym:chain_sum
+    #: environments of the verifiers library, such as reasoning-gym:chain_sum
     env: tuple[str, ...]
-    # the base URL of an OpenAI-compatible endpoint; its key is in OPENAI_API_KEY
+    #: the base URL of an OpenAI-compatible endpoint; its key is in OPENAI_API_KEY
     endpoint: str | None = None
-    # a model folder or hub id; with --endpoint, a name that it knows
+    #: a model folder or hub id; with --endpoint, a name that it knows
     model: str | None = attrs.field(default=None, validator=model_or_endpoint)
-    # sample in this process, or start a vLLM server
+    #: sample in this process, or start a vLLM server
     engine: Literal["transformers", "vllm"] = "transformers"
-    # vLLM's servers that run already
+    #: vLLM's servers that run already
     engine_urls: tuple[str, ...] = ()
-    # arguments of the server that is started, such as gpu_memory_utilization 0.4
+    #: arguments of the server that is started, such as gpu_memory_utilization 0.4
     vllm: dict[str, bool | str] = attrs.field(factory=dict)
-    # what the engine computes in, by default what this machine is fastest in
+    #: what the engine computes in, by default what this machine is fastest in
     dtype: Literal["float32", "bfloat16"] = attrs.field(factory=parallel.native_dtype)
-    # of each environment: its first ones, which async_grpo.py holds out with --eval-tasks
+    #: tasks of each environment: its first ones, which async_grpo.py holds out with --eval-tasks
     tasks: int = attrs.field(default=64, validator=number(at_least=1))
-    # plays of each task
+    #: plays of each task
     samples: int = attrs.field(default=1, validator=number(at_least=1))
-    # the most tokens of a reply
+    #: the most tokens of a reply
     max_tokens: int = attrs.field(default=512, validator=number(at_least=1))
-    # the most replies of a play; 0: what the environment says
+    #: the most replies of a play; 0: what the environment says
     max_turns: int = attrs.field(default=0, validator=number(at_least=0))
-    # 0 is greedy
+    #: 0 is greedy
     temperature: float = attrs.field(default=1.0, validator=number(at_least=0))
-    # the least reward with which a play has passed
+    #: the least reward with which a play has passed
     passing_reward: float = attrs.field(default=1.0, validator=number(above=0))
-    # plays in flight
+    #: plays in flight
     concurrency: int = attrs.field(default=64, validator=number(at_least=1))
-    # how often a play that failed is played again
+    #: how often a play that failed is played again
     retries: int = attrs.field(default=1, validator=number(at_least=0))
-    # how long a play may take
+    #: how long a play may take
     play_timeout_s: float = attrs.field(default=1800.0, validator=number(above=0))
-    # how long the engine may fail every request, such as while its server restarts
+    #: how long the engine may fail every request, such as while its server restarts
     outage_s: float = attrs.field(default=600.0, validator=number(above=0))
+    #: the seed of sampling in this process
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    # the folder of another evaluation, to compare with
+    #: the folder of another evaluation, to compare with
     against: str | None = None
-    # of a new evaluation; runs/SCRIPT-NNN by default
+    #: the folder of a new evaluation; runs/SCRIPT-NNN by default
     run_dir: str | None = None
-    # the folder of an evaluation, to play what is missing there
+    #: the folder of an evaluation, to play what is missing there
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
-    # when it is resumed: play again what ended with an error
+    #: when it is resumed: play again what ended with an error
     retry_errors: bool = False
+
+
+def extras(args: Args) -> list[str]:
+    """The optional dependencies of a run, which are looked for before anything is loaded."""
+    needed = ["verifiers"]
+    if args.engine == "vllm" and not args.engine_urls and args.endpoint is None:
+        needed.append("vllm")
+    return needed
 
 
 def open_environment(name: str, args: Args, tokenizer: Any) -> tuple[Any, list[Any]]:
@@ -102,6 +113,8 @@ def open_environment(name: str, args: Args, tokenizer: Any) -> tuple[Any, list[A
 @contextlib.contextmanager
 def open_engine(args: Args) -> Iterator[tuple[Any, Any]]:
     """What samples, and its tokenizer, which an endpoint keeps to itself."""
+    import transformers
+
     if args.endpoint is not None:
         with rollout.ChatEndpoint(args.endpoint, model=args.model) as engine:
             yield engine, None
@@ -112,7 +125,7 @@ def open_engine(args: Args) -> Iterator[tuple[Any, Any]]:
             started = rollout.serve_vllm(args.model, **settings)
         with started as servers, rollout.VLLMEngine(servers) as engine:
             engine.adopt(0)  # the weights that the servers loaded themselves
-            yield engine, AutoTokenizer.from_pretrained(args.model)
+            yield engine, transformers.AutoTokenizer.from_pretrained(args.model)
     else:
         model, tokenizer = models.load_pretrained(args.model)
         model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -164,6 +177,8 @@ def main(args: Args) -> None:
             summary["comparison"] = {name: attrs.asdict(one) for name, one in comparison.items()}
         log.finish(summary)
 
+    from rich.console import Console
+
     console = Console()
     console.print(evaluation.scores_table(scores))
     if comparison:
@@ -173,4 +188,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(track.command_line(Args, description=__doc__))
+    main(track.command_line(Args, description=__doc__, extras=extras))

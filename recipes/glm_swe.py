@@ -18,35 +18,33 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-print("importing torch", flush=True)  # which takes seconds
-
 import attrs
 import numpy as np
-import rich
-import rich.box
-import rich.table
-import torch
-import transformers
 from attrs.validators import optional
-from rich.markup import escape
 
-from primerl import (
-    advantage,
-    checkpoint,
-    filters,
-    fp8,
-    loss,
-    models,
-    optim,
-    packing,
-    parallel,
-    planning,
-    replay,
-    rollout,
-    testing,
-    track,
-    weights,
-)
+from primerl import track
+
+with track.interruptible():  # Ctrl-C ends it with one line
+    print("importing torch", flush=True)  # which takes seconds
+    import torch
+
+    from primerl import (
+        advantage,
+        checkpoint,
+        filters,
+        fp8,
+        loss,
+        models,
+        optim,
+        packing,
+        parallel,
+        planning,
+        replay,
+        rollout,
+        testing,
+        weights,
+    )
+
 from primerl.track import number
 from primerl.types import SamplingParams
 
@@ -191,44 +189,58 @@ FIXED = ("scale", "model", "seed", "lr", "env", "env_config", "eval_tasks")
 class Args:
     """What a run may vary; whatever else is edited in this file."""
 
+    #: where it runs: a row of SCALES in this file
     scale: Literal["debug", "laptop", "8xh200", "glm5"] = "debug"
-    # a model folder or hub id, instead of the scale's
+    #: a model folder or hub id, instead of the scale's
     model: str | None = None
-    # policy steps
+    #: policy steps
     steps: int = attrs.field(default=20, validator=number(at_least=1))
+    #: the seed of a tiny model's weights and of sampling in this process
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    # the learning rate, instead of the scale's
+    #: the learning rate, instead of the scale's
     lr: float | None = attrs.field(default=None, validator=optional(number(at_least=0)))
-    # an environment of the verifiers library, and its settings, such as tier easiest
+    #: an environment of the verifiers library
     env: str = "bugfix"
+    #: settings of the environment, such as tier easiest
     env_config: dict[str, str] = attrs.field(factory=dict)
-    # held-out tasks
+    #: held-out tasks
     eval_tasks: int = attrs.field(default=8, validator=number(at_least=0))
-    # policy steps from one evaluation to the next; 0: only at the end
+    #: policy steps from one evaluation to the next; 0: only at the end
     eval_every: int = attrs.field(default=10, validator=number(at_least=0))
-    # policy steps from one checkpoint to the next; 0: only when told to stop
+    #: policy steps from one checkpoint to the next; 0: only at the end, or when told to stop
     save_every: int = attrs.field(default=10, validator=number(at_least=0))
-    # expert and context parallelism, instead of the scale's
+    #: expert parallelism, instead of the scale's
     ep: int | None = attrs.field(default=None, validator=optional(number(at_least=1)))
+    #: context parallelism, instead of the scale's
     cp: int | None = attrs.field(default=None, validator=optional(number(at_least=1)))
-    # vLLM's servers that run already
+    #: vLLM's servers that run already
     engine_urls: tuple[str, ...] = ()
-    # the FP8 checkpoint that a server is started from
+    #: the FP8 checkpoint that a server is started from
     server_model: str | None = None
-    # further arguments of a server that is started, such as kv_transfer_config '{...}'
+    #: further arguments of a server that is started, such as kv_transfer_config '{...}'
     vllm: dict[str, str] = attrs.field(factory=dict)
-    # for weights and expert routes, if ranks or servers run on several hosts
+    #: for weights and expert routes, if ranks or servers run on several hosts
     shared_folder: str | None = None
-    # the control: rewards carry no information
+    #: the control: rewards carry no information
     permute_rewards: bool = False
-    # print what would run where, and what it would take, and start nothing
+    #: print what would run where, and what it would take, and start nothing
     dry_run: bool = False
-    # for --dry-run: numbers of nodes that train, instead of the scale's
+    #: for --dry-run: numbers of nodes that train, instead of the scale's
     nodes: tuple[int, ...] = ()
-    # the folder of a new run; runs/SCRIPT-NNN by default
+    #: the folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
-    # the folder of a run, to resume it there
+    #: the folder of a run, to resume it there
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
+
+
+def extras(args: Args) -> list[str]:
+    """The optional dependencies of a run, which are looked for before anything is loaded."""
+    if args.dry_run:
+        return []
+    needed = ["verifiers"]
+    if SCALES[args.scale].engine == "vllm" and not args.engine_urls:
+        needed.append("vllm")
+    return needed
 
 
 def model_folder(args: Args, scale: Scale) -> str:
@@ -246,6 +258,10 @@ def model_folder(args: Args, scale: Scale) -> str:
 
 def print_swaps(scale: Scale) -> None:
     """What stands in here for the parts of the run on a cluster."""
+    import rich
+    import rich.box
+    import rich.table
+    from rich.markup import escape
 
     def shown(value: Any) -> str:
         if isinstance(value, tuple):
@@ -471,6 +487,8 @@ def dry_run(args: Args, scale: Scale) -> planning.Plan:
 
 @track.interruptible()
 def main(args: Args) -> None:
+    import transformers
+
     scale = SCALES[args.scale]
     if args.dry_run:
         plan = dry_run(args, scale)
@@ -536,7 +554,9 @@ def main(args: Args) -> None:
         optimizer = make_optimizer(model, args, scale)
         guard = parallel.UpdateGuard(on_nonfinite="skip")
         transport = open_transport(args, scale, model, engine, rollouts)
-        checkpoints = checkpoint.Checkpoints(run.folder, model, optimizer, every=args.save_every)
+        checkpoints = checkpoint.Checkpoints(
+            run.folder, model, optimizer, every=args.save_every, last=args.steps
+        )
         with checkpoints:
             first_step = checkpoints.load(saved)
             transport.publish(first_step)
@@ -593,4 +613,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(track.command_line(Args, description=__doc__))
+    main(track.command_line(Args, description=__doc__, extras=extras))

@@ -18,23 +18,26 @@ import textwrap
 from functools import partial
 from typing import Any, Literal
 
-print("importing torch", flush=True)  # which takes seconds
-
 import attrs
-import torch
 
-from primerl import (
-    checkpoint,
-    data,
-    flops,
-    loss,
-    models,
-    packing,
-    parallel,
-    rollout,
-    track,
-    weights,
-)
+from primerl import track
+
+with track.interruptible():  # Ctrl-C ends it with one line
+    print("importing torch", flush=True)  # which takes seconds
+    import torch
+
+    from primerl import (
+        checkpoint,
+        data,
+        flops,
+        loss,
+        models,
+        packing,
+        parallel,
+        rollout,
+        weights,
+    )
+
 from primerl.track import number
 from primerl.types import Rollout, SamplingParams, TrainingSample
 
@@ -46,58 +49,72 @@ FIXED = ("model", "data", "seed", "batch_size", "max_tokens", "replies", "too_lo
 class Args:
     """What a run may vary; whatever else is edited in this file."""
 
-    # a model folder or hub id
+    #: a model folder or hub id
     model: str
-    # files and folders of conversations
+    #: files and folders of conversations
     data: tuple[str, ...]
-    # of the paths in data: how often conversations of each are drawn; by default, all are one
+    #: how often conversations of each path in data are drawn; by default, all paths are one
     shares: tuple[float, ...] = ()
-    # files and folders of conversations that are held out
+    #: files and folders of conversations that are held out
     eval_data: tuple[str, ...] = ()
-    # an environment of the verifiers library, to see what the model can do
+    #: an environment of the verifiers library, to see what the model can do
     env: str | None = None
-    # of it: its first ones, played greedily
+    #: tasks of the environment: its first ones, played greedily
     env_tasks: int = attrs.field(default=32, validator=number(at_least=1))
-    # the most tokens of a reply there
+    #: the most tokens of a reply in the environment
     env_tokens: int = attrs.field(default=256, validator=number(at_least=1))
-    # optimizer steps
+    #: optimizer steps
     steps: int = attrs.field(default=100, validator=number(at_least=1))
+    #: the seed of the conversations' order and of dropout
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    # the highest learning rate: after the warm-up, it falls to zero along half a cosine
+    #: the highest learning rate: after the warm-up, it falls to zero along half a cosine over all
+    #: steps; a run that is resumed with more steps continues with the rates of the longer run
     lr: float = attrs.field(default=2e-5, validator=number(at_least=0))
-    # steps in which the learning rate rises
+    #: steps in which the learning rate rises
     warmup: int = attrs.field(default=10, validator=number(at_least=0))
-    # conversations of a step, over all ranks
+    #: conversations of a step, over all ranks
     batch_size: int = attrs.field(default=32, validator=number(at_least=1))
-    # the most tokens of a conversation
+    #: the most tokens of a conversation
     max_tokens: int = attrs.field(default=2048, validator=number(at_least=2))
-    # what becomes of a longer conversation: an error, left out, or its beginning
+    #: what becomes of a longer conversation: an error, left out, or its beginning
     too_long: Literal["raise", "skip", "cut"] = "raise"
-    # which replies are trained; templates of reasoning models need "last"
+    #: which replies are trained; templates of reasoning models need "last"
     replies: Literal["all", "last"] = "all"
-    # the most tokens of a micro-batch, but for a conversation that alone has more
+    #: the most tokens of a micro-batch, but for a conversation that alone has more
     pack_tokens: int = attrs.field(default=4096, validator=number(at_least=2))
-    # what is computed in, by default what this machine is fastest in; the trained parameters stay
-    # float32
+    #: what is computed in, by default what this machine is fastest in; the trained parameters stay
+    #: float32
     dtype: Literal["float32", "bfloat16"] = attrs.field(factory=parallel.native_dtype)
-    # of low-rank adapters, which are then trained alone; 0: the whole model is trained
+    #: the rank of low-rank adapters, which are then trained alone; 0: the whole model is trained
     lora_rank: int = attrs.field(default=0, validator=number(at_least=0))
-    # compute activations again in the backward pass, instead of keeping them
+    #: compute activations again in the backward pass, instead of keeping them
     recompute: bool = False
-    # compile layers
+    #: compile layers
     compile: bool = False
-    # expert parallelism: ranks that share the experts of each layer
+    #: expert parallelism: ranks that share the experts of each layer
     ep: int = attrs.field(default=1, validator=number(at_least=1))
-    # context parallelism: ranks that share the tokens of each micro-batch
+    #: context parallelism: ranks that share the tokens of each micro-batch
     cp: int = attrs.field(default=1, validator=number(at_least=1))
-    # steps from one evaluation to the next; 0: only at the end
+    #: steps from one evaluation to the next; 0: only at the end
     eval_every: int = attrs.field(default=50, validator=number(at_least=0))
-    # steps from one checkpoint to the next; 0: only when told to stop
+    #: steps from one checkpoint to the next; 0: only at the end, or when told to stop
     save_every: int = attrs.field(default=100, validator=number(at_least=0))
-    # the folder of a new run; runs/SCRIPT-NNN by default
+    #: the folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
-    # the folder of a run, to resume it there
+    #: the folder of a run, to resume it there
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
+
+
+def extras(args: Args) -> list[str]:
+    """The optional dependencies of a run, which are looked for before anything is loaded."""
+    needed = []
+    if args.env:
+        needed.append("verifiers")
+    if args.lora_rank:
+        needed.append("lora")
+    if any(path.endswith(".parquet") for path in (*args.data, *args.eval_data)):
+        needed.append("data")
+    return needed
 
 
 def open_stream(args: Args) -> rollout.TaskStream:
@@ -242,6 +259,8 @@ def main(args: Args) -> None:
     parallel.settle_cpu()
     # Rank 0 also reads the data and keeps records. Broken files are found before the model loads.
     stream = open_stream(args) if world.is_first else None
+    if args.env is not None:  # and so is an error in its name
+        rollout.verifiers(args.env, tokenizer=None)
     model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
     context = model.config.get_text_config().max_position_embeddings
@@ -290,7 +309,9 @@ def main(args: Args) -> None:
         transport = None
         if args.env is not None:
             transport = weights.transport_to(model, engine)
-        checkpoints = checkpoint.Checkpoints(run.folder, model, optimizer, every=args.save_every)
+        checkpoints = checkpoint.Checkpoints(
+            run.folder, model, optimizer, every=args.save_every, last=args.steps
+        )
         with checkpoints:
             for step in range(checkpoints.load(saved), args.steps):
                 metrics = {"lr": learning_rate(step, args)}
@@ -343,4 +364,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(track.command_line(Args, description=__doc__))
+    main(track.command_line(Args, description=__doc__, extras=extras))

@@ -47,7 +47,7 @@ class Checkpoints:
 
         saved = checkpoint.last_good(resume)                # rank 0, before the ranks connect
         ...
-        with checkpoint.Checkpoints(folder, model, optimizer, every=50) as saves:
+        with checkpoint.Checkpoints(folder, model, optimizer, every=50, last=steps) as saves:
             for step in range(saves.load(saved), steps):
                 ...
                 stopping = world.should_stop()
@@ -68,6 +68,8 @@ class Checkpoints:
         schedule: of the learning rate; anything with ``state_dict`` and ``load_state_dict``, the
             same on all ranks.
         every: policy steps from one checkpoint to the next, as ``due`` counts them; 0: never.
+        last: the policy steps of the whole run, after which one is due in any case, so that the
+            run can be extended; None: they are not known.
         keep: how many of the last checkpoints are kept.
         asynchronous: whether ``save`` returns once tensors are copied to the host's memory, which
             then holds this rank's share of the state, and a thread writes them.
@@ -85,6 +87,7 @@ class Checkpoints:
         schedule: Any = None,
         *,
         every: int = 0,
+        last: int | None = None,
         keep: int = 2,
         asynchronous: bool = True,
         timeout_s: float = 1800.0,
@@ -108,6 +111,7 @@ class Checkpoints:
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._schedule = schedule
         self._every = every
+        self._last = last
         self._asynchronous = asynchronous
         self._staging = Staging()
         self._writer = Writer(
@@ -174,8 +178,8 @@ class Checkpoints:
         self._claimed = True
 
     def due(self, step: int) -> bool:
-        """Whether ``step`` policy steps are a multiple of ``every``."""
-        return self._every > 0 and step % self._every == 0
+        """Whether ``step`` policy steps are a multiple of ``every``, or the last."""
+        return step == self._last or (self._every > 0 and step % self._every == 0)
 
     def save(self, step: int, *, wait: bool = False, **values: Any) -> None:
         """Save the run. All ranks call it; an earlier save that still runs is waited for.

@@ -215,7 +215,10 @@ def _encode(values: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor]:
         for name, value in one.items():
             if isinstance(value, Tensor):
                 described[name] = [str(value.dtype).removeprefix("torch."), list(value.shape)]
-                parts.append(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+                flat = value.detach().cpu().contiguous()
+                # A single value counts as contiguous whatever its stride, which view refuses.
+                flat = flat.as_strided((flat.numel(),), (1,))
+                parts.append(flat.view(torch.uint8))
         header.append(described)
     text = bytearray(json.dumps(header), "utf-8")
     return torch.frombuffer(text, dtype=torch.uint8), torch.cat(parts)

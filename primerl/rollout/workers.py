@@ -14,6 +14,7 @@ from primerl._progress import report
 from primerl.rollout.collection.buffer import ON_STALE
 from primerl.rollout.collection.concurrency import AdaptiveConcurrency
 from primerl.rollout.collection.plan import Plan
+from primerl.rollout.collection.refusals import default_limit
 from primerl.rollout.collection.staleness import check_schedule
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, Task
@@ -42,6 +43,7 @@ def worker(
     min_group: int | None = None,
     retries: int = 1,
     quarantine_after: int = 3,
+    max_refused: int | None = None,
     group_timeout_s: float = 1800.0,
     timeout_s: float = 600.0,
     start_timeout_s: float = 600.0,
@@ -79,6 +81,10 @@ def worker(
         retries: how often a failed rollout is played again.
         quarantine_after: a task is not played any more when so many groups of it have failed and
             none has succeeded since.
+        max_refused: a step that waits is an error once filters have refused so many groups in a
+            row; by default ``32 * groups_per_step``, and at least 512. Raise it where few groups
+            are kept: of tasks of which one in 100 is kept, a row of 512 comes once in 170 kept
+            groups.
         group_timeout_s: how long a group may take; its stragglers are then cancelled.
         timeout_s: how long a wait may see no further group that its step can use, and how long the
             engine may fail every request, before that is an error.
@@ -118,6 +124,7 @@ def worker(
         on_stale=on_stale,
         retries=retries,
         quarantine_after=quarantine_after,
+        max_refused=default_limit(groups_per_step) if max_refused is None else max_refused,
         group_timeout_s=group_timeout_s,
         timeout_s=timeout_s,
         await_verification=await_verification,
@@ -184,14 +191,14 @@ def _check(plan: Plan, engine: Engine, tasks: Any, isolation: str) -> None:
     if plan.on_stale not in ON_STALE:
         raise ValueError(f"on_stale={plan.on_stale!r}; expected one of {', '.join(ON_STALE)}")
     counts = ("group_size", "min_group", "groups_per_step", "max_staleness", "retries")
-    for name in (*counts, "quarantine_after"):
+    for name in (*counts, "quarantine_after", "max_refused"):
         if not isinstance(getattr(plan, name), int):
             raise ValueError(f"{name} is {getattr(plan, name)!r}, expected a whole number")
     if plan.group_size < 1:
         raise ValueError(f"group_size is {plan.group_size}, expected at least 1 rollout per task")
     if not 1 <= plan.min_group <= plan.group_size:
         raise ValueError(f"min_group is {plan.min_group}, expected 1 to {plan.group_size}")
-    for name, least in (("retries", 0), ("quarantine_after", 1)):
+    for name, least in (("retries", 0), ("quarantine_after", 1), ("max_refused", 1)):
         if getattr(plan, name) < least:
             raise ValueError(f"{name} is {getattr(plan, name)}, expected at least {least}")
     for name in ("group_timeout_s", "timeout_s"):
@@ -262,9 +269,9 @@ class Worker:
             RuntimeError: at once where no rollout could be used: the engine serves weights that
                 are too old (nothing was published) or newer than ``version``, or more steps were
                 taken than versions published. Rollouts keep failing; the reward function failed;
-                no group came for ``timeout_s`` that the step can use (none ended, the filters
-                refused them, or they were too old or too new); the worker died, or its event loop
-                is blocked.
+                filters refused ``max_refused`` groups in a row; no group came for ``timeout_s``
+                that the step can use (none ended, the filters refused them, or they were too old
+                or too new); the worker died, or its event loop is blocked.
         """
         version = operator.index(version)  # numpy's, say, could not be stored in a state
         with self._taking:

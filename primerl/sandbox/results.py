@@ -15,6 +15,10 @@ class Result:
     stderr was cut), ``files`` (too many open ones), ``disk`` (too much or too many written,
     where no filesystem says so at once), ``died`` (the sandbox ended by itself) or
     ``protocol`` (it broke the protocol, and was ended).
+
+    ``cpu_s`` is what the process and the children that it waited for used; of a run that was ended,
+    and of a turn of a REPL, what all its processes had used by then. ``max_rss_bytes`` is the most
+    that one of them held. Both are 0 in tiers that don't say: containers, gVisor and hosted ones.
     """
 
     stdout: bytes

@@ -9,12 +9,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 from primerl.sandbox.cgroups import Cgroup
 from primerl.sandbox.engine import messages
+from primerl.sandbox.engine.processes import usage
 from primerl.sandbox.errors import BadReply, SandboxError
 from primerl.sandbox.launching import parse
 from primerl.sandbox.results import LIMITS, Limits, Result
@@ -104,7 +106,7 @@ class Slot:
 
         def overflow() -> None:
             if not reply.done() and not order.keeps:
-                reply.set_result(_ended("output"))
+                reply.set_result(_ended("output", *self._usage()))
 
         streams: list[Output] = []
         given = Input(order.stdin) if order.connection is None else None
@@ -117,7 +119,7 @@ class Slot:
                 async with asyncio.timeout(order.timeout_s + _GRACE_S):
                     ended = await reply
             except TimeoutError:
-                ended = _ended("timeout")
+                ended = _ended("timeout", *self._usage())
             except SandboxError as error:
                 ended = _ended("protocol" if isinstance(error, BadReply) else "died")
             if ended["exit"] is None and ended.get("kill"):
@@ -163,6 +165,14 @@ class Slot:
         if self._reply is not None and not self._reply.done():
             self._reply.set_exception(SandboxError("the sandbox was ended"))
             self._reply.exception()
+
+    def _usage(self) -> tuple[float, int]:
+        """Seconds of CPU and bytes of memory of all its processes, while it is alive."""
+        with contextlib.suppress(OSError):
+            for row in Path(f"/proc/self/fdinfo/{self._handle}").read_text().splitlines():
+                if row.startswith("Pid:") and int(row.split()[1]) > 0:  # not -1: it has ended
+                    return usage(row.split()[1])
+        return 0.0, 0
 
     def _send(self, order: Order, stdin: int, outputs: list[int]) -> None:
         """Send an order; the sandbox's ends of the streams are closed here in any case."""
@@ -256,5 +266,5 @@ def checked_reply(reply: dict[str, Any], count: int) -> dict[str, Any]:
     return {name: reply[name] for name in ("exit", "limits", "cpu_s", "rss_bytes")}
 
 
-def _ended(limit: str) -> dict[str, Any]:
-    return {"exit": None, "limits": [limit], "cpu_s": 0.0, "rss_bytes": 0, "kill": True}
+def _ended(limit: str, cpu_s: float = 0.0, rss_bytes: int = 0) -> dict[str, Any]:
+    return {"exit": None, "limits": [limit], "cpu_s": cpu_s, "rss_bytes": rss_bytes, "kill": True}

@@ -42,8 +42,8 @@ class Output:
         if len(self.content) > self._limit:
             del self.content[self._limit :]
             self.overflowed = True
-            self.close()  # whoever goes on writing gets SIGPIPE
-            self._on_overflow()
+            self._on_overflow()  # while the writer lives: closing ends it by SIGPIPE
+            self.close()
             return False
         return True
 

@@ -1,23 +1,33 @@
 """The arguments of a script, and what their values may be: validators of ``attrs`` fields."""
 
+import importlib
+import importlib.util
 import math
 import os
 import sys
-from collections.abc import Callable
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
 import msgspec
 
-from primerl._optional import require
-from primerl.track.run_folder import ARGS, read_json
+from primerl._optional import require_all
+from primerl.track.interrupts import interruptible
+from primerl.track.run_folder import ARGS, read_json, require_unfinished
 
 Arguments = TypeVar("Arguments")
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
 
-def command_line(kind: type[Arguments], *, description: str | None = None) -> Arguments:
+@interruptible()
+def command_line(
+    kind: type[Arguments],
+    *,
+    description: str | None = None,
+    extras: Callable[[Any], Iterable[str]] = lambda _: (),
+) -> Arguments:
     """The arguments of this script from its command line; with ``--resume``, those of that run.
 
     A resumed run's folder has the arguments that it was begun with: they are the defaults, so only
@@ -25,25 +35,68 @@ def command_line(kind: type[Arguments], *, description: str | None = None) -> Ar
 
     Args:
         kind: an ``attrs`` class with a field for each flag, and the fields ``run_dir`` and
-            ``resume`` (https://brentyi.github.io/tyro/).
+            ``resume`` (https://brentyi.github.io/tyro/). A comment above a field is its help, if it
+            begins with ``#:``; other comments also explain the fields after theirs.
         description: for ``--help``.
+        extras: the optional dependency groups that a run with these arguments needs besides
+            ``recipes``. With ``verifiers``, the environments in the field ``env`` are looked for
+            too, if they are in ``recipes/environments``.
 
     Raises:
-        ValueError: the folder to resume is missing, or its arguments are not those of this script.
+        ImportError: optional dependencies are missing; the message names all, and the one command
+            that installs them.
+        ValueError: the folder to resume is missing, its arguments are not those of this script, or
+            it holds a finished run, and no more steps are planned than it took.
         SystemExit: after ``--help``, or for flags that do not fit.
     """
-    tyro: Any = require("tyro", extra="recipes")
+    if importlib.util.find_spec("tyro") is None:
+        _require_extras(_guessed(kind, sys.argv[1:]), extras)
+    tyro: Any = importlib.import_module("tyro")
     folder = _resumed_folder(sys.argv[1:])
     if folder is None:
-        return tyro.cli(kind, description=description)  # type: ignore[no-any-return]
+        args = tyro.cli(kind, description=description)
+    else:
+        args = tyro.cli(kind, description=description, default=_begun(kind, folder))
+        if hasattr(args, "steps"):
+            require_unfinished(folder, args.steps)
+    _require_extras(args, extras)
+    return args  # type: ignore[no-any-return]
+
+
+def _begun(kind: type[Arguments], folder: Path) -> Arguments:
+    """The arguments that the run in ``folder`` was begun with, to resume it."""
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder} to resume from")
     begun = read_json(folder / ARGS) | {"run_dir": None, "resume": str(folder)}
     try:
-        defaults = msgspec.convert(begun, kind)
+        return msgspec.convert(begun, kind)
     except msgspec.ValidationError as error:
         raise ValueError(f"{folder} is no run of this script: {ARGS}: {error}") from None
-    return tyro.cli(kind, description=description, default=defaults)  # type: ignore[no-any-return]
+
+
+def _require_extras(args: Any, extras: Callable[[Any], Iterable[str]]) -> None:
+    needed = ["recipes", *extras(args)]
+    env = getattr(args, "env", None) if "verifiers" in needed else None
+    require_all(needed, environments=[env] if isinstance(env, str) else env or ())
+
+
+def _guessed(kind: Any, words: list[str]) -> Namespace:
+    """The arguments as texts, without tyro: enough to tell what else is missing."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    defaults = {}
+    for field in attrs.fields(kind):
+        default = field.default
+        if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+            default = default.factory()
+        several = isinstance(default, tuple) or str(field.type).startswith("tuple")
+        defaults[field.name] = None if default is attrs.NOTHING else default
+        if several:
+            parser.add_argument(_flag(field.name), nargs="*")
+        else:
+            parser.add_argument(_flag(field.name), nargs="?", const=True)
+    given, _ = parser.parse_known_args(words)
+    said = {name: value for name, value in vars(given).items() if value is not None}
+    return Namespace(**defaults | said)
 
 
 def _resumed_folder(words: list[str]) -> Path | None:

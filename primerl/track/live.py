@@ -1,6 +1,8 @@
 """A live view of a run in the terminal."""
 
 import logging
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -65,6 +67,8 @@ class LiveView:
         self._live: Any = None
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            self._console.print(f"Ctrl-C is ignored in the background; to stop: kill {os.getpid()}")
 
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show one step's metrics, and its ``alarm``, a text, if there is one."""

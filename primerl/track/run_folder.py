@@ -58,15 +58,7 @@ class RunFolder:
 
     def require_steps_left(self, resumed: int, planned: int) -> None:
         """Refuse a run that is finished, or resumed after more steps than are planned now."""
-        path = self.path / SUMMARY
-        summary = read_json(path) if path.exists() else {}
-        taken = summary.get("steps")
-        if summary.get("finished") and isinstance(taken, int) and planned <= taken:
-            raise ValueError(
-                f"{self.path} is finished: it took its {taken} steps, and {planned} are "
-                f"planned. To train it further, resume it with more steps (--steps); to train "
-                "anew, choose another folder"
-            )
+        require_unfinished(self.path, planned)
         if resumed > planned:
             raise ValueError(
                 f"{self.path} is resumed after step {resumed}, but only {planned} steps are "
@@ -121,6 +113,19 @@ class RunFolder:
         self.tokens.close()
         self.rollouts.close()
         self.metrics.close()
+
+
+def require_unfinished(folder: Path, planned: int) -> None:
+    """Refuse to resume a run that is finished, unless more steps are ``planned`` than it took."""
+    path = folder / SUMMARY
+    summary = read_json(path) if path.exists() else {}
+    taken = summary.get("steps")
+    if summary.get("finished") and isinstance(taken, int) and planned <= taken:
+        raise ValueError(
+            f"{folder} is finished: it took its {taken} steps, and {planned} are planned. To train "
+            f"it further, resume it with more steps, such as --steps {2 * taken}; to train anew, "
+            "choose another folder"
+        )
 
 
 def require_arguments(folder: Path, values: Mapping[str, Any], fixed: Iterable[str]) -> None:

@@ -100,6 +100,7 @@ class Run:
     ) -> None:
         self._name = name or Path(sys.argv[0]).stem or "run"
         self._args = attrs.asdict(args) if attrs.has(type(args)) else dict(args or {})
+        self._named = folder is not None and state is None
         self.folder = fresh_folder(Path("runs") / self._name) if folder is None else Path(folder)
         if state is not None:
             self._require_same_script(state)
@@ -151,6 +152,8 @@ class Run:
         self.summary["wall_s"] = self._wall_s
         if error is not None:
             self.summary["error"] = f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt) and not hasattr(error, "__notes__") and self._named:
+            error.add_note(f"to start again, pass another folder than {self.folder}")
         if self._writes:
             write_json(self.folder / SUMMARY, self.summary)
             try:

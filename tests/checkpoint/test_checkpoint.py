@@ -556,6 +556,15 @@ def test_by_default_no_checkpoint_is_due(tmp_path):
         assert not any(map(saves.due, range(10)))
 
 
+def test_the_last_step_is_due_in_any_case(tmp_path):
+    net = Net()
+    optimizer = torch.optim.SGD(trainable(net))
+    with checkpoint.Checkpoints(tmp_path, net, optimizer, every=4, last=6) as saves:
+        assert [step for step in range(1, 9) if saves.due(step)] == [4, 6, 8]
+    with checkpoint.Checkpoints(tmp_path, net, optimizer, last=6) as saves:
+        assert [step for step in range(1, 9) if saves.due(step)] == [6]
+
+
 def test_an_interrupted_run_says_how_to_resume_in_its_only_line(three, capsys, monkeypatch):
     monkeypatch.chdir(three.parent)
     net = Net()

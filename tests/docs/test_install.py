@@ -4,6 +4,7 @@
 gigabytes (vLLM among them), and takes minutes.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -13,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from primerl import _optional
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/**/README.md")]
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 SOURCES = [path for folder in ("primerl", "recipes") for path in (ROOT / folder).rglob("*.py")]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -24,7 +28,7 @@ ON_A_GPU = ("vllm", "flashinfer")  # extras whose packages are built for CUDA
 def lines_that_install():
     """Each command once, with the extras that messages name."""
     found = {}
-    for path in [*PAGES, *SOURCES]:
+    for path in [*PAGES, *NOTEBOOKS, *SOURCES]:
         text = path.read_text()
         for line in re.findall(r"(?:python -m )?pip install [^`\n\"{]*[^`\n\"{ .,]", text):
             if line.count("'") % 2 == 0:  # no piece of a format string
@@ -35,7 +39,7 @@ def lines_that_install():
 
 
 def of_extras(line):
-    return re.findall(r"\.\[(\w+)\]", line)
+    return [extra for some in re.findall(r"\.\[([\w,]+)\]", line) for extra in some.split(",")]
 
 
 def test_there_are_such_lines():
@@ -58,6 +62,30 @@ def test_a_line_names_extras_and_folders_that_exist(line):
         assert extra in EXTRAS, line
     for path in re.findall(r"(?<=\s)(\./[\w./-]+|\w+\.txt)", line):
         assert (ROOT / path).exists(), line
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_first_cell_of_a_notebook_installs_what_it_needs(path):
+    first = json.loads(path.read_text())["cells"][0]
+
+    assert "`pip install -c constraints.txt '.[notebooks]'`" in "".join(first["source"])
+
+
+def modules_of(extra):
+    """Of the packages in an extra, and of the extras that it names."""
+    names = {re.match(r"[\w-]+", one)[0].replace("-", "_") for one in EXTRAS[extra]}
+    nested = re.findall(r"primerl\[(\w+)\]", " ".join(EXTRAS[extra]))
+    return (names - {"primerl"}).union(*(modules_of(one) for one in nested))
+
+
+def test_what_recipes_look_for_are_the_modules_of_extras_and_environments():
+    for extra, modules in _optional.MODULES.items():
+        assert set(modules) == modules_of(extra)
+    folders = (ROOT / "recipes/environments").glob("*/pyproject.toml")
+    for path in folders:
+        module = _optional.ENVIRONMENTS[path.parent.name]
+        assert (path.parent / module / "__init__.py").is_file()
+    assert len(_optional.ENVIRONMENTS) == len([*(ROOT / "recipes/environments").glob("*/")])
 
 
 def test_every_extra_of_an_extra_exists():

@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from conftest import make_sample, torchrun
 from forked_ranks import forked_ranks
 
 from primerl import loss, packing, parallel, testing
-from primerl.parallel.launch.stop_signals import StoppedError
+from primerl._interrupts import StoppedError
 from primerl.parallel.launch.world import _first_failure
+from primerl.parallel.scattering import _decode, _encode
 from primerl.types import TrainingSample
 
 FAMILIES = ["llama", "llama, tied", "qwen3", "qwen3_moe"]
@@ -167,11 +169,21 @@ def test_a_rank_that_is_killed_within_a_layer_is_named_by_the_others(root, tmp_p
     assert not (tmp_path / "died-1.json").exists()
 
 
+def test_a_column_of_a_table_with_one_row_is_sent_as_it_is():
+    table = torch.arange(10.0).reshape(2, 5)
+
+    (found,) = _decode(*_encode([{"column": table[:1, 3], "whole": table, "row": table[1:, 2:]}]))
+
+    assert found["column"].tolist() == [3.0]
+    assert torch.equal(found["whole"], table)
+    assert torch.equal(found["row"], table[1:, 2:])
+
+
 def test_a_rank_that_reported_no_error_was_killed():
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
     assert "no rank said why" in _first_failure(dist.HashStore(), 1, lost)
-    assert "SIGTERM" in _first_failure(dist.HashStore(), 1, StoppedError("(SIGTERM)"))
+    assert "SIGTERM" in _first_failure(dist.HashStore(), 1, StoppedError(signal.SIGTERM))
 
 
 def test_a_rank_that_is_still_dying_when_its_connections_are_lost_is_named():
@@ -187,12 +199,30 @@ def test_a_rank_that_is_still_dying_when_its_connections_are_lost_is_named():
     assert said.startswith("rank 1 died without a word")
 
 
+def test_ranks_that_were_told_to_stop_from_outside_have_no_failure_among_them():
+    here = f"{socket.gethostname()} {os.getpid()}"
+    store = dist.HashStore()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    store.set("primerl/rank/0", here)
+    store.set("primerl/rank/1", f"{socket.gethostname()} {ended.pid}")
+    store.set("primerl/told/1", "")
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    for error in (StoppedError(signal.SIGTERM), KeyboardInterrupt(), lost):
+        assert _first_failure(store, 0, error, ranks=2) is None
+
+    store.set("primerl/rank/2", f"{socket.gethostname()} {ended.pid}")  # killed: it was not told
+    said = _first_failure(store, 0, StoppedError(signal.SIGTERM), ranks=3)
+    assert said.startswith("rank 2 died without a word")
+
+
 def test_the_first_failure_is_the_cause():
     store = dist.HashStore()
 
     assert _first_failure(store, 2, KeyError("x")) is None
     assert _first_failure(store, 0, ValueError("later")) == "rank 2 failed: KeyError: 'x'"
-    assert _first_failure(store, 1, StoppedError("(SIGTERM)")) == "rank 2 failed: KeyError: 'x'"
+    assert _first_failure(store, 1, StoppedError(signal.SIGTERM)) == "rank 2 failed: KeyError: 'x'"
 
 
 @pytest.fixture

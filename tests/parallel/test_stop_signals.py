@@ -8,8 +8,8 @@ import time
 import pytest
 
 from primerl import parallel, track
-from primerl._interrupts import accept_interrupts, interrupt_main_thread
-from primerl.parallel.launch.stop_signals import StoppedError, StopSignals
+from primerl._interrupts import StoppedError, accept_interrupts, interrupt_main_thread
+from primerl.parallel.launch.stop_signals import StopSignals
 
 KINDS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -167,8 +167,49 @@ def test_a_script_that_is_interrupted_twice_ends_at_once_with_one_line():
     finally:
         process.kill()
 
-    assert errors == "stopped by Ctrl-C\n"
+    assert errors == "stopped by Ctrl-C; to start again, run the same command\n"
     assert process.returncode == 130
+
+
+@pytest.mark.parametrize(("kind", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_script_that_is_told_to_stop_ends_with_one_line(kind, code, capsys, monkeypatch):
+    @track.interruptible()
+    def main():
+        with pytest.MonkeyPatch.context() as closed:
+            closed.setenv("CLOSED", "no")
+            send(getattr(signal, kind))
+            time.sleep(10)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        main()
+
+    assert ended.value.code == code
+    by = "Ctrl-C" if kind == "SIGINT" else "SIGTERM"
+    assert capsys.readouterr().err == f"stopped by {by}; to start again, run the same command\n"
+    assert "CLOSED" not in os.environ
+    assert signal.getsignal(signal.SIGTERM) is before
+
+    monkeypatch.setenv("RANK", "1")  # the first of torchrun's ranks says it
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_stop_before_the_first_step_says_how_to_start_again(tmp_path, capsys):
+    def stopped(folder, **options):
+        with pytest.raises(SystemExit) as ended, track.interruptible():
+            with track.Run(folder, **options), parallel.process_group():
+                send(signal.SIGTERM)
+        assert ended.value.code == 143
+        return capsys.readouterr().err
+
+    assert stopped(tmp_path / "run") == (
+        f"stopped by SIGTERM; to start again, pass another folder than {tmp_path / 'run'}\n"
+    )
+    with pytest.MonkeyPatch.context() as here:
+        here.chdir(tmp_path)
+        assert stopped(None) == "stopped by SIGTERM; to start again, run the same command\n"
 
 
 def test_a_second_sigterm_cancels_the_one_after_the_grace():

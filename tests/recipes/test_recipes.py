@@ -1,5 +1,6 @@
 """Every recipe, for a few steps, on a CPU."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import torchrun
+
+from primerl import track
 
 RL = ["async_grpo", "demo", "sync_grpo"]
 TRAIN = sorted([*RL, "sft", "distill", "glm_swe"])
@@ -59,6 +62,8 @@ def check_run_folder(folder, *, steps=2):
     for name in {name for line in metrics for name in json.loads(line)} - {"step"}:
         assert f"`{name}`" in documented or f"`{name.split('/')[0]}/" in documented, name
     assert (folder / "report.html").is_file()
+    if "save_every" in json.loads((folder / "args.json").read_text()):
+        assert (folder / "checkpoints" / f"step-{steps:08d}").is_dir()  # to extend it
     assert 0 <= summary["eval_before"] <= 1
     assert 0 <= summary["eval_after"] <= 1
     assert (folder / "final" / "model.safetensors").is_file()
@@ -70,13 +75,94 @@ def test_the_recipes_are_these(root):
     assert sorted(path.stem for path in (root / "recipes").glob("*.py")) == RECIPES
 
 
-def test_help_explains_the_arguments(root, tmp_path):
-    commands = [(root / "recipes" / f"{name}.py", "--help") for name in RECIPES]
+def fields_of_args(source):
+    (args,) = (one for one in ast.parse(source).body if getattr(one, "name", "") == "Args")
+    return [one for one in args.body if isinstance(one, ast.AnnAssign)]
 
-    for done in run_together(*commands, cwd=tmp_path):
-        assert done.returncode == 0, done.stderr
-        assert "--seed INT" in done.stdout
-        assert "--run-dir" in done.stdout
+
+def own_comments(source):
+    """The comment of each argument: behind it, or on the lines directly above it."""
+    lines = source.splitlines()
+    comments = {}
+    for field in fields_of_args(source):
+        row = field.lineno - 1
+        words = [lines[row].partition("  # ")[2]]
+        while lines[row - 1].lstrip().startswith("#"):
+            row -= 1
+            words.insert(0, lines[row].lstrip(" #:"))
+        comments[field.target.id] = " ".join(words).strip()
+    return comments
+
+
+def shown_help(recipe, monkeypatch, capsys):
+    """The help of each argument, without its default."""
+    monkeypatch.setitem(sys.modules, recipe.__name__, recipe)  # where its source is looked for
+    monkeypatch.setattr(sys, "argv", ["recipe", "--help"])
+    monkeypatch.setenv("COLUMNS", "100")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        track.command_line(recipe.Args, description=recipe.__doc__)
+    shown = {}
+    column = 0
+    for row in capsys.readouterr().out.splitlines():
+        if "-h, --help" in row:
+            column = row.index("show this help")
+        elif column and row[0] in " │":  # a border, where the output is UTF-8
+            if found := re.match(r". +--([\w-]+)", row[:column]):
+                name = found[1].replace("-", "_")
+                shown[name] = ""
+            if row[column - 2 : column] == "  ":  # or the names of choices reach beyond
+                shown[name] += row[column - 1 :].rstrip(" │")
+    return {
+        name: re.sub(r"\((default: [^)]*|required)\)$", "", text).strip()
+        for name, text in shown.items()
+    }
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_help_has_the_comment_of_each_argument(root, tmp_path, name, monkeypatch, capsys):
+    source = (root / "recipes" / f"{name}.py").read_text()
+    comments = own_comments(source)
+
+    assert all(comments.values())
+    assert shown_help(load(root, name), monkeypatch, capsys) == comments
+
+    silent = fields_of_args(source)[1::2]  # those before keep their comments
+    kept = source.splitlines()
+    for field in reversed(silent):
+        row = field.lineno - 1
+        kept[row] = kept[row].partition("  # ")[0]
+        while kept[row - 1].lstrip().startswith("#"):
+            row -= 1
+            del kept[row]
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / f"{name}.py").write_text("\n".join(kept))
+
+    assert shown_help(load(tmp_path, name), monkeypatch, capsys) == comments | {
+        field.target.id: "" for field in silent
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "extras"),
+    [
+        *((name, {}, []) for name in ["async_grpo", "distill", "sft", "sync_grpo"]),
+        *((name, {"engine": "vllm"}, ["vllm"]) for name in ["async_grpo", "distill", "sync_grpo"]),
+        *((name, {"env": "e"}, ["verifiers"]) for name in ["async_grpo", "sft", "sync_grpo"]),
+        ("distill", {"env": ("e", "f")}, ["verifiers"]),
+        ("sync_grpo", {"engine": "vllm", "engine_urls": ("http://a",)}, []),
+        ("sft", {"lora_rank": 4, "data": ("a.parquet",)}, ["lora", "data"]),
+        ("evaluate", {}, ["verifiers"]),
+        ("evaluate", {"engine": "vllm"}, ["verifiers", "vllm"]),
+        ("glm_swe", {}, ["verifiers"]),
+        ("glm_swe", {"scale": "glm5"}, ["verifiers", "vllm"]),
+        ("glm_swe", {"scale": "glm5", "dry_run": True}, []),
+    ],
+)
+def test_a_recipe_names_the_optional_dependencies_of_its_arguments(root, name, given, extras):
+    recipe = load(root, name)
+
+    assert recipe.extras(recipe.Args(**NEEDED[name] | given)) == extras
 
 
 @pytest.fixture(scope="module")

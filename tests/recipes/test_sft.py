@@ -52,12 +52,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-def flags(folder, family, *, steps=STEPS, lr=LR):
+def flags(folder, family, *, steps=STEPS, lr=LR, warmup=0):
     """The recipe's, but for what a test varies."""
     words = ["--model", folder / family, "--steps", steps, "--batch-size", BATCH]
     words += ["--data", folder / "train.jsonl", "--eval-data", folder / "eval.jsonl"]
     words += ["--max-tokens", 128, "--pack-tokens", 256]
-    return [*words, "--lr", lr, "--warmup", 0, "--dtype", "float32"]
+    return [*words, "--lr", lr, "--warmup", warmup, "--dtype", "float32"]
 
 
 def check_ended(done):
@@ -196,6 +196,27 @@ def test_killed_and_resumed_it_draws_the_same_batches(
     assert resumed == batches[start:]
     losses = [line["loss"] for line in lines(run)]
     assert losses == pytest.approx([line["loss"] for line in lines(whole)], abs=1e-5)
+
+
+def test_a_finished_run_is_extended_to_what_a_longer_one_is(root, folder, tmp_path):
+    recipe = root / "recipes/sft.py"
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    for steps, kept in ((4, whole), (2, run)):
+        words = flags(folder, "llama", steps=steps, warmup=100)  # the same rates, however long
+        check_ended(forked_ranks(recipe, *words, "--run-dir", kept, ranks=1, cwd=tmp_path))
+    refused = forked_ranks(recipe, "--resume", run, ranks=1, cwd=tmp_path)
+    words = ["--resume", run, "--steps", 4]
+    check_ended(forked_ranks(recipe, *words, ranks=1, cwd=tmp_path))
+
+    assert refused.returncode != 0
+    assert "run is finished: it took its 2 steps, and 2 are planned" in refused.stderr
+    assert "--steps 4" in refused.stderr
+    assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(whole)]
+    expected = models.load_pretrained(whole / "final")[0].state_dict()
+    for name, value in models.load_pretrained(run / "final")[0].state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    assert json.loads((run / "summary.json").read_text())["steps"] == 4
+    assert checkpoint.last_good(run).step == 4
 
 
 def test_adapters_alone_are_trained_and_saved_in_the_weights(root, folder, tmp_path):

@@ -214,7 +214,8 @@ def test_filters_that_refuse_everything_are_an_error_with_their_count():
     def impossible(group):
         return False
 
-    with make_worker(FakeEngine(delay_s=0), keep=[impossible], timeout_s=1.0) as rollouts:
+    engine = FakeEngine(delay_s=0)
+    with make_worker(engine, keep=[impossible], timeout_s=1.0, max_refused=10**9) as rollouts:
         with pytest.raises(RuntimeError, match="no group was kept for .*'impossible': [0-9]+") as e:
             rollouts.take(version=0)
     assert re.search(r"'impossible' refused \d+; rewards: 3 \(\d+x\), 2", str(e.value))
@@ -291,6 +292,37 @@ class Unreliable(FakeEngine):
         completion = await super().generate(*args, **options)
         await asyncio.sleep(0.002)
         return attrs.evolve(completion, versions=completion.versions + next(self.offsets))
+
+
+@pytest.mark.parametrize(("change", "limit"), [({}, 512), ({"max_refused": 7}, 7)])
+def test_rewards_that_never_differ_stop_the_run_and_are_named(change, limit):
+    environment = rollout.single_turn(CharacterCodes(), reward=lambda task, reply: 0.5)
+    engine = FakeEngine(delay_s=0)
+    with make_worker(engine, environment, keep=[filters.has_signal], **change) as rollouts:
+        with pytest.raises(RuntimeError) as error:
+            rollouts.take(version=0)
+        refused = rollouts.stats()["dropped_by"]["has_signal"]
+
+    assert limit <= refused < limit + 100
+    said = str(error.value)
+    assert said.startswith("step 0 cannot be filled: filters refused ")
+    assert "groups in a row ('has_signal' " in said
+    assert "and kept none; rewards: 0.5 (" in said
+    assert "Where all are low, see whether the reward reads the replies rightly" in said
+    assert f"raise max_refused ({limit})" in said
+
+
+def test_a_kept_group_now_and_then_keeps_a_run_going():
+    ended = itertools.count()
+    keep = [lambda group: next(ended) % 5 == 4]
+    with make_worker(FakeEngine(delay_s=0), keep=keep, max_refused=6) as rollouts:
+        assert len(rollouts.take(version=0)) == 3
+        assert rollouts.stats()["dropped"] >= 12
+
+
+def test_a_limit_of_refused_groups_is_at_least_one():
+    with pytest.raises(ValueError, match="max_refused is 0, expected at least 1"):
+        make_worker(max_refused=0)
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "wait", "mask_tokens"])

@@ -77,6 +77,37 @@ def attacked(host):
     return results
 
 
+BURNS = """
+import time
+kept = b"x" * (64 << 20)
+while time.process_time() < 0.2: pass
+"""
+BURNS_IN_A_CHILD = f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-c", {BURNS + "time.sleep(600)"!r}])
+"""
+
+
+@pytest.mark.parametrize("tier", ["namespaces", *LOCAL])
+def test_what_was_ended_says_what_it_used(tier):
+    async def work(pool):
+        slow = await pool.run(BURNS_IN_A_CHILD, timeout_s=3.0)
+        flood = await pool.run(BURNS + "while True: print('x' * 1000)", timeout_s=60)
+        async with pool.session() as session:
+            turns = [await session.python(code) for code in ("x = 1", BURNS, "x = 1")]
+        return slow, flood, turns
+
+    slow, flood, (_, turn, idle) = in_tier(tier, work, concurrency=1)
+
+    assert slow.limits_hit == ("timeout",)
+    assert flood.limits_hit == ("output",)
+    for used in (slow, flood, turn):
+        assert 0.1 < used.cpu_s < 5.0
+        assert 64 << 20 <= used.max_rss_bytes < 512 << 20
+    assert turn.exit == 0
+    assert idle.cpu_s <= 0.1  # of its own
+
+
 @pytest.mark.parametrize("tier", LOCAL)
 def test_attacks_are_stopped(attacked, host, tier):
     worked, limits = set(), {}

@@ -1,6 +1,7 @@
 """The command line of a script, of a new run and of one that is resumed."""
 
 import json
+import sys
 from typing import Literal
 
 import attrs
@@ -17,8 +18,14 @@ class Args:
     urls: tuple[str, ...] = ()
     vllm: dict[str, bool | str] = attrs.field(factory=dict)
     env: str | None = None
+    steps: int = 20
     run_dir: str | None = None
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
+
+
+def extras(args):
+    needed = ["verifiers"] if args.env else []
+    return [*needed, "lora"] if args.lr else needed
 
 
 BEGUN = Args(
@@ -30,7 +37,7 @@ BEGUN = Args(
 def given(monkeypatch):
     def read(*words):
         monkeypatch.setattr("sys.argv", ["script.py", *map(str, words)])
-        return track.command_line(Args)
+        return track.command_line(Args, extras=extras)
 
     return read
 
@@ -87,3 +94,35 @@ def test_flags_that_do_not_fit_end_the_script_with_status_2(given, folder):
         with pytest.raises(SystemExit) as ended:
             given(*words)
         assert ended.value.code == 2
+
+
+def test_a_finished_run_is_resumed_with_more_steps_than_it_took(given, folder):
+    (folder / "summary.json").write_text(json.dumps({"finished": True, "steps": 20}))
+
+    with pytest.raises(ValueError, match=r"is finished: it took its 20 steps.*such as --steps 40"):
+        given("--resume", folder)
+    assert given("--resume", folder, "--steps", 21).steps == 21
+    (folder / "summary.json").write_text(json.dumps({"finished": False, "steps": 20}))
+    assert given("--resume", folder).steps == 20
+
+
+@pytest.mark.parametrize("tyro", [True, False])
+def test_all_that_is_missing_is_named_at_once(given, monkeypatch, tyro):
+    for module in ("verifiers", "peft", "reasoning_gym_environment"):
+        monkeypatch.setitem(sys.modules, module, None)
+    expected = "verifiers, peft, the environment reasoning-gym; in a clone of primerl, run: "
+    groups = "verifiers,lora"
+    if not tyro:
+        monkeypatch.setitem(sys.modules, "tyro", None)
+        expected = f"tyro, {expected}"
+        groups = f"recipes,{groups}"
+
+    with pytest.raises(ImportError) as error:
+        given("--model", "m", "--env", "reasoning-gym:chain_sum")
+    assert str(error.value) == (
+        f"not installed: {expected}pip install '.[{groups}]' ./recipes/environments/reasoning-gym"
+    )
+    with pytest.raises(ImportError, match=r"^not installed: (tyro, )?peft; .* '.\[(recipes,)?lora"):
+        given("--model", "m")
+    if tyro:
+        assert given("--model", "m", "--lr", "0").model == "m"

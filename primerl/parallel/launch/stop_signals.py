@@ -7,14 +7,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from primerl._interrupts import ignores_ctrl_c, is_from_inside
+from primerl._interrupts import StoppedError, ignores_ctrl_c, is_from_inside
 
 ENDING = (signal.SIGINT, signal.SIGTERM)  # the second of them ends the process
 STOPPING = b"\nCtrl-C: the run stops after this step; a second one ends it at once\n"
-
-
-class StoppedError(RuntimeError):
-    """SIGTERM or SIGUSR1 was received; torchrun sends SIGTERM to all ranks when one has failed."""
 
 
 class StopSignals:
@@ -86,14 +82,14 @@ class StopSignals:
                 signal.signal(which, before)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        name = signal.Signals(signum).name
         inside = signum == signal.SIGINT and is_from_inside()
         rank_failed = self._failed is not None and self._failed()
         at_once = signum in ENDING and (self._ended or rank_failed)
         if not self._deferred or at_once or inside:
             self.ignore()
-            kind = KeyboardInterrupt if signum == signal.SIGINT else StoppedError
-            raise kind(f"this process was told to stop ({name})")
+            if signum == signal.SIGINT:
+                raise KeyboardInterrupt("this process was told to stop (SIGINT)")
+            raise StoppedError(signal.Signals(signum))
         self.received = True
         self._ended = self._ended or signum in ENDING  # before a word is out, which another answers
         if signum == signal.SIGINT and self._says:

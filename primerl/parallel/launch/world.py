@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from primerl.parallel.launch.stop_signals import StoppedError, StopSignals
+from primerl._interrupts import StoppedError
+from primerl.parallel.launch.stop_signals import StopSignals
 from primerl.parallel.scattering import all_sum
 
 FAILURE = "primerl/failure"
 RANK = "primerl/rank/{}"
+TOLD = "primerl/told/{}"
 DYING_S = 2.0
 
 
@@ -171,6 +174,8 @@ def _connected(world: World) -> Iterator[None]:
         # This rank is ending; torchrun's SIGTERM must not cut off its clean-up and last words.
         signals.ignore()
         cause = _first_failure(store, world.rank, error, ranks=world.world_size)
+        if cause is None and _is_lost_connection(error):  # to a rank that was told to stop
+            raise StoppedError(signal.SIGTERM) from error
         if cause is None:
             raise
         raise RuntimeError(f"rank {world.rank} stopped: {cause}") from error
@@ -192,16 +197,24 @@ def _first_failure(
 ) -> str | None:
     """What stopped this rank, where that is another rank; None where it is its own error.
 
-    The first rank that fails says so in the store, which under torchrun outlives it.
+    The first rank that fails says so in the store, which under torchrun outlives it. None also
+    where the ranks were told to stop from outside, and none has failed.
     """
-    follows = isinstance(error, StoppedError) or _is_lost_connection(error)
+    told = isinstance(error, KeyboardInterrupt)
+    follows = told or _is_lost_connection(error)
     mine = "" if follows else f"rank {rank} failed: {type(error).__name__}: {error}"
+    killed: list[int] = []
+    outside = False
     try:
+        if told:
+            store.set(TOLD.format(rank), "")
         first = store.compare_set(FAILURE, "", mine).decode()
-        killed = _dead_ranks(store, ranks) if follows and not first else []
+        if follows and not first:
+            killed = _dead_ranks(store, ranks)
+            outside = not killed and _told_from_outside(store, ranks)
     except RuntimeError:  # the store is gone with the rank that kept it
-        first, killed = "", []
-    if first == mine and not follows:
+        first = ""
+    if outside or (first == mine and not follows):
         return None
     if killed:
         named = " and ".join(f"rank {one}" for one in killed)
@@ -220,22 +233,37 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def _dead_ranks(store: dist.Store, ranks: int) -> list[int]:
-    """The ranks of this host whose processes have ended; nothing is known of other hosts.
+    """The ranks of this host whose processes have ended, and that were not told to.
 
-    A process that is killed loses its connections before it counts as ended, so look for a while.
+    Nothing is known of other hosts. A process that is killed loses its connections before it
+    counts as ended, so look for a while.
     """
+    processes = _local_processes(store, ranks)
+    deadline = time.monotonic() + DYING_S
+    while True:
+        ended = [rank for rank, pid in processes.items() if _has_ended(pid)]
+        dead = [rank for rank in ended if not store.check([TOLD.format(rank)])]
+        told = store.check([TOLD.format(rank) for rank in range(ranks)]) if ranks else False
+        if dead or told or time.monotonic() > deadline:
+            return dead
+        time.sleep(0.02)
+
+
+def _told_from_outside(store: dist.Store, ranks: int) -> bool:
+    """Whether a rank was told to stop, and all are of this host, where none was killed."""
+    told = any(store.check([TOLD.format(rank)]) for rank in range(ranks))
+    return told and len(_local_processes(store, ranks)) == ranks
+
+
+def _local_processes(store: dist.Store, ranks: int) -> dict[int, int]:
+    """The process ids of the ranks of this host."""
     processes = {}
     for rank in range(ranks):
         if store.check([RANK.format(rank)]):
             host, pid = store.get(RANK.format(rank)).decode().split()
             if host == socket.gethostname():
                 processes[rank] = int(pid)
-    deadline = time.monotonic() + DYING_S
-    while True:
-        dead = [rank for rank, pid in processes.items() if _has_ended(pid)]
-        if dead or time.monotonic() > deadline:
-            return dead
-        time.sleep(0.02)
+    return processes
 
 
 def _has_ended(pid: int) -> bool:

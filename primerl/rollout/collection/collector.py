@@ -205,7 +205,7 @@ class Collector:
         if self._evaluations:
             return "evaluating", f"{self._evaluated['ended']}/{self._evaluated['of']} rollouts"
         buffer = self._buffer
-        refused = buffer.refusals.filters.total()
+        refused = buffer.refusals.in_a_row
         detail = f"{buffer.ready}/{self._plan.groups_per_step} groups, {buffer.in_flight} in flight"
         return "rollouts", detail + (f", the last {refused} refused by filters" if refused else "")
 
@@ -277,6 +277,7 @@ class Collector:
             served=self._engine.version,
             buffer=self._buffer,
             tasks_exhausted=self._scheduler.tasks_exhausted,
+            max_refused=self._plan.max_refused,
         )
         if reason is not None:
             raise RuntimeError(f"step {version} cannot be filled: {reason}")

@@ -24,6 +24,7 @@ class Plan:
     on_stale: Literal["drop", "wait", "mask_tokens"]
     retries: int
     quarantine_after: int
+    max_refused: int
     group_timeout_s: float
     timeout_s: float
     await_verification: bool | None = None

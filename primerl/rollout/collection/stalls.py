@@ -15,7 +15,12 @@ from primerl.types import PolicyVersion
 
 
 def unfillable(
-    version: PolicyVersion, *, served: PolicyVersion, buffer: Buffer, tasks_exhausted: bool
+    version: PolicyVersion,
+    *,
+    served: PolicyVersion,
+    buffer: Buffer,
+    tasks_exhausted: bool,
+    max_refused: int,
 ) -> str | None:
     """Why no waiting could fill step ``version``; None if waiting might.
 
@@ -34,6 +39,15 @@ def unfillable(
             f"{served}) if those are the trainer's weights, or resume from the checkpoint of "
             f"version {served}; to train from version {version}, start a new engine (and its "
             "servers anew) and publish to it"
+        )
+    if buffer.refusals.in_a_row >= max_refused:
+        return (
+            f"{buffer.refusals.describe()} and kept none; {buffer.refusals.describe_rewards()}. "
+            "Expected groups that the filters keep: has_signal wants rewards that differ within a "
+            "group. Where all are low, see whether the reward reads the replies rightly, and they "
+            "are not cut (max_tokens); then take easier tasks, give part of the reward for part of "
+            "the work, begin with supervised fine-tuning, or make groups larger. Where all are "
+            f"high, take harder tasks. Where so few are kept, raise max_refused ({max_refused})"
         )
     if buffer.in_flight or buffer.awaiting_verification or buffer.verification.newest_rejected:
         return None
@@ -76,7 +90,7 @@ class StallTimer:
         refused = {name: count for name, count in lost.items() if name in buffer.filters}
         if refused:
             names = ", ".join(f"{name!r} refused {count}" for name, count in refused.items())
-            text += f"; of the filters, {names}; rewards: {buffer.refusals.describe_rewards()}"
+            text += f"; of the filters, {names}; {buffer.refusals.describe_rewards()}"
         if buffer.verification.newest_rejected:
             text += "; the newest version was rejected: publish it again and verify it"
         if waiting := buffer.awaiting_verification:

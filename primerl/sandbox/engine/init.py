@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from primerl.sandbox.engine import child, kernel, messages
-from primerl.sandbox.engine.processes import OwnNamespace, Processes, children, end
+from primerl.sandbox.engine.processes import OwnNamespace, Processes, children, end, usage
 from primerl.sandbox.engine.watchdog import Watchdog, filesystem_use
 
 _SWEEP_S = 2.0  # in which killed processes release what they hold
@@ -31,7 +31,12 @@ class _Job:
         self.pid = pid
         self.turn = turn  # of a REPL, whose process goes on afterwards
         self.deadline = time.monotonic() + order["timeout_s"]
-        self.started = time.monotonic()
+        self._used_before_s = usage(str(pid))[0] if turn else 0.0
+
+    def usage(self) -> tuple[float, int]:
+        """Seconds of CPU since it began, and bytes of memory at the most, while it runs."""
+        cpu_s, rss_bytes = usage(str(self.pid))
+        return max(0.0, cpu_s - self._used_before_s), rss_bytes
 
 
 class Init:
@@ -204,7 +209,8 @@ class Init:
         elif len(said) == messages.TURN.size and self._job is not None and self._job.turn:
             turn, code = messages.TURN.unpack(said)
             if turn == self._job.id:
-                self._reply(exit_code=code, limits=[], cpu_s=0.0, rss_bytes=0)
+                cpu_s, rss_bytes = self._job.usage()
+                self._reply(exit_code=code, limits=[], cpu_s=cpu_s, rss_bytes=rss_bytes)
 
     def _forget_repl(self) -> None:
         if self._repl is not None:
@@ -257,9 +263,10 @@ class Init:
             exceeded = "timeout"
         if exceeded is None:
             return
+        cpu_s, rss_bytes = (0.0, 0) if self._job is None else self._job.usage()
         ended = self._kill_all()
         if self._job is not None:
-            self._reply(exit_code=None, limits=[exceeded], cpu_s=0.0, rss_bytes=0)
+            self._reply(exit_code=None, limits=[exceeded], cpu_s=cpu_s, rss_bytes=rss_bytes)
         if not ended:
             os._exit(1)  # the kernel ends what could not be ended here
 

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 from primerl.sandbox.engine import kernel
 
 _PAUSE_S = 0.001
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @runtime_checkable
@@ -50,12 +51,7 @@ class Descendants:
 
     def listed(self) -> list[str]:
         """See ``Processes``."""
-        found: list[str] = []
-        parents = [self._first]
-        while parents:
-            parents = [child for parent in parents for child in children(parent)]
-            found += parents
-        return found
+        return descendants(self._first)
 
     def kill(self) -> None:
         """See ``Processes``. They may start none before any is killed, or new ones could escape."""
@@ -78,6 +74,38 @@ def children(process: str) -> list[str]:
             with open(f"/proc/{process}/task/{thread}/children") as file:
                 found += file.read().split()
     return found
+
+
+def descendants(process: str) -> list[str]:
+    """The children of a process, theirs, and so on."""
+    found: list[str] = []
+    parents = [process]
+    while parents:
+        parents = [child for parent in parents for child in children(parent)]
+        found += parents
+    return found
+
+
+def usage(process: str) -> tuple[float, int]:
+    """CPU seconds of a process and its descendants, and the peak memory of the largest, in bytes.
+
+    As ``wait4`` counts them: children that have ended belong to the process that waited for them.
+    """
+    found = [_usage(one) for one in (process, *descendants(process))]
+    return sum(cpu_s for cpu_s, _ in found), max(rss_bytes for _, rss_bytes in found)
+
+
+def _usage(process: str) -> tuple[float, int]:
+    cpu_s, rss_bytes = 0.0, 0
+    with contextlib.suppress(OSError):  # it has ended
+        with open(f"/proc/{process}/stat", "rb") as file:  # its name may be any bytes
+            fields = file.read().rpartition(b")")[2].split()  # from the third on
+        cpu_s = sum(map(int, fields[11:15])) / _TICKS_PER_S  # its own, and its children's
+        with open(f"/proc/{process}/status", "rb") as file:
+            for row in file:
+                if row.startswith(b"VmHWM:"):
+                    rss_bytes = int(row.split()[1]) << 10
+    return cpu_s, rss_bytes
 
 
 def end(processes: Processes, *, within_s: float) -> bool:

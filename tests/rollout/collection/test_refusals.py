@@ -45,4 +45,4 @@ def test_of_many_rewards_the_most_frequent_are_named():
         put(buffer, float(reward))
 
     said = buffer.refusals.describe_rewards()
-    assert said == "1 (2x), 0 (1x), 2 (1x), 3 (1x), 4 (1x) and 2 others"
+    assert said == "rewards: 1 (2x), 0 (1x), 2 (1x), 3 (1x), 4 (1x) and 2 others"

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from primerl._optional import install_command, require
+from primerl._optional import ENVIRONMENTS, install_command, require
 
 
 def load(
@@ -86,8 +86,12 @@ def _taskset_id(package: str) -> str:
         for name in (f"verifiers.v1.tasksets.{module}", f"{module}_environment", module):
             if importlib.util.find_spec(name) is not None:
                 return name.rsplit(".", 1)[-1]
-    how = f"with: prime env install {package}" if "/" in package else "from its author's source"
+    how = f"install it with: prime env install {package}"
+    if package in ENVIRONMENTS:
+        how = install_command(environments=[package])
+    elif "/" not in package:
+        how = "install it from its author's source"
     raise ValueError(
         f"there is no environment {package!r}: neither {module}_environment nor {module} can be "
-        f"imported; install it {how}"
+        f"imported; {how}"
     )

@@ -25,7 +25,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="the interface to listen on")
     parser.add_argument("--port", type=int, help="any free port by default")
     parser.add_argument("--weight-transfer", default=FOLDER_BACKEND, help="its backend, or 'none'")
-    parser.add_argument("--start-timeout-s", type=float, default=600.0)
+    parser.add_argument(
+        "--start-timeout-s", type=float, default=600.0, help="how long it may take to answer"
+    )
     ours, flags = parser.parse_known_args(words)
     key = os.environ.get(KEY_VARIABLE, "")
     if not key:

@@ -1,7 +1,8 @@
 # Every target but gpu does its own set-up in .venv (test-oldest: .venv-oldest), from a bare clone.
 #   make demo                     train a policy on this computer's CPU (a few minutes)
 #   make road                     fine-tune, measure, reinforce and measure a small model (three minutes)
-#   make test                     the tests
+#   make test                     the tests of each package, and a short run of one recipe
+#   make test-all                 those, and the rest: all recipes, ranks, deaths, notebooks, the site
 #   make test-vllm                the tests that need vLLM; installs its build for CPUs (3.5 GB)
 #   make test-oldest              the tests with the oldest torch and transformers (several GB, once)
 #   make gpu                      the tests and benchmarks of one GPU, in under 9 minutes: gpu-report.md
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Tests start many processes, which should not each compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo road test test-vllm test-oldest gpu check bench docs mutants clean
+.PHONY: demo road test test-all test-vllm test-oldest gpu check bench docs mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python recipes/demo.py $(ARGS)
@@ -25,9 +26,11 @@ demo: $(VENV)/.demo
 road: $(VENV)/.test
 	$(BIN)/python tools/whole_road.py --folder runs/road $(ARGS)
 
-# Two files at a time: much of a test is waiting.
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not (gpu or slow or vllm)" $(ARGS)
 
 test-vllm: $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/vllm -m "vllm and not slow and not gpu" $(ARGS)

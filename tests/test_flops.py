@@ -93,6 +93,7 @@ def test_what_a_model_runs_is_what_is_counted(family):
     assert ours.indexer == theirs["indexer"] - scores * (n * n - n * (n + 1) / 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("family", ADMITTED)
 def test_every_admitted_family_is_counted_or_refused_with_its_reason(family):

@@ -315,6 +315,7 @@ def found(root, tmp_path_factory):
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(4)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "cp"),
     [
@@ -341,6 +342,7 @@ def test_four_ranks_train_as_one_process_does(found, kind, cp):
     assert one["weights"] < 1e-5 < 1e-3 < one["moved"]
 
 
+@pytest.mark.thorough
 def test_frozen_indexers_stay_as_they_are_on_every_mesh(found):
     """Frozen before or after sharding, with an optimizer that gets zeros as gradients."""
     assert all(one["stayed"] and one["frozen"] == 10 for one in found[0].values())

@@ -5,6 +5,8 @@ import json
 import pytest
 from forked_ranks import forked_ranks
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def folder(root, tmp_path_factory):

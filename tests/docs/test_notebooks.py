@@ -5,6 +5,8 @@ import warnings
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize(
     ("name", "said"),

@@ -21,6 +21,7 @@ def test_the_two_token_loss(root, capsys):
     assert gradient == "tensor([-0.6107,  0.5000])"
 
 
+@pytest.mark.thorough
 def test_the_whole_training_run(root, smollm2_folder, tmp_path, monkeypatch, capsys):
     """SmolLM2-135M, the example's own prompts and reward; two real steps."""
     (tmp_path / "smollm2").symlink_to(smollm2_folder)

@@ -12,6 +12,8 @@ import pytest
 
 import primerl
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 
 

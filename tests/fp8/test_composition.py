@@ -7,6 +7,8 @@ from forked_ranks import forked_ranks
 
 from primerl import fp8, models, testing
 
+pytestmark = pytest.mark.thorough
+
 RANKS = 2
 KINDS = [
     "dense",

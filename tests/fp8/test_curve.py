@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 20
 BAND = 0.15
 """Nats, of held-out losses that fall from 3.4 to below 1.6."""

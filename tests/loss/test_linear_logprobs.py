@@ -115,6 +115,7 @@ def test_as_with_logits(t, v, h, chunk_tokens, dtype, temperature, share, seed):
         torch.testing.assert_close(mine, other, **tolerance)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunk_tokens", [2, 100])
 def test_gradcheck_of_both_outputs(small_tiles, chunk_tokens):
     hidden, weight, labels = problem(5, 140, 2)

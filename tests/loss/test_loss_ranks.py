@@ -6,6 +6,8 @@ import pytest
 from forked_ranks import forked_ranks
 from loss_cases import BY_SEQUENCE, RECIPES, SEQUENCE_CORRECTIONS
 
+pytestmark = pytest.mark.thorough
+
 RANKS = 4
 SCENARIOS = [
     "documents whole, 2 ranks",

@@ -214,6 +214,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_a_step_does_not_depend_on_how_it_is_divided(recipe):
     """Packing order, micro-batches and ranks, all in float64, to 1e-12."""

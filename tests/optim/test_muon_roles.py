@@ -33,6 +33,7 @@ def followed(model):
     return uses
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("family", ADMITTED)
 def test_roles_are_what_parameters_do(family):

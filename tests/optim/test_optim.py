@@ -264,6 +264,7 @@ def test_batches_hold_every_matrix_once_and_not_too_much(shapes, elements):
         assert len(batch) == 1 or sum(a * b for a, b in (m.shape for m in batch)) <= elements
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", MESHES)
 def test_ranks_update_bitwise_as_one_process_does(optimized, mesh):
     """Also where a rank has no row of a matrix, and where experts' matrices are sharded."""
@@ -272,12 +273,14 @@ def test_ranks_update_bitwise_as_one_process_does(optimized, mesh):
         assert found["muon in bfloat16"][mesh] < 2e-3
 
 
+@pytest.mark.thorough
 def test_ranks_update_split_matrices_bitwise_as_one_process_does(optimized):
     for found in optimized:
         assert found["split"] == dict.fromkeys(found["split"], 0.0)
         assert len(found["split"]) == 5
 
 
+@pytest.mark.thorough
 def test_states_are_saved_from_four_shards_and_loaded_into_two(optimized):
     """By torch.distributed.checkpoint; the next step is then that of one process."""
     for found in optimized:
@@ -480,6 +483,7 @@ def test_errors_of_cpu_adamw(how):
         optim.CPUAdamW([parameter(random(2))], **{"lr": 0.1, **how})
 
 
+@pytest.mark.thorough
 def test_sharded_states_are_offloaded_too(optimized):
     assert all(found["offloaded"] == 0.0 for found in optimized)
 

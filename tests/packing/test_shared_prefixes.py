@@ -140,6 +140,7 @@ def test_every_sample_is_there_once_with_all_its_tokens(drawn, max_tokens, ranks
     assert sorted(found) == sorted((tuple(p + c), tuple(c)) for p, c in drawn)
 
 
+@pytest.mark.thorough
 @given(sample_lists, st.integers(1, 4))
 @settings(max_examples=100, deadline=None)
 def test_sharing_costs_no_more_than_not_sharing(drawn, ranks):

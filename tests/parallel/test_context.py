@@ -238,6 +238,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_context_parallel_ranks_train_as_one_process_does(found, name):
     one = found[0][name]
@@ -251,6 +252,7 @@ def test_context_parallel_ranks_train_as_one_process_does(found, name):
     assert all(other[name]["history"] == one["history"] for other in found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_each_rank_gets_its_part_of_the_batches_it_shares(found, name):
     assert all(one[name]["scattered"] for one in found)
@@ -258,6 +260,7 @@ def test_each_rank_gets_its_part_of_the_batches_it_shares(found, name):
     assert all(one[name]["rows"] == found[0][name]["rows"] for one in found[:2])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_ranks_that_replay_routes_force_those_of_their_own_rows(found, family):
     """That they train as one process does is shown above; the routes make a difference."""
@@ -270,22 +273,26 @@ def test_ranks_that_replay_routes_force_those_of_their_own_rows(found, family):
         assert lost == 0
 
 
+@pytest.mark.thorough
 def test_heads_choose_the_method(found):
     assert found[0]["qwen3, replicated"]["attention"] == "primerl_context_ulysses"
     assert found[0]["qwen3, three heads"]["attention"] == "primerl_context_gathered"
 
 
+@pytest.mark.thorough
 def test_the_batches_have_documents_that_share_tokens(found):
     assert found[0]["qwen3, four ranks, ulysses"]["shares"]
     assert found[0]["qwen3, four ranks, gathered"]["shares"]
     assert not found[0]["qwen3, ulysses"]["shares"]
 
 
+@pytest.mark.thorough
 def test_two_forward_passes_may_precede_a_backward_pass(found):
     for one in found:
         assert max(one["interleaved"]) < 1e-5
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_computed_over_ranks_is_refused_on_every_rank(found):
     for one in found:
         said = one["refusals"]

@@ -31,6 +31,7 @@ def found(root, tmp_path_factory):
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("kind", ["even", "all to one rank", "one rank has no tokens"])
 @pytest.mark.parametrize("dispatch", ["AllToAll", "DeepEP"])
@@ -42,6 +43,7 @@ def test_divided_experts_compute_what_the_family_does(found, family, kind, dispa
         assert counted
 
 
+@pytest.mark.thorough
 def test_a_model_without_values_loads_what_was_saved(found):
     keys = [key for key in found[0] if key.startswith("load ")]
     assert len(keys) == 2 * 2 + 3 * 5
@@ -53,12 +55,14 @@ def test_a_model_without_values_loads_what_was_saved(found):
             assert gap < 2e-6, key
 
 
+@pytest.mark.thorough
 def test_it_computes_in_16_bits_and_accumulates_in_32(found):
     gap, kinds = found[0]["halved"]
     assert 1e-5 < gap < 0.1
     assert kinds == ["torch.float32"]
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused_on_every_rank(found):
     expected = {
         "too many": "mesh(replicate=1, fsdp=3, ep=1, cp=1) takes 3 ranks, but there are 4",
@@ -79,6 +83,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(found):
             assert message in (rank_found["refusals"][name] or ""), rank_found["refusals"][name]
 
 
+@pytest.mark.thorough
 def test_a_routing_bias_moves_towards_an_even_load(found):
     assert found[0]["balanced"] == [-0.5, 0.5, 0.0, 0.0]
     with pytest.raises(ValueError, match="rate is -1"):
@@ -88,6 +93,7 @@ def test_a_routing_bias_moves_towards_an_even_load(found):
         parallel.balance_experts(testing.tiny_model("qwen3_moe"), counts, rate=1e-3)
 
 
+@pytest.mark.thorough
 def test_adapters_of_a_sharded_model_learn_as_alone(found):
     expected, ours, kept, gap = found[0]["adapters"]
     assert ours == pytest.approx(expected, abs=1e-5)

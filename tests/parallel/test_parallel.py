@@ -146,6 +146,7 @@ def test_a_weight_that_two_layers_share_is_refused(found):
     assert all("layers.1.weight is shared between a layer" in one["shared"] for one in found)
 
 
+@pytest.mark.thorough
 def test_when_a_rank_fails_the_others_name_it_and_stop_soon(failed):
     assert failed[1]["error"] == "ValueError"
     assert failed[1]["message"] == "the loss is NaN"
@@ -156,6 +157,7 @@ def test_when_a_rank_fails_the_others_name_it_and_stop_soon(failed):
         assert failed[rank]["seconds"] < 60
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_killed_within_a_layer_is_named_by_the_others(root, tmp_path):
     script = root / "tests/ranks/killed_rank.py"
     done = torchrun(script, tmp_path, ranks=3, cwd=tmp_path, check=False)

@@ -54,6 +54,7 @@ def test_cores_are_divided_once_and_said():
     assert said.startswith("cpu: 8 threads, and 4 for a server beside it")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 def test_what_the_environment_says_decides_and_freed_memory_is_kept():
     said, first, _, again, page_faults = settled(variable="1")
@@ -83,6 +84,7 @@ def test_machines_compute_in_what_they_have_instructions_for(
     assert parallel.native_dtype() == expected
 
 
+@pytest.mark.thorough
 def test_what_there_is_is_exempt_from_collections_until_the_process_ends():
     program = """
 import atexit, gc

@@ -79,6 +79,7 @@ def of(findings, family, mesh=None):
     return [f for f in findings if f.family == family and mesh in (None, f.mesh)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", [f for f in CORE if f not in ("gpt_oss", "six experts")])
 def test_a_family_trains_on_ranks_as_one_process_does(compared, family):
     for mesh in ["1 process", *(mesh.name for mesh in CORE[family].meshes)]:
@@ -91,11 +92,13 @@ def test_a_family_trains_on_ranks_as_one_process_does(compared, family):
         assert [f for f in found if f.result != "pass"] == []
 
 
+@pytest.mark.thorough
 def test_a_model_folder_is_compared_by_its_config(compared, folder):
     assert {f.mesh for f in of(compared, folder.name)} == {"1 process", "fsdp"}
     assert {f.result for f in of(compared, folder.name)} == {"pass"}
 
 
+@pytest.mark.thorough
 def test_refusals_have_a_reason_and_the_others_continue(compared):
     (sinks,) = of(compared, "gpt_oss")
     (experts,) = of(compared, "six experts", "ep 4")
@@ -161,6 +164,7 @@ def test_the_reference_imports_nothing_of_this_package():
     assert [name for name in loaded if name.partition(".")[0] == "primerl"] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", ["primerl.parity", "primerl.testing.parity"])
 def test_both_names_of_the_command_say_what_they_take(command):
     shown = subprocess.run(

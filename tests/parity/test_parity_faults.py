@@ -9,6 +9,8 @@ import pytest
 from forked_ranks import forked_ranks
 from parity_faults import FAULTS, RANKS, Fault
 
+pytestmark = pytest.mark.thorough
+
 QUICK = [name for name, one in FAULTS.items() if one.quick]
 
 

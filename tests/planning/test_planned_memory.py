@@ -37,6 +37,7 @@ def planned(case, tokens=TOKENS, **wiring):
     return plan.ranks
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_parameters_gradients_and_states_are_those_of_a_real_step(real, case, optimizer):
@@ -49,12 +50,14 @@ def test_parameters_gradients_and_states_are_those_of_a_real_step(real, case, op
         assert (one.host > one.optimizer) == on_host
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_kept_activations_are_those_of_a_real_step(real, case):
     for rank, one in enumerate(planned(case)):
         assert one.activations == real[rank][case]["kept"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [f"{family}, ep" for family in FAMILIES])
 def test_without_recomputation_about_as_much_over_all_ranks(real, case):
     """Measured 1 % above and 3 % below: experts' products are imagined expert by expert in
@@ -67,6 +70,7 @@ def test_without_recomputation_about_as_much_over_all_ranks(real, case):
     assert 2 * one.activations == pytest.approx(whole, rel=0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_shapes_are_those_of_a_real_rank(real, case):
     for rank, one in enumerate(planned(case)):

@@ -83,6 +83,7 @@ def _filled(arguments, shown):
     return {name: text.replace("@SHOWN@", shown) for name, text in arguments.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheats_get_nothing(cheated, name):
     played = cheated[name]
@@ -96,6 +97,7 @@ def test_honest_agent_on_the_same_task_gets_the_reward(cheated):
     assert cheated["honest"].metrics["tests_passed"] == 1.0
 
 
+@pytest.mark.thorough
 def test_expert_solves_tasks_of_every_tier():
     chosen = []
 

@@ -14,6 +14,8 @@ from scripted_vllm import ScriptedVLLM
 
 from primerl import models, testing
 
+pytestmark = pytest.mark.thorough
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 

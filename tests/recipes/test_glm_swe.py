@@ -15,6 +15,8 @@ from waiting import until
 
 from primerl import parallel, testing
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def recipe(root):

@@ -12,6 +12,8 @@ import pytest
 from page_edits import edited, part
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.thorough
+
 
 def run(root, recipe, *arguments):
     """The lines of ``metrics.jsonl`` of a run."""

@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 from conftest import torchrun
 
 from primerl import testing
+
+pytestmark = pytest.mark.thorough
 
 STEPS = 18
 ARGUMENTS = ["--steps", STEPS, "--groups-per-step", 8, "--group-size", 8, "--max-tokens", 8]

@@ -185,6 +185,7 @@ def test_the_demo_runs_and_reports(demo_run):
     assert str(folder) in report
 
 
+@pytest.mark.thorough
 def test_the_demo_replays_routes_and_says_what_that_changes(root, tmp_path):
     replay = ["--replay", "--engine-dtype", "bfloat16", "--warmup-steps", "0"]
 
@@ -214,6 +215,7 @@ def check_same_training(folder, reference):
     assert ours.keys() == theirs.keys()
 
 
+@pytest.mark.thorough
 def test_two_ranks_train_on_recorded_groups_as_one_process_did(root, demo_run, tmp_path):
     _, reference = demo_run
 
@@ -226,6 +228,7 @@ def test_two_ranks_train_on_recorded_groups_as_one_process_did(root, demo_run, t
     assert summary["eval_before"] is None
 
 
+@pytest.mark.thorough
 def test_two_ranks_train_on_live_rollouts_of_the_weights_they_publish(root, tmp_path):
     groups, folder = tmp_path / "groups", tmp_path / "run"
 
@@ -238,6 +241,7 @@ def test_two_ranks_train_on_live_rollouts_of_the_weights_they_publish(root, tmp_
     check_same_training(tmp_path / "again", folder)
 
 
+@pytest.mark.thorough
 def test_without_a_learning_rate_the_weights_stay_bit_equal(root, tmp_path):
     """What is trained, published and saved is what the warm-up left."""
     from safetensors.torch import load_file
@@ -278,6 +282,7 @@ def test_the_demos_reward_by_hand(root):
     assert reward(task, "") == 0.0
 
 
+@pytest.mark.thorough
 def test_sync_grpo_runs_on_a_real_model(root, smollm2_folder, tmp_path):
     arguments = ["--steps", 1, "--groups-per-step", 2, "--group-size", 4, "--eval-tasks", 2]
     arguments += ["--model", smollm2_folder, "--run-dir", tmp_path / "run"]
@@ -286,6 +291,7 @@ def test_sync_grpo_runs_on_a_real_model(root, smollm2_folder, tmp_path):
     assert check_run_folder(tmp_path / "run", steps=1)["staleness_max"] == 0
 
 
+@pytest.mark.thorough
 def test_a_copy_of_async_grpo_runs_against_the_built_wheel(root, tiny_chat_model, tmp_path):
     wheels, site, elsewhere = (tmp_path / name for name in ("wheels", "site", "elsewhere"))
     elsewhere.mkdir()
@@ -331,6 +337,7 @@ def test_async_grpo_is_a_short_diff_of_sync_grpo(root):
     assert len(changed) <= 5
 
 
+@pytest.mark.thorough
 def test_a_choice_that_there_is_not_is_refused_by_the_command_line(root, tmp_path):
     recipe = root / "recipes/async_grpo.py"
 
@@ -346,6 +353,7 @@ def test_flags_can_be_read_at_a_glance(root, name):
     assert len(load(root, name).Args.__attrs_attrs__) <= 25
 
 
+@pytest.mark.thorough
 def test_minibatches_recomputation_and_no_evaluation(root, tiny_chat_model, tmp_path):
     arguments = ["--model", tiny_chat_model, "--steps", "2", "--groups-per-step", "2"]
     arguments += ["--group-size", "4", "--minibatches", "2", "--recompute", "--dtype", "bfloat16"]
@@ -379,6 +387,7 @@ def test_the_grpo_recipes_tasks_are_all_pairs_in_either_order(root):
     assert 0.4 < sum(first < second for first, second in pairs) / len(pairs) < 0.6
 
 
+@pytest.mark.thorough
 def test_a_mistake_is_one_clear_error_before_work_starts(root, smollm2_folder, tmp_path):
     recipe, model = root / "recipes" / "async_grpo.py", ["--model", smollm2_folder]
     messages = {

@@ -87,6 +87,7 @@ def told(root, model, tmp_path_factory):
     return folder, found
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_told_to_stop_saves_after_its_step(told):
     _, (two, one) = told
 
@@ -104,6 +105,7 @@ def test_a_run_that_is_told_to_stop_saves_after_its_step(told):
         assert f"stopped; step {taken} is saved. To continue: --resume run\n" in left["output"]
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_resumed_goes_on_at_the_same_step_with_the_same_worker(told):
     folder, (two, one) = told
 
@@ -124,6 +126,7 @@ def test_a_run_that_is_resumed_goes_on_at_the_same_step_with_the_same_worker(tol
     assert max(staleness) <= 2
 
 
+@pytest.mark.thorough
 def test_the_summary_is_of_the_whole_run(told):
     folder, (two, one) = told
     summary = json.loads((folder / "summary.json").read_text())
@@ -137,6 +140,7 @@ def test_the_summary_is_of_the_whole_run(told):
     assert (folder / "final" / "model.safetensors").is_file()
 
 
+@pytest.mark.thorough
 def test_ctrl_c_saves_the_step_and_ends_with_one_line(root, model, tmp_path):
     folder = tmp_path / "run"
     arguments = command(root, model, folder, steps=10_000, ranks=1, more=("--eval-every", 0))
@@ -168,6 +172,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(root, tmp_path):
     assert process.returncode == 130
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_the_demo_with_one_line(root, tmp_path):
     folder = tmp_path / "run"
     words = [sys.executable, root / "recipes" / "demo.py", "--warmup-steps", 1, "--steps", 1000]
@@ -211,6 +216,7 @@ def resume(root, model, told, monkeypatch):
     return refused
 
 
+@pytest.mark.thorough
 def test_a_finished_run_is_not_trained_again(told, resume):
     folder, _ = told
     taken = len(steps_logged(folder))
@@ -221,6 +227,7 @@ def test_a_finished_run_is_not_trained_again(told, resume):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "now", "begun"),
     [
@@ -237,12 +244,14 @@ def test_a_resumed_run_keeps_its_tasks_and_what_its_checkpoint_decides(resume, n
     assert f"was begun with {name}={begun}, and is resumed with {name}={now}" in said
 
 
+@pytest.mark.thorough
 def test_another_script_s_run_is_not_resumed(resume, monkeypatch):
     monkeypatch.setattr("sys.argv", ["sync_grpo.py"])
 
     assert "is a run of recipe_with_signal, and this is sync_grpo" in resume()
 
 
+@pytest.mark.thorough
 def test_a_folder_with_another_s_metrics_is_not_resumed(resume, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "accuracy": 0.9}\n')
 
@@ -250,12 +259,14 @@ def test_a_folder_with_another_s_metrics_is_not_resumed(resume, tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "accuracy": 0.9}\n'
 
 
+@pytest.mark.thorough
 def test_a_run_is_not_begun_in_the_folder_of_another(told, resume):
     folder, _ = told
 
     assert "holds a run already" in resume(resume=None, run_dir=str(folder))
 
 
+@pytest.mark.thorough
 def test_told_to_stop_before_the_first_step_it_leaves_a_summary(root, model, tmp_path):
     """In the background, where a shell lets it ignore Ctrl-C."""
     folder = tmp_path / "run"

@@ -117,6 +117,7 @@ def lines(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [(family, mesh) for family in FAMILIES for mesh in MESHES if (family, mesh) != ("llama", "ep")],
@@ -137,6 +138,7 @@ def test_three_steps_are_those_of_a_plain_loop(root, folder, plain, tmp_path, fa
         assert (value - weights[name]).norm() < 1e-3 * moved, name
 
 
+@pytest.mark.thorough
 def test_the_evaluation_is_the_loss_of_the_held_out_conversations(root, folder, tmp_path):
     words = [*flags(folder, "llama", steps=2), "--eval-every", 1, "--run-dir", tmp_path / "run"]
     done = forked_ranks(root / "recipes/sft.py", *words, ranks=2, cwd=tmp_path)
@@ -174,6 +176,7 @@ def uninterrupted(root, folder):
     return run, record.read_text().splitlines()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 2)])
 def test_killed_and_resumed_it_draws_the_same_batches(
     root, folder, uninterrupted, tmp_path, before, after
@@ -231,6 +234,7 @@ def test_adapters_alone_are_trained_and_saved_in_the_weights(root, folder, tmp_p
     assert summary["evaluation_loss"] < lines(run)[0]["evaluation_loss"]
 
 
+@pytest.mark.thorough
 def test_rollouts_show_what_was_learned(root, folder, tmp_path):
     """On two ranks, with adapters: the engine samples from the weights as they are trained."""
     pytest.importorskip("verifiers")

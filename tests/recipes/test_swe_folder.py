@@ -143,6 +143,7 @@ FEW = ("fixes", "edits tests", "links out of the folder", "fixes, and links hard
 FEW += ("fixes, with a file in the tests' place", "puts a file in the tests' place")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("grading", "names"), [("isolated", FEW), ("command", tuple(AGENTS))])
 def test_agents_get_what_they_earn(issues, grading, names):
     played = play(issues, [Expert(AGENTS[name][0]) for name in names], grading=grading)
@@ -157,6 +158,7 @@ def test_all_agents_in_isolation(issues):
     test_agents_get_what_they_earn(issues, "isolated", tuple(AGENTS))
 
 
+@pytest.mark.thorough
 def test_verifiers_own_checks_pass(issues, tmp_path):
     from verifiers.v1.cli.validate import run_validate
     from verifiers.v1.configs.cli.validate import ValidateConfig

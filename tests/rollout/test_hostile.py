@@ -266,6 +266,7 @@ def megabytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", testing.server_faults())
 def test_a_server_with_invalid_responses(fault):
     hostile_server._gzip_bomb()

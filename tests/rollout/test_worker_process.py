@@ -663,6 +663,7 @@ EVALUATES = """rollouts.start_evaluation(
         )"""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", ["pass", EVALUATES], ids=["", "while it evaluates"])
 def test_a_trainer_that_is_busy_elsewhere_learns_of_the_workers_death_too(script, first):
     child, pids = script(f"{first}; time.sleep(3600)")
@@ -678,6 +679,7 @@ def test_a_trainer_that_is_busy_elsewhere_learns_of_the_workers_death_too(script
     assert gone(pids)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["ctrl-c", "exception", "kill the trainer", "kill the worker"])
 def test_however_a_run_ends_nothing_is_left_behind(script, temporary, how):
     child, pids = script("sys.stdin.readline(); 1 / 0" if how == "exception" else "pass")

@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import pytest
 from conftest import CharacterCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,6 +44,7 @@ def balanced(stats):
     return stats["started"] == ended + stats["in_flight"]
 
 
+@pytest.mark.thorough
 @given(
     seed=st.integers(0, 2**32),
     bound=st.integers(0, 3),

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from sandboxed import needed
 
+pytestmark = pytest.mark.thorough
+
 needed()
 
 REPOSITORY = Path(__file__).parents[2]

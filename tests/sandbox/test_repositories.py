@@ -351,6 +351,7 @@ def informed():
     return with_pool(run, readable=[PACKAGES], concurrency=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", INFORMED)
 def test_what_is_told_does_not_help(informed, name):
     report = informed[name]
@@ -364,6 +365,7 @@ def test_arithmetic_of_objects_still_works(informed):
     assert len(report.outcomes) == 3
 
 
+@pytest.mark.thorough
 def test_gradings_take_turns_with_all_else_of_the_pool():
     async def run(pool):
         most = 0

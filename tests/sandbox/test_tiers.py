@@ -108,6 +108,7 @@ def test_what_was_ended_says_what_it_used(tier):
     assert idle.cpu_s <= 0.1  # of its own
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tier", LOCAL)
 def test_attacks_are_stopped(attacked, host, tier):
     worked, limits = set(), {}
@@ -190,6 +191,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.thorough
 def test_folders_of_ended_sandboxes_are_removed():
     async def work(pool):
         for _ in range(5):

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 SMALL = """
 import os

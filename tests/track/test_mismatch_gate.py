@@ -140,6 +140,7 @@ def test_it_goes_on_from_its_state_as_if_nothing_had_been(values, cut):
 # ---- by simulation ----
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("s", [0.03, 0.08])
 @pytest.mark.parametrize("noise", SPREADS)
 def test_at_most_one_false_alarm_in_1000_clean_steps_while_training_drifts(noise, s):
@@ -149,6 +150,7 @@ def test_at_most_one_false_alarm_in_1000_clean_steps_while_training_drifts(noise
     assert alarms(values.tolist()) <= STEPS / 1000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("s", [0.15, 0.5])
 @pytest.mark.parametrize("noise", [lognormal, gamma])
 def test_wide_noise_makes_it_slower_not_louder(noise, s):
@@ -158,6 +160,7 @@ def test_wide_noise_makes_it_slower_not_louder(noise, s):
     assert alarms(values.tolist()) <= STEPS / 1000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("s", [0.03, 0.08])
 @pytest.mark.parametrize("noise", SPREADS)
 def test_a_sustained_rise_by_half_is_flagged_within_3_steps(noise, s):

@@ -656,6 +656,7 @@ def test_sparkline_by_hand():
     assert len(sparkline(list(map(math.sin, range(1000))), width=40)) == 40
 
 
+@pytest.mark.thorough
 def test_weights_and_biases_offline(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")

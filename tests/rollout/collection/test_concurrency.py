@@ -50,6 +50,7 @@ def test_the_cap_stays_within_its_bounds(observed):
 FIXED = (16, 24, 32, 48, 64, 96)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("length", "capacity"), [(500, 40_000), (2000, 60_000)])
 def test_it_is_within_five_percent_of_the_best_fixed_cap(length, capacity):
     options = {"length": length, "capacity": capacity, "seconds": 4000.0}
@@ -140,6 +141,7 @@ def test_the_worker_keeps_to_the_cap(isolation):
     assert free.peak_in_flight > 4
 
 
+@pytest.mark.thorough
 def test_the_worker_has_more_large_groups_in_flight_while_there_is_room():
     engine = Measured(latency=0.01)
     engine.use = 0.1

@@ -94,6 +94,7 @@ def test_filters_and_empty_groups_count_under_their_names():
         buffer.put(make_group())
 
 
+@pytest.mark.thorough
 @given(
     seed=st.integers(0, 2**32),
     max_staleness=st.integers(0, 4),
@@ -301,6 +302,7 @@ def group_of(versions, rewards):
     return evolve(group, rollouts=rollouts)
 
 
+@pytest.mark.thorough
 @given(seed=st.integers(0, 2**32), max_staleness=st.integers(0, 3), size=st.integers(1, 4))
 @settings(max_examples=40, deadline=None)
 def test_a_schedule_never_stalls(seed, max_staleness, size):

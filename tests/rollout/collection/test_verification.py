@@ -244,6 +244,7 @@ def test_versions_that_are_verified_are_trained_and_a_rejected_one_is_not(isolat
     assert stats["dropped_by"]["unverified"] >= 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_a_take_that_waits_for_verification_says_so_at_its_deadline(isolation):
     with make_worker(testing.ScriptedEngine(), isolation=isolation, timeout_s=8.0) as rollouts:
@@ -336,6 +337,7 @@ class Poisoned:
         )
 
 
+@pytest.mark.thorough
 @given(
     seed=st.integers(0, 2**32),
     bound=st.integers(0, 3),

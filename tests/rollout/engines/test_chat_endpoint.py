@@ -240,6 +240,7 @@ def guess(messages):
     return {"tool_calls": [{"id": f"c{len(results)}", "type": "function", "function": call}]}
 
 
+@pytest.mark.thorough
 def test_tools_are_offered_and_called(chat, engine, environments):
     chat.reply = guess
     played = play(engine, "guessing")
@@ -254,6 +255,7 @@ def test_tools_are_offered_and_called(chat, engine, environments):
     assert sent[1]["tool_calls"][0]["id"] == sent[2]["tool_call_id"]
 
 
+@pytest.mark.thorough
 def test_a_context_that_is_full_ends_the_play_as_such(chat, engine, environments):
     full = (400, {"message": "full", "code": "context_length_exceeded"})
 

@@ -124,6 +124,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("environment", "error"), CASES)
 def test_an_outage_is_not_a_failure_of_any_task(environment, error):
     engine = Outages((0.05, 0.4), (0.5, 0.7), error=error)
@@ -165,6 +166,7 @@ def test_environment_failures_during_an_outage_are_counted():
     assert balanced(stats)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_an_engine_that_stays_down_raises_an_error_naming_it(isolation):
     engine = Outages((0.0, 3600.0))

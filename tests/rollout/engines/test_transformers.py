@@ -131,6 +131,7 @@ def mixed_cache_logprobs(models, prompt, completion, temperature):
     return torch.cat(logprobs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_keep_continues_with_the_cache_of_earlier_weights(family):
     models = [wide_model(family)]
@@ -510,6 +511,7 @@ def test_closing_fails_what_is_in_flight_and_leaves_no_thread():
     assert threading.active_count() == before
 
 
+@pytest.mark.thorough
 def test_a_process_exits_although_nobody_closed_its_engine():
     """The library's own thread would keep it waiting for ever."""
     script = (

@@ -77,6 +77,7 @@ class StoreInThreads(RecordingStore):
         self.threads.append(threading.current_thread().name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("instant", [2, 3])
 def test_a_store_is_called_in_a_thread_unless_that_would_take_longer(instant):
     store = StoreInThreads(instant)
@@ -96,6 +97,7 @@ def test_routes_are_checked_in_a_thread_unless_that_would_take_longer(instant):
     assert store.threads[0].startswith("MainThread" if instant == 3 else "asyncio")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("known", [4, 5])
 def test_routes_that_are_known_are_left_out(known):
     model, store = wide_model(), RecordingStore()
@@ -111,6 +113,7 @@ def test_routes_that_are_known_are_left_out(known):
     check_rows([model], prompt, completion, (rows, given))
 
 
+@pytest.mark.thorough
 def test_a_single_token_after_known_ones_has_no_routes():
     store = RecordingStore()
     params = SamplingParams(max_tokens=1, routes_start=2)
@@ -132,6 +135,7 @@ def test_greedy_completions_have_no_routes():
     assert store.puts == []
 
 
+@pytest.mark.thorough
 def test_what_was_recorded_first_wins_when_weights_change_in_mid_completion():
     """The cache is recomputed with the new weights, which routes earlier tokens again."""
     models = [wide_model()]
@@ -166,6 +170,7 @@ def test_what_was_recorded_first_wins_when_weights_change_in_mid_completion():
     assert seen == {0, 1, 2}
 
 
+@pytest.mark.thorough
 def test_a_request_that_is_cancelled_leaves_no_routes():
     store = RecordingStore()
 

@@ -782,6 +782,7 @@ def test_when_the_owner_dies_nothing_is_left_not_even_its_folder(tree, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["pids"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("who", ["outer", "inner"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_when_a_supervisor_is_killed_or_told_to_stop_nothing_is_left(tree, who, how):

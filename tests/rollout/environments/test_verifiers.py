@@ -172,6 +172,7 @@ def test_changed_tokens_are_refused():
         trace_samples(SimpleNamespace(nodes=[node(None, [1]), changed]), temperature=1.0)
 
 
+@pytest.mark.thorough
 def test_twenty_turns_of_odd_tokens_are_one_sample(tokenizer):
     environment = rollout.verifiers("dungeon", tokenizer=tokenizer, config={"turns": 20})
     engine = RandomEngine(tokenizer)
@@ -702,6 +703,7 @@ def test_cancelled_and_finished_rollouts_leave_no_files(tokenizer, tmp_path, mon
     assert not running
 
 
+@pytest.mark.thorough
 def test_a_rollout_in_flight_takes_less_than_300_kb_and_no_files(tokenizer):
     environment = rollout.verifiers("faulty", tokenizer=tokenizer)
     task, count = first(environment), 200
@@ -752,6 +754,7 @@ def test_rollouts_at_once_do_not_mix(tokenizer):
         assert sample.token_ids[sample.loss_mask].tolist() == tokens.tolist()
 
 
+@pytest.mark.thorough
 def test_it_is_played_in_the_workers_process_and_in_processes_of_its_own(codes):
     environment = rollout.verifiers("dungeon", tokenizer=codes, config={"turns": 3})
     engine = testing.ScriptedEngine([[50, 51], [52]])

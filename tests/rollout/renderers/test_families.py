@@ -112,6 +112,7 @@ def test_twenty_turns_of_glm_with_tools_are_one_sample(name):
     assert trained(played.samples) == engine.sampled
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sends_reasoning", [True, False])
 @pytest.mark.parametrize("keep_reasoning", [True, False])
 @pytest.mark.parametrize("name", GLM)

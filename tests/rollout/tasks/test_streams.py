@@ -386,6 +386,7 @@ class Slow:
         return str(index)
 
 
+@pytest.mark.thorough
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_draws_agree_with_a_naive_implementation(data):
@@ -413,6 +414,7 @@ def test_draws_agree_with_a_naive_implementation(data):
         assert drawn == slow.draw(pool)
 
 
+@pytest.mark.thorough
 def test_all_tasks_are_visited_and_a_large_list_is_fast():
     stream = rollout.DifficultyPools(rows(20_000), seed=0)
     seen = set()
@@ -461,6 +463,7 @@ def play(stream, rewards, pending):
     return drawn
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", streams(1))
 @given(
     count=st.integers(0, 7),

@@ -232,6 +232,7 @@ def test_in_bfloat16_updates_that_arrive_pass_whether_or_not_anything_is_conclud
     assert all(verdict.passed for verdict in verdicts), [one.reason for one in verdicts]
 
 
+@pytest.mark.thorough
 def test_small_updates_add_up_until_they_are_conclusive():
     """Each change is far below the noise of a noisy engine; an engine that stays old is caught."""
 

@@ -128,6 +128,7 @@ def watched(dtype, **faults):
     return model, engine, watch
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_change_far_below_the_noise_is_seen_in_any_tensor(dtype):
     model, engine, watch = watched(dtype)

@@ -201,6 +201,7 @@ def test_a_bfloat16_engine_that_misses_a_group_is_caught():
         weights.wiring_test(*arguments, version=0)
 
 
+@pytest.mark.thorough
 def test_a_sharded_model_on_two_ranks(tmp_path):
     script = Path(__file__).parents[2] / "ranks/weight_verification.py"
     done = forked_ranks(script, tmp_path / "found.json", ranks=2, cwd=tmp_path)

@@ -21,7 +21,7 @@ def server():
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )
     atexit.register(end, process)
     return process

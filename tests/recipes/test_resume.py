@@ -240,7 +240,7 @@ def test_a_run_is_not_begun_in_the_folder_of_another(told, resume):
 
 
 def handles_sigterm(pid):
-    with open(f"/proc/{pid}/status") as file:
+    with open(f"/proc/{pid}/status", encoding="utf-8") as file:
         (caught,) = (line.split()[1] for line in file if line.startswith("SigCgt:"))
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 

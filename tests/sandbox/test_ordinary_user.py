@@ -30,7 +30,7 @@ def test_as_an_ordinary_user(tmp_path):
         [sys.executable, str(helper), str(USER), str(tmp_path), *command],
         env=dict(os.environ, PYTHONPATH=str(REPOSITORY)),
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=900,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -170,7 +170,7 @@ def test_interpreter_below_tmp():
         Path(folder, "lib").mkdir()
         Path(folder, "lib", Path(library).name).symlink_to(library)
         where = [str(python), "-I", "-c", "import os; print(os.__file__)"]
-        started = subprocess.run(where, capture_output=True, text=True, encoding="utf-8")
+        started = subprocess.run(where, capture_output=True, encoding="utf-8")
         if started.returncode or not started.stdout.startswith(folder):
             pytest.skip(f"this interpreter can't be copied: {started.stderr or started.stdout}")
 

@@ -115,7 +115,7 @@ def map_user(inside: int, uid: int, gid: int) -> None:
     """Call the user ``uid`` of the outer namespace ``inside`` in this one, which has no other."""
     contents = {"setgroups": "deny", "uid_map": f"{inside} {uid} 1", "gid_map": f"{inside} {gid} 1"}
     for name, content in contents.items():
-        with open(f"/proc/self/{name}", "w") as file:
+        with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
             file.write(content)
 
 

@@ -147,7 +147,10 @@ def _place(source: str, target: str) -> None:
 def _mount_proc() -> None:
     kernel.mount("proc", "/proc", "proc", _PRIVATE | kernel.MS_NOEXEC)
     for name, value in _SOCKET_BUFFERS.items():
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/sys/{name}", "w") as file:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(f"/proc/sys/{name}", "w", encoding="utf-8") as file,
+        ):
             file.write(value)
     for name in HOST_FILES:
         if os.path.lexists(f"/proc/{name}"):
@@ -242,7 +245,7 @@ def _add_devices(root: str) -> None:
     for name in skeleton.DEVICES:
         if name == "zero":  # mapped for sharing, it gives memory that nothing counts
             continue
-        open(f"{root}/dev/{name}", "w").close()
+        open(f"{root}/dev/{name}", "w", encoding="utf-8").close()
         kernel.mount(f"/dev/{name}", f"{root}/dev/{name}", None, kernel.MS_BIND)
     for name in ("shm", "pts"):
         os.mkdir(f"{root}/dev/{name}")

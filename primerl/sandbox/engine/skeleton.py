@@ -82,7 +82,7 @@ def build(
     for path in (*FOLDERS, ROOTS, NEW_ROOT, SCRATCH):
         os.makedirs(folder + path, exist_ok=True)
     for name, content in _ETC.items():
-        with open(f"{folder}/etc/{name}", "w") as file:
+        with open(f"{folder}/etc/{name}", "w", encoding="utf-8") as file:
             file.write(content)
     for path, source in sources:
         _show(path, source, folder)
@@ -128,7 +128,7 @@ def make_target(path: str, like: str) -> None:
         os.makedirs(path, exist_ok=True)
     elif not os.path.lexists(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        open(path, "x").close()
+        open(path, "x", encoding="utf-8").close()
 
 
 def _show(path: str, source: int, root: str) -> None:
@@ -152,6 +152,6 @@ def _show(path: str, source: int, root: str) -> None:
 
 def _bind(source: str, target: str, flags: int) -> None:
     if not os.path.lexists(target):
-        open(target, "w").close()
+        open(target, "w", encoding="utf-8").close()
     kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
     kernel.restrict_mounts(target, flags)

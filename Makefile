@@ -13,7 +13,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# Sandboxes of root's belong to another user, who must be able to read the packages.
+PIP := umask 022; $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # Tests start many processes, which should not each compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -55,6 +56,7 @@ gpu:
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select PLW1514 . # each text file names its encoding
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
@@ -73,7 +75,7 @@ clean:
 
 $(VENV)/.created:
 	@echo "setting up $(VENV): a minute or two, once"
-	$(PYTHON) -m venv $(VENV)
+	umask 022; $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	touch $@
 

@@ -63,7 +63,7 @@ class IdleLoop:
     def __enter__(self):
         command = [sys.executable, "-c", IDLE]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, encoding="utf-8")
         assert self._process.stdout.readline() == "ready\n"
         return self
 

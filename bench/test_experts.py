@@ -65,7 +65,7 @@ def test_on_four_ranks(benchmark):
 
     def launch():
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=300, check=True
+            command, env=environment, capture_output=True, encoding="utf-8", timeout=300, check=True
         )
         return json.loads(done.stdout.splitlines()[-1])
 

@@ -133,7 +133,7 @@ def peak_kibibytes():
     """Of this program; on Linux, getrusage would count the parent's before it as well."""
     status = Path("/proc/self/status")
     if status.exists():
-        return int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1])
+        return int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text(encoding="utf-8"))[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # macOS: in bytes
 
 
@@ -142,7 +142,7 @@ def measured_alone(variant):
     done = subprocess.run(
         [sys.executable, __file__, variant.__name__],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=True,
         env={**os.environ, "BENCH_TOKENS": str(TOKENS)},
     )

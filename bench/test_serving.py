@@ -136,13 +136,13 @@ def child(side, folder):
 
 class Side:
     def __init__(self, name, folder, logs):
-        self.log = open(Path(logs) / f"{name}.log", "w")  # noqa: SIM115
+        self.log = open(Path(logs) / f"{name}.log", "w", encoding="utf-8")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, __file__, name, folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
-            text=True,
+            encoding="utf-8",
             env={**os.environ, **ENVIRONMENT},
         )
         assert self.process.stdout.readline() == "ready\n", f"see {self.log.name}"

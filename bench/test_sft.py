@@ -103,7 +103,10 @@ def train_with_trl(kind, model, conversations, answer):
     import transformers
     import trl
 
-    rows = [json.loads(line)["messages"] for line in Path(conversations).read_text().splitlines()]
+    rows = [
+        json.loads(line)["messages"]
+        for line in Path(conversations).read_text(encoding="utf-8").splitlines()
+    ]
     dataset = datasets.Dataset.from_dict(
         {"prompt": [row[:1] for row in rows], "completion": [row[1:] for row in rows]}
     )
@@ -128,7 +131,7 @@ def train_with_trl(kind, model, conversations, answer):
     trl.SFTTrainer(model=model, args=settings, train_dataset=dataset, callbacks=[Record()]).train()
     tokens_per_step = statistics.fmean(lengths) * CONVERSATIONS
     found = {"times": times, "tokens_per_step": tokens_per_step}
-    Path(answer).write_text(json.dumps(found))
+    Path(answer).write_text(json.dumps(found), encoding="utf-8")
 
 
 @pytest.mark.parametrize("kind", ["shipped", "tuned"])

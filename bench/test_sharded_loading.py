@@ -72,7 +72,7 @@ class Peak:
 
 
 def anonymous():
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
@@ -89,7 +89,9 @@ def rank(folder, how):
 
                 model = transformers.AutoModelForCausalLM.from_pretrained(folder)
                 parallel.shard(model, mesh)
-    Path(folder, f"peak-{world.rank}.json").write_text(json.dumps({"peak": peak.most}))
+    Path(folder, f"peak-{world.rank}.json").write_text(
+        json.dumps({"peak": peak.most}), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

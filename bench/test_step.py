@@ -136,7 +136,7 @@ def train_with_trl(kind, model, answer):
         train_dataset=dataset,
         callbacks=[Record()],
     ).train()
-    Path(answer).write_text(json.dumps(steps))
+    Path(answer).write_text(json.dumps(steps), encoding="utf-8")
 
 
 def rate(steps):

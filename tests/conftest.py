@@ -95,7 +95,7 @@ def torchrun(*command, ranks, cwd, check=True, timeout_s=300):
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HELPERS)},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=timeout_s,
         check=check,
     )

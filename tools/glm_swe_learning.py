@@ -45,7 +45,7 @@ def write_conversations(path: Path, *, held_out: int) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in every.read_text().splitlines()]
     kept = [row for row in rows if row["id"] not in left_out]
     kept += [without_calls(row) for row in kept]
-    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     return kept
 
 

@@ -67,7 +67,7 @@ def missing_packages() -> list[str]:
 def output(*command: str) -> str | None:
     """What a command prints, or None if it fails or does not exist."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=ROOT, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -238,7 +238,7 @@ def wait(run: FileRun, allowed: float, stop_at: float) -> str | None:
 
 def tail(log: Path) -> str:
     """The end of what pytest printed."""
-    return log.read_text(errors="replace")[-4000:]
+    return log.read_text(encoding="utf-8", errors="replace")[-4000:]
 
 
 def why_no_benchmarks(facts: dict[str, Any]) -> str | None:

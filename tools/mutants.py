@@ -123,7 +123,11 @@ def report(faults: list[Mutant], results: dict[str, Result]) -> str:
 
 def known_verdicts(log: Path) -> dict[str, Result]:
     """What earlier runs found; a mutant's key changes with the source of its module."""
-    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    rows = (
+        [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        if log.exists()
+        else []
+    )
     return {row["key"]: row for row in rows}
 
 

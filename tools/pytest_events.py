@@ -14,7 +14,7 @@ import pytest
 
 def write(**event: Any) -> None:
     """Appends one event."""
-    with Path(os.environ["EVENTS_FILE"]).open("a") as file:
+    with Path(os.environ["EVENTS_FILE"]).open("a", encoding="utf-8") as file:
         file.write(json.dumps(event, default=str) + "\n")
 
 

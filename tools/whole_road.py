@@ -62,7 +62,7 @@ def write_conversations(path: Path, *, held_out: int, seed: int) -> None:
     """The teacher's, about words that are not held out."""
     draw = random.Random(seed)
     _, tasks = rollout.verifiers(ENVIRONMENT, tokenizer=None).tasks.split(held_out)
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for task in tasks:
             word, answer = task["data"]["id"], task["data"]["answer"]
             copies = len(word) >= LONG and draw.random() >= LONG_REVERSED

@@ -97,8 +97,10 @@ def save_pretrained(
 
 def _note_quantization(path: Path, quantization: dict[str, Any]) -> None:
     """Say in a model's configuration how its checkpoint is quantized."""
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "quantization_config": quantization}, indent=2))
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(
+        json.dumps({**config, "quantization_config": quantization}, indent=2), encoding="utf-8"
+    )
 
 
 def _write_shards(

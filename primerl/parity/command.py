@@ -147,7 +147,7 @@ def compare(
         done = [_cases_done(_read(results), task) for task in tasks]
         while any(count <= len(task.meshes) for count, task in zip(done, tasks, strict=True)):
             left = [i for i, task in enumerate(tasks) if done[i] <= len(task.meshes)]
-            plan.write_text(_plan([(tasks[i], done[i]) for i in left], timeout_s))
+            plan.write_text(_plan([(tasks[i], done[i]) for i in left], timeout_s), encoding="utf-8")
             allowed = 30 + timeout_s * sum(1 + len(tasks[i].meshes) for i in left)
             error = _launch(world, plan, results, timeout_s=allowed)
             found = _read(results)
@@ -179,7 +179,7 @@ def _launch(world: int, plan: Path, results: Path, *, timeout_s: float) -> str:
             [*command, str(plan), str(results)],
             env=environment,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=timeout_s,
             check=False,
         )
@@ -194,7 +194,9 @@ def _launch(world: int, plan: Path, results: Path, *, timeout_s: float) -> str:
 
 
 def _read(results: Path) -> list[Finding]:
-    return [Finding(**json.loads(line)) for line in results.read_text().splitlines()]
+    return [
+        Finding(**json.loads(line)) for line in results.read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def _cases_done(findings: Sequence[Finding], task: Task) -> int:

@@ -33,14 +33,14 @@ MAX_ERROR = 400
 def main(plan_file: str, findings_file: str) -> None:
     """Compare every family of the plan on its meshes, except those that are done."""
     torch.set_num_threads(1)
-    plan = json.loads(Path(plan_file).read_text())
+    plan = json.loads(Path(plan_file).read_text(encoding="utf-8"))
     world = parallel.process_group(timeout_s=plan["timeout_s"])
     with world, tempfile.TemporaryDirectory() as folder:
         control = dist.new_group(timeout=timedelta(seconds=2 * plan["timeout_s"]))
         for task in plan["tasks"]:
             for findings in _family(task, control, Path(folder) if world.is_first else None):
                 if world.is_first:
-                    with Path(findings_file).open("a") as file:
+                    with Path(findings_file).open("a", encoding="utf-8") as file:
                         file.writelines(json.dumps(attrs.asdict(f)) + "\n" for f in findings)
 
 

@@ -104,7 +104,14 @@ def delegated(
     root = _mounted_at(mounts)
     if root is None:
         return None, "cgroup v2 is not mounted"
-    own = next((row[3:] for row in groups.read_text().split("\n") if row.startswith("0::")), None)
+    own = next(
+        (
+            row[3:]
+            for row in groups.read_text(encoding="utf-8").split("\n")
+            if row.startswith("0::")
+        ),
+        None,
+    )
     if own is None:
         return None, "this process is in no group of cgroup v2"
     group = root / own.lstrip("/")
@@ -137,7 +144,7 @@ def _missing(names: Iterable[str]) -> str:
 
 
 def _mounted_at(mounts: Path) -> Path | None:
-    for row in mounts.read_text().split("\n"):
+    for row in mounts.read_text(encoding="utf-8").split("\n"):
         before, _, behind = row.partition(" - ")
         if behind.startswith("cgroup2 "):
             return Path(before.split()[4])

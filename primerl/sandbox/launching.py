@@ -25,19 +25,26 @@ _END_S = 5.0
 
 
 def readable_paths(python: str, extra: tuple[str, ...]) -> list[str]:
-    """What sandboxes see, read-only: system folders, the interpreter's and ``extra``.
+    """What sandboxes see, read-only: system folders, the interpreter's and ``extra``, normalized.
 
     Raises:
-        ValueError: an extra path isn't absolute, or doesn't exist.
+        ValueError: an extra path isn't absolute, doesn't exist, or has a ``..`` behind a link.
     """
     for path in extra:
         if not os.path.isabs(path) or not os.path.exists(path):
             raise ValueError(f"readable path {path!r} must be absolute and exist")
+        if os.path.realpath(_normal(path)) != os.path.realpath(path):
+            raise ValueError(f"readable path {path!r} has a '..' behind a link: resolve it first")
     prefix = os.path.dirname(os.path.dirname(os.path.realpath(python)))
     paths = [path for path in (*_SYSTEM_FOLDERS, *_SYSTEM_FILES) if os.path.exists(path)]
-    if not prefix.startswith("/usr"):
+    if not f"{prefix}/".startswith("/usr/"):
         paths.append(prefix)
-    return [*paths, *extra]
+    return [*paths, *map(_normal, extra)]
+
+
+def _normal(path: str) -> str:
+    """The path with single slashes and no ``..``; the standard library keeps two at its start."""
+    return "/" + os.path.normpath(path).lstrip("/")
 
 
 def default_python() -> str:
@@ -78,9 +85,11 @@ class Launcher:
             SandboxError: it did not answer in time.
         """
         folder = Path(tempfile.mkdtemp(prefix="primerl-sandbox-"))
-        folder.chmod(0o755)  # the user that sandboxes belong to looks for prepared roots in it
         for name in ("skeleton", "roots"):
             (folder / name).mkdir()
+        # The user that sandboxes belong to looks for prepared roots in it, whatever the umask says.
+        for opened in (folder, *folder.iterdir()):
+            opened.chmod(0o755)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         config = {
             "owner": os.getpid(),

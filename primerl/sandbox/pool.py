@@ -37,8 +37,9 @@ class SandboxPool:
         start_timeout_s: time in which the pool, and each sandbox, must start.
         lease_s: everything ends if the owner's event loop gives no sign of life for this long. A
             crash of the owner ends everything at once.
-        readable: further absolute paths that sandboxes may read, such as a folder of packages; not
-            below ``/tmp`` and its like, where the tier's sandboxes have their own.
+        readable: further absolute paths that sandboxes may read, such as a folder of packages. Of
+            ``/tmp`` and its like, which most tiers' sandboxes have of their own, name the folders
+            below.
         python: the interpreter for code; the one that runs this, without its virtual environment,
             by default.
         allow_network: ``"host:port"`` of the servers that sandboxes may reach, through a proxy of
@@ -75,19 +76,20 @@ class SandboxPool:
         if self._concurrency < 1 or starting < 1 or self._warm < 0:
             raise ValueError("concurrency and starting must be positive, warm not negative")
         self._python = python or launching.default_python()
+        paths = launching.readable_paths(self._python, tuple(readable))
         self._tier = tiers.choose(
             tiers.allowed(tier, min_isolation),
             Options(
                 limits=self.limits,
                 python=self._python,
-                readable=launching.readable_paths(self._python, tuple(readable)),
+                readable=paths,
                 allow_network=tuple(allow_network),
                 lease_s=lease_s,
                 start_timeout_s=start_timeout_s,
                 image=image,
             ),
         )
-        tiers.require_visible(readable, self._tier)
+        tiers.require_visible(paths, self._tier)
         self._starting = starting
         self._running = False
         self._ready: deque[Sandbox] = deque()

@@ -124,7 +124,7 @@ def test_the_lines_run_in_a_clean_environment(environment):
             cwd=ROOT,
             env=environment,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=1800,
             check=False,
         )
@@ -135,6 +135,11 @@ def test_the_lines_run_in_a_clean_environment(environment):
     modules = ["primerl.rollout", "transformers", "tyro", "rich", "gguf", "verifiers", "peft"]
     code = f"import {', '.join(modules)}; print(primerl.rollout.__file__)"
     used = subprocess.run(
-        ["python", "-c", code], cwd="/", env=environment, capture_output=True, text=True, check=True
+        ["python", "-c", code],
+        cwd="/",
+        env=environment,
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
     )
     assert environment["VIRTUAL_ENV"] in used.stdout

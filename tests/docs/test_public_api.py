@@ -21,7 +21,7 @@ def exports_of(package):
 
 def run_python(code):
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True, timeout=120
     )
     return done.stdout.strip()
 
@@ -137,7 +137,7 @@ def test_a_custom_loss_and_filter_are_tested_in_seconds_without_transformers(tmp
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"],
         cwd=tmp_path,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=120,
     )
 
@@ -150,7 +150,7 @@ def test_a_custom_loss_and_filter_are_tested_in_seconds_without_transformers(tmp
 def test_a_module_that_can_be_run_explains_itself(module, tmp_path):
     command = [sys.executable, "-m", module, "--help"]
 
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=tmp_path, timeout=120)
 
     assert done.returncode == 0, done.stderr
     assert f"python -m {module}" in done.stdout

@@ -40,7 +40,7 @@ def built(folder, *, execute_notebooks):
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "EXECUTE_NOTEBOOKS": execute},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=600,
         check=False,
     )

@@ -164,7 +164,7 @@ def test_tables_fit_a_terminal_and_have_every_number():
     ]
     plays += [record("t9", error="ConnectionResetError", environment="a-long-name:of_one")]
     scores = evaluation.scores(plays)
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=80, record=True, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
     console.print(evaluation.scores_table(scores))
     console.print(evaluation.comparison_table(evaluation.compare_records(plays, plays)))
     text = console.export_text()

@@ -29,12 +29,12 @@ def ask(messages, tools=None):
 
 def shell(turns=20):
     """Runs the commands that the policy replies with, until one is ``exit``."""
-    messages = [{"role": "user", "content": Path("task.txt").read_text()}]
+    messages = [{"role": "user", "content": Path("task.txt").read_text(encoding="utf-8")}]
     for _ in range(turns):
         reply = ask(messages)
         if reply["content"] == "exit":
             return
-        done = subprocess.run(reply["content"], shell=True, capture_output=True, text=True)
+        done = subprocess.run(reply["content"], shell=True, capture_output=True, encoding="utf-8")
         messages += [reply, {"role": "user", "content": done.stdout + done.stderr}]
 
 

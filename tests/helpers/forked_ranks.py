@@ -23,7 +23,7 @@ def server():
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )
     leftovers.keep_process(process.pid)
     atexit.register(end, process)

@@ -585,7 +585,7 @@ def main(names: str, folder: str) -> None:
             if world.is_first:
                 print(one.name, found[one.name], flush=True)
         if world.is_first:
-            Path(folder, "found.json").write_text(json.dumps(found))
+            Path(folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def say(what):
-    with open(sys.argv[1], "a") as log:
+    with open(sys.argv[1], "a", encoding="utf-8") as log:
         log.write(f"{what} {os.getpid()}\n")
 
 
@@ -33,7 +33,7 @@ if os.fork() == 0:
     if os.fork() == 0:
         linger("orphan")
     os._exit(0)  # its child loses its parent
-while Path(sys.argv[1]).read_text().count("\n") < 3:
+while Path(sys.argv[1]).read_text(encoding="utf-8").count("\n") < 3:
     time.sleep(0.01)
 say("server")
 if len(sys.argv) > 2:

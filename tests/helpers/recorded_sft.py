@@ -24,7 +24,7 @@ def recorded(stream, *arguments):
     global drawn
     samples = draw_samples(stream, *arguments)
     if stream is not None:
-        with open(record, "a") as file:
+        with open(record, "a", encoding="utf-8") as file:
             file.write(json.dumps([sample.token_ids.tolist() for sample in samples]) + "\n")
         drawn += 1
         if drawn == kill_at:

@@ -184,7 +184,7 @@ def test_without_the_hook_the_errors_are_the_same():
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(tests), str(helpers)])},
         cwd=tests,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=100,
         check=False,
     )

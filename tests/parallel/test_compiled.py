@@ -15,7 +15,7 @@ def test_few_compilations_serve_every_pack_and_compute_what_eager_models_do():
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib", PROGRAM],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=600,
     )
 

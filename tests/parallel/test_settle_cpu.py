@@ -40,7 +40,7 @@ def settled(*, variable=None):
         [sys.executable, "-c", PROGRAM],
         env=environment,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=True,
         timeout=120,
     )
@@ -95,6 +95,10 @@ parallel.exempt_from_collection()
 print(gc.get_freeze_count() > 1000)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+        check=True,
     )
     assert done.stdout.split() == ["True", "0"]

@@ -156,7 +156,10 @@ main()
 @pytest.mark.thorough
 def test_a_script_that_is_interrupted_twice_ends_at_once_with_one_line():
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
     )
     try:
         assert process.stdout.readline() == "ready\n"

@@ -149,7 +149,7 @@ def test_the_reference_imports_nothing_of_this_package():
     """Neither by name nor indirectly: run by its path, it loads no module of ours."""
     path = Path(parity_reference.__file__)
     imported = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -158,7 +158,11 @@ def test_the_reference_imports_nothing_of_this_package():
     assert imported <= {"attrs", "collections", "contextlib", "re", "torch", "typing"}
     program = f"import runpy, sys; runpy.run_path({str(path)!r}); print(*sys.modules)"
     loaded = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=path.parent
+        [sys.executable, "-c", program],
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+        cwd=path.parent,
     ).stdout.split()
     assert "torch" in loaded
     assert [name for name in loaded if name.partition(".")[0] == "primerl"] == []
@@ -168,7 +172,7 @@ def test_the_reference_imports_nothing_of_this_package():
 @pytest.mark.parametrize("command", ["primerl.parity", "primerl.testing.parity"])
 def test_both_names_of_the_command_say_what_they_take(command):
     shown = subprocess.run(
-        [sys.executable, "-m", command, "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", command, "--help"], capture_output=True, encoding="utf-8", check=True
     ).stdout
     assert "--ep INT" in shown
     assert "--cp INT" in shown

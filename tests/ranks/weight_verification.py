@@ -75,7 +75,7 @@ def main():
         found["refused"] = [None] * world.world_size
         dist.all_gather_object(found["refused"], lost)
         if first:
-            Path(sys.argv[1]).write_text(json.dumps(found))
+            Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

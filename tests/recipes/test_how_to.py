@@ -22,7 +22,7 @@ def run(root, recipe, *arguments):
         [sys.executable, *map(str, command)],
         cwd=recipe.parent,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=300,
         check=False,
     )

@@ -119,7 +119,7 @@ def test_it_is_resumed_from_a_checkpoint_and_begun_anew_without_one(start_traine
     run_dir = start_trainer.settings["RUN_DIR"]
     checkpoints = os.path.join(run_dir, "checkpoints")
     os.makedirs(os.path.join(checkpoints, "step-00000010.partial"))
-    open(os.path.join(run_dir, "args.json"), "w").close()
+    open(os.path.join(run_dir, "args.json"), "w", encoding="utf-8").close()
 
     assert "--resume" not in start_trainer(index=1)
     assert os.path.isdir(run_dir)  # the first pod's to move

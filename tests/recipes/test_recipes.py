@@ -35,7 +35,7 @@ def run(*command, cwd, env=None, check=True):
         cwd=cwd,
         env={**os.environ, **(env or {})},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=400,
         check=check,
     )

@@ -319,7 +319,7 @@ def test_a_broken_line_ends_the_run_before_it_begins(root, folder, tmp_path):
         [sys.executable, root / "recipes/sft.py", *words],
         cwd=tmp_path,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=300,
     )
     assert done.returncode == 1

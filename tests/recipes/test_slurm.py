@@ -105,7 +105,7 @@ def job(root, tmp_path):
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             start_new_session=True,
         )
         started.append(process)
@@ -335,5 +335,7 @@ def test_the_shell_finds_nothing_to_say(root, name):
     )
     if shellcheck is None:
         pytest.skip("shellcheck is not installed (make test does)")
-    done = subprocess.run([shellcheck, "-x", path], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [shellcheck, "-x", path], capture_output=True, encoding="utf-8", check=False
+    )
     assert done.returncode == 0, done.stdout

@@ -80,7 +80,10 @@ AGENTS = {
 def git(folder, *command):
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
     done = subprocess.run(
-        ["git", "-C", str(folder), *identity, *command], capture_output=True, text=True, check=True
+        ["git", "-C", str(folder), *identity, *command],
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
     )
     return done.stdout
 

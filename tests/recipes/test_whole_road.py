@@ -15,7 +15,7 @@ def test_the_road_is_passable(root, tmp_path):
     done = subprocess.run(
         [sys.executable, root / "tools/whole_road.py", "--folder", tmp_path / "road", *small],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=600,
         check=False,
     )

@@ -73,7 +73,10 @@ def wait_until(condition):
 
 def is_running(pid):
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+            != "Z"
+        )
     except FileNotFoundError:
         return False
 
@@ -331,7 +334,7 @@ with Store(shape, max_bytes=1000, host="127.0.0.1") as store:
 def test_the_server_ends_with_its_owner(how):
     command = [sys.executable, "-c", OWNER]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8"
     ) as owner:
         assert owner.stdout.readline() == "open\n"
         server = served_pid(owner.pid)

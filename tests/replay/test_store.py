@@ -387,7 +387,7 @@ time.sleep(600)
 def killed_after_putting(*arguments):
     """Starts a process that puts; returns what it put, and kills it."""
     command = [sys.executable, "-c", CHILD, *(str(argument) for argument in arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as child:
         reference = child.stdout.readline().strip()
         child.send_signal(signal.SIGKILL)
     return reference

@@ -365,7 +365,7 @@ def test_killing_the_worker_is_noticed_at_once_and_named():
 
 def test_killing_the_worker_wakes_a_waiting_trainer_and_ends_its_subprocesses(tmp_path):
     async def hangs(task, engine, params):
-        with open(tmp_path / "pids", "a") as file:
+        with open(tmp_path / "pids", "a", encoding="utf-8") as file:
             file.write(f"{(await asyncio.create_subprocess_exec('sleep', '3600')).pid}\n")
         await asyncio.sleep(3600)
 
@@ -640,7 +640,7 @@ def script(tmp_path, temporary):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             env=os.environ | {"TMPDIR": str(temporary)},
         )
         children.append(child)

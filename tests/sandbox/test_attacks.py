@@ -85,7 +85,7 @@ def test_daemon_is_gone(results, host):
 
 def test_what_the_attacks_look_for_is_there(host):
     """Outside, they find it: so what stops them is the sandbox."""
-    with open(host["@SECRET@"]) as file:
+    with open(host["@SECRET@"], encoding="utf-8") as file:
         assert file.read() == "primerl-secret"
     os.kill(int(host["@PID@"]), 0)
     accepted = socket.create_connection((host["@ADDRESS@"], int(host["@PORT@"])), timeout=10)
@@ -152,7 +152,7 @@ time.sleep(5); print("PWNED")
 
 
 def _handle_pid(handle):
-    with open(f"/proc/self/fdinfo/{handle}") as file:
+    with open(f"/proc/self/fdinfo/{handle}", encoding="utf-8") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("Pid:"))
 
 
@@ -160,7 +160,7 @@ def _family(pids):
     pids = list(pids)
     for pid in pids:
         try:
-            with open(f"/proc/{pid}/task/{pid}/children") as file:
+            with open(f"/proc/{pid}/task/{pid}/children", encoding="utf-8") as file:
                 pids.extend(map(int, file.read().split()))
         except OSError:
             continue
@@ -169,7 +169,7 @@ def _family(pids):
 
 def _resident(pid):
     try:
-        with open(f"/proc/{pid}/statm") as file:
+        with open(f"/proc/{pid}/statm", encoding="utf-8") as file:
             _, resident, shared = file.read().split()[:3]
             return (int(resident) - int(shared)) * 4096
     except (OSError, ValueError):

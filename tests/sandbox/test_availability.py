@@ -54,7 +54,7 @@ def test_container_without_namespaces_is_refused():
     done = subprocess.run(
         [sys.executable, "-c", CONTAINER],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=120,
         env=dict(os.environ, PYTHONPATH=str(REPOSITORY)),
     )

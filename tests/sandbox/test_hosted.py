@@ -54,7 +54,9 @@ class Service:
                 "'", "'\"'\"'"
             ),
         )
-        done = subprocess.run(["sh", "-c", local], capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            ["sh", "-c", local], capture_output=True, encoding="utf-8", timeout=timeout
+        )
         return sdk.CommandResponse(
             stdout=done.stdout, stderr=done.stderr, exit_code=done.returncode
         )

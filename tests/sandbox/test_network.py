@@ -132,11 +132,11 @@ def package_index():
     configured = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.index-url"],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
     ).stdout.strip()
     code = "from pip._internal.models.index import PyPI as p; print(p.simple_url, p.file_storage_domain)"
     default = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
     )
     index, storage = default.stdout.split()
     address = urlsplit(configured or index)

@@ -21,7 +21,7 @@ SITE_PACKAGES = str(Path(pytest.__file__).parents[1])
 def downloaded(name, folder):
     command = [sys.executable, "-m", "pip", "download", "--no-deps"]
     command += ["--no-binary", name, "--dest", str(folder), name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300)
     archives = list(folder.glob("*.tar.gz"))
     if done.returncode or not archives:
         pytest.skip(f"{name} can't be downloaded: {done.stderr[-300:]}")
@@ -63,7 +63,7 @@ def test_suite(name, tmp_path):
     inside = with_pool(run, concurrency=1, readable=[SITE_PACKAGES], limits=limits)
     python = Path(sys.base_prefix) / "bin/python3"
     outside = subprocess.run(
-        [python, "-I", "-c", program], cwd=source, capture_output=True, text=True
+        [python, "-I", "-c", program], cwd=source, capture_output=True, encoding="utf-8"
     )
     assert outcome(inside.stdout.decode()) == outcome(outside.stdout), inside
     assert inside.exit == outside.returncode

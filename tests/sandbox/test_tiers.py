@@ -3,7 +3,7 @@
 
 import asyncio
 import os
-import stat
+import shlex
 import subprocess
 import sys
 import time
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from sandbox_attacks import FURTHER, LIMITED, LISTED, PRELUDE
-from sandboxed import processes_with
+from sandboxed import everybodys_python, processes_with
 
 from primerl.sandbox import Limits, SandboxError, SandboxPool, SandboxUnavailable, probe
 
@@ -29,13 +29,6 @@ WATCHED = {
     "bubblewrap": {"disk", "inodes"},
     "nsjail": {"disk"},
 }
-
-
-def everybodys_python():
-    """An interpreter that sandboxes can read, whoever they belong to."""
-    own = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    closed = [path for path in Path(own).parents if not path.stat().st_mode & stat.S_IXOTH]
-    return "/usr/bin/python3" if closed else own
 
 
 def in_tier(tier, work, **arguments):
@@ -226,8 +219,7 @@ def test_landlocked_sandboxes_do_not_see_each_other():
 # ---- tiers that run a program for each order ----
 
 # Takes the place of docker: notes how it was called, and runs the guest here, without isolation.
-ENGINE = """#!{python}
-import json, os, sys
+ENGINE = """import json, os, sys
 with open({log!r}, "a") as file: file.write(json.dumps(sys.argv[1:]) + "\\n")
 command = sys.argv[1:]
 if command[0] == "info": sys.exit({info})
@@ -251,9 +243,11 @@ def docker(tmp_path, monkeypatch):
     program.parent.mkdir()
 
     def write(info=0):
-        program.write_text(
-            ENGINE.format(python=sys.executable, log=str(log), info=info, home=str(home))
-        )
+        script = program.with_suffix(".py")
+        script.write_text(ENGINE.format(log=str(log), info=info, home=str(home)), encoding="utf-8")
+        # No interpreter's path with spaces, nor a long one, can be in a first line with #!.
+        command = shlex.join([sys.executable, str(script)])
+        program.write_text(f'#!/bin/sh\nexec {command} "$@"\n', encoding="utf-8")
         program.chmod(0o755)
         return log
 

@@ -278,7 +278,9 @@ engine = cloudpickle.loads(open({str(tmp_path / "engine")!r}, "rb").read())
 completion = asyncio.run(engine.generate([7, 8], SamplingParams(max_tokens=2)))
 print(completion.token_ids, completion.versions, 'torch' in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=60
+    )
 
     assert done.stdout.strip() == "[7 8] [4 4] False", done.stderr
 

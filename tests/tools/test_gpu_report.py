@@ -58,7 +58,7 @@ def report_of(root, folder, *arguments):
     done = subprocess.run(
         [*command, "--commit", "abc", *arguments],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         env={**outside, **WITHOUT_GPU},
         timeout=300,
     )
@@ -128,7 +128,7 @@ def test_gpu_tests_are_collected_and_skip_without_a_gpu(root, monkeypatch):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "-q", *files],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         cwd=root,
         env={**os.environ, **WITHOUT_GPU},
         timeout=600,

@@ -76,7 +76,7 @@ def test_two_processes_do_not_write_one_evaluation(tmp_path):
             cwd=tmp_path,
             env=os.environ,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=120,
             check=False,
         )

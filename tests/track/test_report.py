@@ -200,9 +200,11 @@ def test_the_command_writes_one_file_for_several_runs(tmp_path):
     command = [sys.executable, "-m", "primerl.track"]
 
     done = subprocess.run(
-        [*command, one, two, "--output", tmp_path / "both.html"], capture_output=True, text=True
+        [*command, one, two, "--output", tmp_path / "both.html"],
+        capture_output=True,
+        encoding="utf-8",
     )
-    missing = subprocess.run([*command, tmp_path], capture_output=True, text=True)
+    missing = subprocess.run([*command, tmp_path], capture_output=True, encoding="utf-8")
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "both.html")

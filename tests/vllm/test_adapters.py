@@ -385,7 +385,7 @@ def test_the_recipe_publishes_adapters_alone(lora_server, dense, root, tmp_path)
         env={**os.environ, "PRIMERL_API_KEY": lora_server.api_key, "OMP_NUM_THREADS": "2"},
         cwd=tmp_path,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=300,
         check=False,
     )

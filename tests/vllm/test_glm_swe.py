@@ -30,7 +30,7 @@ def test_the_flagship_recipe_trains_on_what_vllm_samples(tmp_path):
         cwd=tmp_path,
         env={**os.environ, **threads},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=TIMEOUT_S,
         check=False,
     )

@@ -219,7 +219,7 @@ def test_the_table_of_faults():
     done = subprocess.run(
         [sys.executable, str(tool), "--dtype", "float32", "--honest", "2"],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=3000,
         check=True,
     )

@@ -268,7 +268,7 @@ def _local_processes(store: dist.Store, ranks: int) -> dict[int, int]:
 
 def _has_ended(pid: int) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return Path("/proc/self/stat").exists()  # without /proc, nothing is known
     return state in "ZX"  # a zombie until torchrun waits for it

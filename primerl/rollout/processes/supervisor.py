@@ -223,7 +223,7 @@ def alive(pid: int) -> bool:
 
 def _state_and_parent(pid: int) -> tuple[str, int] | None:
     try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             # The command's name is in parentheses and may contain any character.
             state, parent = file.read().rpartition(")")[2].split()[:2]
     except (OSError, ValueError):  # the process may end meanwhile

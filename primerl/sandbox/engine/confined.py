@@ -94,7 +94,7 @@ def _set_up(settings: dict[str, Any], folder: str, user: int) -> None:
         skeleton.become_user(user)
     else:
         others = _threads_of_this_user()
-    skeleton.check_interpreter()
+    skeleton.check_access(settings["readable"])
     namespaces.limit_all(settings | {"processes": settings["processes"] + others})
     kernel.drop_capabilities()
     os.chdir(f"{folder}/home")

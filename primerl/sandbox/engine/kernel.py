@@ -56,8 +56,8 @@ def mount(
 ) -> None:
     """``mount(2)``."""
     result = _libc.mount(
-        source.encode(),
-        target.encode(),
+        os.fsencode(source),
+        os.fsencode(target),
         None if kind is None else kind.encode(),
         ctypes.c_ulong(flags),
         data.encode() or None,
@@ -70,7 +70,7 @@ def restrict_mounts(path: str, flags: int) -> None:
     # MOUNT_ATTR_RDONLY, NOSUID, NODEV and NOEXEC have the numbers of MS_*.
     attributes = struct.pack("QQQQ", flags, 0, 0, 0)
     result = _libc.syscall(
-        _MOUNT_SETATTR, _AT_FDCWD, path.encode(), _AT_RECURSIVE, attributes, len(attributes)
+        _MOUNT_SETATTR, _AT_FDCWD, os.fsencode(path), _AT_RECURSIVE, attributes, len(attributes)
     )
     checked(result, f"mount_setattr of {path}")
 
@@ -85,7 +85,7 @@ def pivot_root(new_root: str) -> None:
 
 def unmount(path: str) -> None:
     """Unmount at once what nobody can reach any more."""
-    checked(_libc.umount2(path.encode(), _MNT_DETACH), f"umount of {path}")
+    checked(_libc.umount2(os.fsencode(path), _MNT_DETACH), f"umount of {path}")
 
 
 def unshare(flags: int) -> None:
@@ -115,7 +115,7 @@ def map_user(inside: int, uid: int, gid: int) -> None:
     """Call the user ``uid`` of the outer namespace ``inside`` in this one, which has no other."""
     contents = {"setgroups": "deny", "uid_map": f"{inside} {uid} 1", "gid_map": f"{inside} {gid} 1"}
     for name, content in contents.items():
-        with open(f"/proc/self/{name}", "w") as file:
+        with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
             file.write(content)
 
 

@@ -54,7 +54,7 @@ class Namespaces:
         )
         if self.user != 0:
             skeleton.become_user(self.user)
-        skeleton.check_interpreter()
+        skeleton.check_access(config["readable"])
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def made(self, pid: int, number: int) -> None:
@@ -116,32 +116,41 @@ def set_up(settings: dict[str, Any], *, uid: int, gid: int) -> socket.socket | N
 
 
 def _mount_scratch(settings: dict[str, Any]) -> None:
-    """One writable filesystem, so that one size and one number of files limit all places."""
+    """One writable filesystem, so that one size and one number of files limit all places.
+
+    Where readable paths are below a place, it gets the folders of the skeleton's that lead there:
+    mounts, which can't be renamed or removed, and read-only.
+    """
     limits = f"size={settings['disk_bytes']},nr_inodes={settings['files']},mode=755"
     kernel.mount("tmpfs", skeleton.SCRATCH, "tmpfs", _PRIVATE, limits)
-    for name, mode in (("home", 0o755), ("tmp", 0o1777), ("var", 0o1777), ("shm", 0o1777)):
-        os.mkdir(f"{skeleton.SCRATCH}/{name}")
-        os.chmod(f"{skeleton.SCRATCH}/{name}", mode)
+    for place, name in skeleton.PLACES.items():
+        folder = f"{skeleton.SCRATCH}/{name}"
+        os.mkdir(folder)
+        os.chmod(folder, 0o755 if place == skeleton.HOME else 0o1777)
+        for entry in skeleton.entries(place, settings["readable"]):
+            target = folder + entry.removeprefix(place)
+            skeleton.make_target(target, entry)
+            _place(entry, target)
 
 
 def _mount_folders() -> None:
-    scratch = skeleton.SCRATCH
-    _place(f"{scratch}/home", skeleton.HOME)
-    _place(f"{scratch}/tmp", "/tmp")
-    _place(f"{scratch}/var", "/var/tmp")
-    _place(f"{scratch}/shm", "/dev/shm")
+    for place, name in skeleton.PLACES.items():
+        _place(f"{skeleton.SCRATCH}/{name}", place)
     # Reachable by no path from here on; the folders above stay.
-    kernel.unmount(scratch)
+    kernel.unmount(skeleton.SCRATCH)
 
 
 def _place(source: str, target: str) -> None:
-    kernel.mount(source, target, None, kernel.MS_BIND)
+    kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
 
 
 def _mount_proc() -> None:
     kernel.mount("proc", "/proc", "proc", _PRIVATE | kernel.MS_NOEXEC)
     for name, value in _SOCKET_BUFFERS.items():
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/sys/{name}", "w") as file:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(f"/proc/sys/{name}", "w", encoding="utf-8") as file,
+        ):
             file.write(value)
     for name in HOST_FILES:
         if os.path.lexists(f"/proc/{name}"):
@@ -170,7 +179,7 @@ def limit_all(settings: dict[str, Any]) -> None:
 
 def _confine(*, root: bool) -> None:
     """A second barrier behind the mounts; it also keeps /dev/zero from giving shared memory."""
-    folders = [skeleton.HOME, "/tmp", "/var/tmp", "/dev/shm", "/dev/pts"]
+    folders = [*skeleton.PLACES, "/dev/pts"]
     landlock.confine(
         readable=["/"],
         writable=["/"] if root else folders,
@@ -199,7 +208,7 @@ def _change_root(settings: dict[str, Any]) -> None:
     _show_folders(settings["readable"], new)
     _add_etc(new)
     for path in (skeleton.SCRATCH, "/proc"):
-        kernel.mount(path, new + path, None, kernel.MS_BIND | kernel.MS_REC)
+        _place(path, new + path)
     _add_devices(new)
     kernel.pivot_root(new)
 
@@ -212,18 +221,16 @@ def _copy(source: str, target: str) -> None:
 
 def _show_folders(paths: list[str], root: str) -> None:
     """Add the readable folders of the pool that the root filesystem lacks."""
+    hidden = [path for place in skeleton.PLACES for path in skeleton.below(place, paths)]
     for path in paths:
-        if os.path.lexists(root + path):
+        if path in hidden or os.path.lexists(root + path):
             continue
-        os.makedirs(os.path.dirname(root + path), exist_ok=True)
         if os.path.islink(path):
+            os.makedirs(os.path.dirname(root + path), exist_ok=True)
             os.symlink(os.readlink(path), root + path)
             continue
-        if os.path.isdir(path):
-            os.makedirs(root + path)
-        else:
-            open(root + path, "w").close()
-        kernel.mount(path, root + path, None, kernel.MS_BIND | kernel.MS_REC)
+        skeleton.make_target(root + path, path)
+        _place(path, root + path)
 
 
 def _add_etc(root: str) -> None:
@@ -238,7 +245,7 @@ def _add_devices(root: str) -> None:
     for name in skeleton.DEVICES:
         if name == "zero":  # mapped for sharing, it gives memory that nothing counts
             continue
-        open(f"{root}/dev/{name}", "w").close()
+        open(f"{root}/dev/{name}", "w", encoding="utf-8").close()
         kernel.mount(f"/dev/{name}", f"{root}/dev/{name}", None, kernel.MS_BIND)
     for name in ("shm", "pts"):
         os.mkdir(f"{root}/dev/{name}")

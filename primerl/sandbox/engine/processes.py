@@ -71,7 +71,7 @@ def children(process: str) -> list[str]:
     found: list[str] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{process}/task"):
-            with open(f"/proc/{process}/task/{thread}/children") as file:
+            with open(f"/proc/{process}/task/{thread}/children", encoding="utf-8") as file:
                 found += file.read().split()
     return found
 

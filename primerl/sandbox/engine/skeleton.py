@@ -3,6 +3,7 @@
 """
 
 import os
+import shlex
 import stat
 from collections.abc import Iterable
 
@@ -14,7 +15,9 @@ ROOTS = "/.roots"  # prepared root filesystems, which a sandbox mounts or hides
 NEW_ROOT = "/.root"
 SCRATCH = "/.scratch"  # the only writable filesystem; its folders appear in several places
 DEVICES = ("null", "zero", "full", "random", "urandom")
-FOLDERS = (HOME, "/tmp", "/var/tmp", "/dev/shm", "/dev/pts", "/proc", "/etc", "/root")
+# Folders of a sandbox's own, which hide the host's, and their names in the scratch filesystem.
+PLACES = {HOME: "home", "/tmp": "tmp", "/var/tmp": "var", "/dev/shm": "shm"}
+FOLDERS = (*PLACES, "/dev/pts", "/proc", "/etc", "/root")
 _ETC = {
     "passwd": f"root:x:0:0::/root:/bin/sh\nsandbox:x:{INSIDE}:{INSIDE}::{HOME}:/bin/sh\n",
     "group": f"root:x:0:\nsandbox:x:{INSIDE}:\n",
@@ -48,13 +51,20 @@ def become_user(uid: int) -> None:
         raise PermissionError(f"this process could not become user {uid}")
 
 
-def check_interpreter() -> None:
-    """Raise PermissionError if this process can't read its own library."""
+def check_access(readable: Iterable[str]) -> None:
+    """Raise PermissionError if this process can't read its own library, or a readable path."""
     if not os.access(os.__file__, os.R_OK):
         raise PermissionError(
             f"sandboxes can't read the interpreter's library, {os.__file__}; name an interpreter "
             "that every user can read, as in SandboxPool(python='/usr/bin/python3')"
         )
+    for path in readable:
+        if not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
+            raise PermissionError(
+                f"sandboxes belong to user {os.getuid()}, who can't read {path}: let everybody "
+                f"read it and enter the folders above (chmod -R o+rX {shlex.quote(path)}), or "
+                "name a copy that everybody can read"
+            )
 
 
 def build(
@@ -72,7 +82,7 @@ def build(
     for path in (*FOLDERS, ROOTS, NEW_ROOT, SCRATCH):
         os.makedirs(folder + path, exist_ok=True)
     for name, content in _ETC.items():
-        with open(f"{folder}/etc/{name}", "w") as file:
+        with open(f"{folder}/etc/{name}", "w", encoding="utf-8") as file:
             file.write(content)
     for path, source in sources:
         _show(path, source, folder)
@@ -101,11 +111,34 @@ def link_devices(root: str) -> None:
         os.symlink(target, f"{root}/dev/{name}")
 
 
+def below(place: str, paths: Iterable[str]) -> list[str]:
+    """Those of ``paths`` that are below the folder ``place``, sorted."""
+    return sorted(path for path in set(paths) if path.startswith(f"{place}/"))
+
+
+def entries(place: str, paths: Iterable[str]) -> list[str]:
+    """What the folder ``place`` must have so that ``paths`` can be in it: its files and folders."""
+    names = {path.removeprefix(f"{place}/").partition("/")[0] for path in below(place, paths)}
+    return [f"{place}/{name}" for name in sorted(names)]
+
+
+def make_target(path: str, like: str) -> None:
+    """Make an empty folder, or an empty file, that ``like`` can be mounted on."""
+    if os.path.isdir(like):
+        os.makedirs(path, exist_ok=True)
+    elif not os.path.lexists(path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        open(path, "x", encoding="utf-8").close()
+
+
 def _show(path: str, source: int, root: str) -> None:
-    """Make ``path`` appear, read-only, under ``root``; a link appears as a link."""
+    """Make ``path`` appear, read-only, under ``root``.
+
+    A link appears as a link; in a place of a sandbox's own, which could change it, as its target.
+    """
     target = root + path
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    if os.path.islink(path):
+    if os.path.islink(path) and not any(below(place, [path]) for place in PLACES):
         if not os.path.lexists(target):
             os.symlink(os.readlink(path), target)
         return
@@ -119,6 +152,6 @@ def _show(path: str, source: int, root: str) -> None:
 
 def _bind(source: str, target: str, flags: int) -> None:
     if not os.path.lexists(target):
-        open(target, "w").close()
+        open(target, "w", encoding="utf-8").close()
     kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
     kernel.restrict_mounts(target, flags)

@@ -16,7 +16,7 @@ def free(number: int) -> int:
     """
     if os.getuid() != 0:
         return 0
-    with open("/proc/self/uid_map") as file:
+    with open("/proc/self/uid_map", encoding="utf-8") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     wanted = _FIRST + os.getppid() + number % _MOST_IN_USE * _MOST_PROCESSES
     if any(first <= wanted < first + count for first, _, count in ranges):

@@ -79,7 +79,7 @@ def _resident_bytes(process: str) -> int:
 
 def _private_pages(path: str) -> int:
     try:
-        with open(path) as file:
+        with open(path, encoding="utf-8") as file:
             _, resident, shared = file.read().split()[:3]
     except (OSError, ValueError):  # it has ended
         return 0
@@ -88,7 +88,7 @@ def _private_pages(path: str) -> int:
 
 def _proportional_bytes(process: str) -> int:
     try:
-        with open(f"/proc/{process}/smaps_rollup") as file:
+        with open(f"/proc/{process}/smaps_rollup", encoding="utf-8") as file:
             for line in file:
                 if line.startswith("Pss_Anon:"):
                     return int(line.split()[1]) << 10

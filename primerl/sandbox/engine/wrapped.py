@@ -43,7 +43,7 @@ class Wrapped:
         self.user = users.free(0)
         if self.user != 0:
             skeleton.become_user(self.user)
-        skeleton.check_interpreter()
+        skeleton.check_access(config["readable"])
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def made(self, pid: int, number: int) -> None:
@@ -69,12 +69,14 @@ class Wrapped:
 
 
 def copy_engine(folder: Path) -> None:
-    """Copy this package, compiled, to where every user can read it."""
+    """Copy this package, compiled, to where every user can read it, whatever the umask says."""
     target = folder / "primerl" / "sandbox" / "engine"
     shutil.copytree(Path(__file__).parent, target, ignore=shutil.ignore_patterns("__pycache__"))
     for package in (target.parent, target.parent.parent):  # of its own, whatever is installed there
         (package / "__init__.py").touch()
     compileall.compile_dir(folder, quiet=2)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def main() -> None:

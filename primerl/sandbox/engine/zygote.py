@@ -62,6 +62,7 @@ _WAYS: dict[str, Callable[[dict[str, Any]], Way]] = {
 
 def main(descriptor: int) -> NoReturn:
     """Become keeper and zygote; both end when their owner does, or lets go of the socket."""
+    os.umask(0o022)  # another user may have to enter what is made here
     connection = socket.socket(fileno=descriptor)
     data, _ = messages.receive(connection)
     config = json.loads(data)

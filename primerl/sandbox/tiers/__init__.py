@@ -1,9 +1,7 @@
 """Ways of keeping code inside, behind one interface; a file for each."""
 
 import importlib
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal, get_args
 
 from primerl.sandbox.tiers.protocol import Options, Tier
@@ -67,9 +65,8 @@ def choose(name: TierName, options: Options) -> Tier:
 def require_visible(paths: Sequence[str], tier: Tier) -> None:
     """Raise ValueError for a path that sandboxes of the tier can't show."""
     for path in paths:
-        for folder in tier.hides:
-            if Path(os.path.normpath(path)).is_relative_to(folder):
-                raise ValueError(
-                    f"readable path {path!r} can't be seen in sandboxes of the tier "
-                    f"{tier.name!r}, which have a {folder} of their own: copy it to another place"
-                )
+        if path in tier.hides:
+            raise ValueError(
+                f"{path} can't be a readable path in sandboxes of the tier {tier.name!r}, which "
+                f"have a {path} of their own: name the folders below it"
+            )

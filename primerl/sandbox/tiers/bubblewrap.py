@@ -26,10 +26,12 @@ class Bubblewrap(WrappedTier):
                 options += ["--ro-bind", "/dev/null", f"/proc/{name}"]
         for device in DEVICES:
             options += ["--dev-bind", device, device]
-        for path in self.options.readable:
+        for path in self.beside_places():
             options += ["--ro-bind", path, path]
         for place in PLACES:
             options += ["--size", str(self.options.limits.disk_bytes), "--tmpfs", place]
+        for source, path in self.in_places(folder):
+            options += ["--ro-bind", source, path]
         options += ["--ro-bind", f"{folder}/engine", ENGINE, "--chdir", PLACES[0]]
         options += ["--remount-ro", "/proc", "--remount-ro", "/"]
         return [programs.find(self.program) or self.program, *options, "--"]

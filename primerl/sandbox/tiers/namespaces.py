@@ -20,7 +20,7 @@ class Namespaces(LocalTier):
 
     name = "namespaces"
     way = "namespaces"
-    hides = (skeleton.HOME, "/tmp", "/var/tmp", "/dev/shm")
+    hides = tuple(skeleton.PLACES)
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)

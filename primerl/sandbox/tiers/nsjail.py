@@ -23,7 +23,7 @@ class Nsjail(WrappedTier):
         options += ["--user", "1000", "--group", "1000", "--pass_fd", "@CONTROL@"]
         for limit in _UNLIMITED:  # ours come later
             options += [f"--rlimit_{limit}", "hard"]
-        for path in self.options.readable:
+        for path in self.beside_places():
             if os.path.islink(path):
                 options += ["--symlink", f"{os.readlink(path)}:{path}"]
             else:
@@ -34,6 +34,8 @@ class Nsjail(WrappedTier):
             size = self.options.limits.disk_bytes
             files = self.options.limits.files
             options += ["--mount", f"none:{place}:tmpfs:size={size},nr_inodes={files}"]
+        for source, path in self.in_places(folder):
+            options += ["--bindmount_ro", f"{source}:{path}"]
         options += ["--bindmount_ro", f"{folder}/engine:{ENGINE}", "--cwd", PLACES[0]]
         return [programs.find(self.program) or self.program, *options, "--"]
 

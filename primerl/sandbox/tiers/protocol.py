@@ -51,7 +51,7 @@ class Tier(Protocol):
     ``lacks`` names what its sandboxes can't do: reach listed servers (``network``), have another
     root filesystem (``roots``), be packed and unpacked (``snapshots``), keep a Python from turn to
     turn (``turns``), or have a socket of the owner's as stdin (``connections``). ``hides`` are
-    folders of a sandbox's own, in which nothing of the host's can appear.
+    folders of a sandbox's own, in which only what is readable below the host's can appear.
     """
 
     name: str

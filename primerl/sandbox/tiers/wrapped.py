@@ -1,5 +1,8 @@
 """What the tiers have in common whose sandboxes another program makes."""
 
+import os
+
+from primerl.sandbox.engine import skeleton
 from primerl.sandbox.engine.wrapped import PLACES
 from primerl.sandbox.results import Isolation
 from primerl.sandbox.tiers.local import LocalTier
@@ -18,6 +21,29 @@ class WrappedTier(LocalTier):
         }
     )
     program: str
+
+    def beside_places(self) -> list[str]:
+        """The readable paths that are in none of the sandbox's own filesystems."""
+        below = {path for place in PLACES for path in skeleton.below(place, self.options.readable)}
+        return [path for path in self.options.readable if path not in below]
+
+    def in_places(self, folder: str) -> list[tuple[str, str]]:
+        """What to mount read-only, in this order, where it is to appear in those filesystems.
+
+        A folder that only leads to a readable path is an empty one, made in ``folder``: as a mount
+        of its own, it can be neither written nor renamed.
+        """
+        holders, paths = [], []
+        for place in PLACES:
+            shown = skeleton.below(place, self.options.readable)
+            leading = [entry for entry in skeleton.entries(place, shown) if entry not in shown]
+            holders += [(f"{folder}/holders{entry}", entry) for entry in leading]
+            paths += [(path, path) for path in shown]
+        for path, _ in paths:
+            skeleton.make_target(f"{folder}/holders{path}", path)
+        for made, _, _ in os.walk(f"{folder}/holders"):
+            os.chmod(made, 0o755)  # whatever the umask says
+        return holders + paths
 
     def isolation(self) -> Isolation:
         """See ``Tier``."""

@@ -520,7 +520,7 @@ def test_a_process_exits_although_nobody_closed_its_engine():
         "raise ZeroDivisionError\n"
     )
     child = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], capture_output=True, encoding="utf-8", timeout=120
     )
     assert child.returncode == 1
     assert child.stderr.endswith("ZeroDivisionError\n")

@@ -510,11 +510,11 @@ def family(server):
 
 
 def environ_of(pid):
-    return Path(f"/proc/{pid}/environ").read_text()
+    return Path(f"/proc/{pid}/environ").read_text(encoding="utf-8")
 
 
 def cmdline_of(pid):
-    return Path(f"/proc/{pid}/cmdline").read_text()
+    return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
 
 
 TEMPORARY = """
@@ -670,7 +670,7 @@ sys.exit(vllm_server.main(["M", "--max-model-len", "12", "--enforce-eager"]))
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         env={**os.environ, "PRIMERL_API_KEY": "a-key"},
     )
     with process.stdout:
@@ -750,7 +750,7 @@ def tree(tmp_path):
 
     def start(*arguments):
         program = [sys.executable, "-c", PARENT, str(tmp_path), str(TREE), str(log)]
-        parent = subprocess.Popen([*program, *arguments], stdout=subprocess.PIPE, text=True)
+        parent = subprocess.Popen([*program, *arguments], stdout=subprocess.PIPE, encoding="utf-8")
         with parent.stdout:
             ids = {"outer": int(parent.stdout.readline())}
         deadline = time.monotonic() + 30
@@ -1057,7 +1057,7 @@ def test_the_key_is_read_from_standard_input():
     for sent, said in (("the-key", "True"), ("", "standard input has no key")):
         done = subprocess.run(
             [sys.executable, "-c", program],
-            input=sent, env=environment, text=True, capture_output=True, check=False,
+            input=sent, env=environment, encoding="utf-8", capture_output=True, check=False,
         )  # fmt: skip
         assert said in done.stdout + done.stderr
 

@@ -109,7 +109,7 @@ def run(tmp_path):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             env={**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PRIMERL_API_KEY": KEY},
         )
         known.append(trainer.pid)
@@ -190,6 +190,6 @@ def test_no_process_below_the_trainer_is_given_the_servers_key(run, isolation):
     shown = [Path(f"/proc/{pid}/{file}") for pid in filter(alive, pids) for file in FILES]
     assert len(shown) >= len(FILES) * 6  # two supervisors, the worker, three that hide
     assert not [path for path in shown if KEY in path.read_text()]
-    assert KEY in Path(f"/proc/{trainer.pid}/environ").read_text()
+    assert KEY in Path(f"/proc/{trainer.pid}/environ").read_text(encoding="utf-8")
     _, errors = trainer.communicate("\n", timeout=60)
     assert KEY not in errors

@@ -710,7 +710,9 @@ def test_a_rollout_in_flight_takes_less_than_300_kb_and_no_files(tokenizer):
 
     def resident():
         gc.collect()
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
 
     async def main():
         await environment(task, RandomEngine(tokenizer), PARAMS)  # what is set up once

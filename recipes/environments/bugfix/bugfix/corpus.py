@@ -103,7 +103,7 @@ def held_out() -> frozenset[str]:
 
 
 def _functions(path: Path) -> list[Program]:
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     found = []
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef):
@@ -116,7 +116,7 @@ def _functions(path: Path) -> list[Program]:
 
 
 def _module(path: Path) -> Program:
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     scripts = _scripts(ast.get_docstring(ast.parse(text)) or "")
     return Program(path.stem, "module", {path.name: _without_examples(text)}, scripts)
 

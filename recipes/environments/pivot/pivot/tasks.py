@@ -97,7 +97,7 @@ def conversations(paths: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         ValueError: a line is no conversation.
     """
     for path in paths:
-        with Path(path).open() as file:
+        with Path(path).open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue

@@ -39,7 +39,7 @@ def read(path: Path, *, image: str = IMAGE) -> Iterator[Issue]:
     Raises:
         ValueError: a row has neither form; the message begins with its place.
     """
-    with path.open() as file:
+    with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

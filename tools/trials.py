@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, Phase, settings
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / ".mutants"
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "--no-summary"]
+PYTEST += ["-m", "not (gpu or slow or vllm)"]
 PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins imported before the fork
 MEMORY_BYTES = 3 << 30  # an infinite loop may fill a list
 Result = dict[str, Any]

@@ -43,7 +43,8 @@ def test_the_whole_training_run(root, smollm2_folder, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("page", [page.name for page in (ROOT / "docs").glob("*.md")])
-def test_the_documentation_has_no_broken_python(page, root, monkeypatch):
+def test_the_documentation_has_no_broken_python(page, root, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for environment in root.glob("recipes/environments/*"):
         monkeypatch.syspath_prepend(str(environment))  # docs/environments.md installs them
     names: dict = {}  # a page's examples are read one after the other

@@ -53,6 +53,7 @@ def test_it_samples_in_fp8_what_a_trainer_in_fp8_computes():
     assert mismatch_kl(trainer, asked, second) < mismatch_kl(plain, asked, second) / 4
 
 
+@pytest.mark.thorough
 def test_a_copy_of_experts_without_prepare_is_an_error_that_names_it():
     trainer = in_fp8(testing.tiny_model("qwen3_moe"))
     with (

@@ -13,7 +13,11 @@ from pathlib import Path
 ENDS_S = 10.0  # for a thread or a process that has been told to end
 MARK = "PRIMERL_TESTS_PROCESS"
 OWN_FILES = ("torchinductor_",)  # caches, kept for later runs
-OWN_VARIABLES = {"PYTEST_CURRENT_TEST"}
+OWN_VARIABLES = {
+    "PYTEST_CURRENT_TEST",
+    "CRC32C_SW_MODE",  # tensorboardX sets it when it is imported
+    "TORCHINDUCTOR_CACHE_DIR",  # torch, when it first compiles
+}
 
 _kept: set[int] = set()
 

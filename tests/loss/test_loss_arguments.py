@@ -175,6 +175,7 @@ def test_missing_and_surplus_arguments_are_pythons_own_errors():
         loss.clipped(FLOATS, FLOATS, FLOATS, clip_lo=0.2)
 
 
+@pytest.mark.thorough
 def test_without_the_hook_the_errors_are_the_same():
     tests = Path(__file__).parent
     helpers = tests.parent / "helpers"

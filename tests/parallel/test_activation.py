@@ -134,6 +134,7 @@ def test_a_failure_within_the_model_leaves_no_hooks_behind():
     assert torch.equal(train(model)[0], train(testing.tiny_model("llama"))[0])
 
 
+@pytest.mark.thorough
 def test_ranks_recompute_exactly_and_in_the_same_order(optimized):
     """With ep=2: full recomputation exchanges experts' tokens again, selective does not."""
     for found in optimized:

@@ -95,6 +95,7 @@ def test_a_norm_that_is_not_positive_is_refused(max_norm):
 MESHES = ["fsdp", "hsdp", "ep", "ep of all", "ep, hsdp", "few experts"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", MESHES)
 def test_sharded_gradients_have_the_norm_of_one_process_on_every_rank(optimized, mesh):
     for found in optimized:

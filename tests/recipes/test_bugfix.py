@@ -92,6 +92,7 @@ def test_cheats_get_nothing(cheated, name):
     assert played.metrics["tests_passed"] < 1.0
 
 
+@pytest.mark.thorough
 def test_honest_agent_on_the_same_task_gets_the_reward(cheated):
     assert cheated["honest"].reward == 1.0
     assert cheated["honest"].metrics["tests_passed"] == 1.0
@@ -171,6 +172,7 @@ def test_statements_show_a_failing_test_and_not_the_change(all_tasks):
             assert ".py" not in task["prompt"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["absolute", "dates", "grading_book"])
 def test_tasks_in_the_package_are_those_that_are_generated(name):
     made = [json.loads(json.dumps(task)) for task in generation.tasks_of(corpus.programs()[name])]
@@ -214,6 +216,7 @@ def test_endless_programs_are_stopped_by_their_lines():
     assert {result for _, result in generation.failing(program, files)} == {("endless", None)}
 
 
+@pytest.mark.thorough
 def test_conversations_of_the_expert_are_training_data(cheated, tmp_path):
     conversation = {"id": "one", **cheated["honest"].conversation}
     roles = [message["role"] for message in conversation["messages"]]
@@ -236,6 +239,7 @@ class Slow(Expert):
         return await super().chat(messages, params, tools=tools)
 
 
+@pytest.mark.thorough
 def test_agent_that_takes_too_long_is_graded():
     def pairs(all_tasks):
         steps = calls("easiest", [Mutation(*one) for one in all_tasks[0]["data"]["mutations"]])
@@ -318,6 +322,7 @@ async def episodes(env, count):
         return await asyncio.gather(*(env.run_episode(task, context) for task in some))
 
 
+@pytest.mark.thorough
 def test_verifiers_own_checks_pass(tmp_path):
     from verifiers.v1.cli.validate import run_validate
     from verifiers.v1.configs.cli.validate import ValidateConfig

@@ -230,6 +230,7 @@ def test_an_engine_that_cannot_report_its_version_is_logged_and_asked_again(capl
 # ---- environments ----
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", testing.environment_faults())
 def test_an_environment_that_returns_an_impossible_sample(fault):
     environment = testing.HostileEnvironment(fault, play, every=3)

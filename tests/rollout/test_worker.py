@@ -376,6 +376,7 @@ def test_no_mixture_of_useless_groups_keeps_a_trainer_waiting(on_stale, offsets,
     assert balanced(stats)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_a_trainer_that_waits_says_for_what(caplog, isolation):
     async def slow(task, engine, params):

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 from sandboxed import needed
 
-pytestmark = pytest.mark.thorough
-
 needed()
 
 REPOSITORY = Path(__file__).parents[2]
 USER = 1_999_999_999  # no account has it
 
-pytestmark = pytest.mark.skipif(
-    os.getuid() != 0, reason="not root: the other tests run as an ordinary user already"
-)
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(
+        os.getuid() != 0, reason="not root: the other tests run as an ordinary user already"
+    ),
+]
 
 
 def test_as_an_ordinary_user(tmp_path):
@@ -26,6 +27,7 @@ def test_as_an_ordinary_user(tmp_path):
     # Tiers of other programs are tested as root: those may not be installed.
     chosen = ["-k", "not (bubblewrap or nsjail or gvisor or only_root)"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", *chosen]
+    command += ["-m", "not (gpu or slow or vllm)"]
     command += files
     helper = REPOSITORY / "tests/helpers/ordinary_user.py"
     done = subprocess.run(

@@ -131,12 +131,14 @@ def reports():
     return with_pool(run, readable=[PACKAGES], concurrency=2)
 
 
+@pytest.mark.thorough
 def test_good_repository_passes(reports):
     report = reports["good"]
     assert report.passed, report.log
     assert report.outcomes == dict.fromkeys(NAMES, "passed")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", HACKS)
 def test_hacks_do_not_pass(reports, name):
     report = reports[name]
@@ -144,6 +146,7 @@ def test_hacks_do_not_pass(reports, name):
     assert report.outcomes.get("test_bank.py::test_add[2]") != "passed", report
 
 
+@pytest.mark.thorough
 def test_only_the_wrong_function_fails(reports):
     assert reports["wrong"].outcomes == dict(
         zip(NAMES, ["failed", "failed", "passed", "passed"], strict=True)
@@ -359,6 +362,7 @@ def test_what_is_told_does_not_help(informed, name):
     assert "passed" not in report.outcomes.values(), report
 
 
+@pytest.mark.thorough
 def test_arithmetic_of_objects_still_works(informed):
     report = informed["fair"]
     assert report.passed, report.log

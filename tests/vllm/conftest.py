@@ -67,6 +67,11 @@ def pytest_collection_modifyitems(items):
     items[:] = [item for item in items if not item.path.is_relative_to(HERE)] + ours
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Not checked: servers, which tests share, start and end processes at any time."""
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
     """End a shared server when no test needs it any more: it holds up to 2.5 GB."""

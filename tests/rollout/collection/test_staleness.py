@@ -209,6 +209,7 @@ def test_waiting_takes_stragglers_before_they_are_too_old():
     assert buffer.dropped == {}
 
 
+@pytest.mark.thorough
 @given(
     seed=st.integers(0, 2**32), max_staleness=st.integers(0, 4), groups_per_step=st.integers(1, 4)
 )

@@ -266,6 +266,7 @@ def test_a_reward_may_be_a_coroutine():
     assert asyncio.run(environment({"prompt": "x"}, Scripted("abc"), PARAMS)).reward == 3.0
 
 
+@pytest.mark.thorough
 def test_turns_of_a_real_chat_template_equal_the_template_of_the_whole(smollm2_folder):
     """SmolLM2: the model's prompt is the template's text of the whole conversation."""
     from transformers import AutoTokenizer

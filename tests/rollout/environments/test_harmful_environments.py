@@ -183,6 +183,7 @@ def test_in_thread_isolation_nothing_of_the_users_is_lost(run):
     trainer.communicate(timeout=60)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("isolation", ["plain", "isolated"])
 def test_no_process_below_the_trainer_is_given_the_servers_key(run, isolation):
     trainer, _, pids = run(isolation, "hides")

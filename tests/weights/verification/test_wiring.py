@@ -66,6 +66,7 @@ def test_tied_embeddings_are_one_group():
     assert len(names & {"model.embed_tokens.weight", "lm_head.weight"}) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "lost", "group"),
     [

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ENDS_S = 10.0  # for a thread or a process that has been told to end
 MARK = "PRIMERL_TESTS_PROCESS"
-OWN_FILES = ("torchinductor_",)  # caches, kept for later runs
+OWN_FILES = ("torchinductor_", "torchelastic_")  # torch's caches, and the logs of torchrun
 OWN_VARIABLES = {
     "PYTEST_CURRENT_TEST",
     "CRC32C_SW_MODE",  # tensorboardX sets it when it is imported

@@ -51,7 +51,7 @@ def written(name, arguments):
 @pytest.fixture
 def traces(tmp_path):
     file = tmp_path / "traces.jsonl"
-    rows = [conversation("one"), conversation("two", encoding="utf-8"), conversation("three")]
+    rows = [conversation("one"), conversation("two", text=True), conversation("three")]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
@@ -99,7 +99,7 @@ REPLIES = {
 @pytest.fixture(scope="module")
 def rewards(tmp_path_factory):
     file = tmp_path_factory.mktemp("pivot") / "traces.jsonl"
-    rows = [conversation("one"), conversation("two", encoding="utf-8")]
+    rows = [conversation("one"), conversation("two", text=True)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     texts = [text for text, _ in REPLIES.values()]
     tokenizer = testing.character_tokenizer(

@@ -1,6 +1,7 @@
 """The worker on a thread, with an engine that samples at random."""
 
 import asyncio
+import functools
 import inspect
 import itertools
 import logging
@@ -278,6 +279,7 @@ def test_more_steps_than_versions_are_refused_at_once():
 
 
 WAITED = "no group was kept for .*"
+WAITS = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
 class Unreliable(FakeEngine):
@@ -329,11 +331,13 @@ def test_a_limit_of_refused_groups_is_at_least_one():
 @pytest.mark.parametrize(
     ("offsets", "fate", "reason"),
     [
-        ([0], "refused", f"{WAITED}'impossible': [0-9]+.*of the filters, 'impossible' refused"),
+        WAITS(
+            [0], "refused", f"{WAITED}'impossible': [0-9]+.*of the filters, 'impossible' refused"
+        ),
         ([-5], "fine", "version 0, older than 5, which was already served"),
         ([+3], "fine", "version 8, which was never published: 5 is served"),
-        ([0], "raises", f"{WAITED}'failed': [0-9]+.*ConnectionError"),
-        ([0], "empty", f"{WAITED}'empty': [0-9]+"),
+        WAITS([0], "raises", f"{WAITED}'failed': [0-9]+.*ConnectionError"),
+        WAITS([0], "empty", f"{WAITED}'empty': [0-9]+"),
         ([-5, +3, +1, -2], "mixed", "has version [0-9], "),
     ],
 )
@@ -356,7 +360,7 @@ def test_no_mixture_of_useless_groups_keeps_a_trainer_waiting(on_stale, offsets,
     keep = [impossible]
     if fate == "raises":
         keep = [lambda group: False]
-    timeout_s = 0.4 if offsets == [0] else 30.0
+    timeout_s = 3.0 if offsets == [0] else 30.0  # some groups must end in it, on a busy machine
     plan = {
         "on_stale": on_stale,
         "timeout_s": timeout_s,

@@ -366,6 +366,7 @@ def test_no_mixture_of_useless_groups_keeps_a_trainer_waiting(on_stale, offsets,
         "timeout_s": timeout_s,
         "group_size": 1,
         "quarantine_after": 10**6,
+        "max_refused": 10**6,
     }
     tasks = [{"id": str(n)} | {"prompt": "a"} for n in range(100)]
     began = time.monotonic()

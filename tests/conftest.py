@@ -57,6 +57,7 @@ def pytest_configure(config):
     mark_processes()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     folder = tempfile.mkdtemp(prefix="tests-")
+    os.chmod(folder, 0o711)  # sandboxes of another user have their folders in it
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 

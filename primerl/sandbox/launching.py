@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -52,6 +53,22 @@ def default_python() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
+def new_folder() -> Path:
+    """Make a temporary folder that the users of sandboxes can reach.
+
+    Root's temporary folder may be closed to them (libpam-tmpdir makes such ones), so the next
+    common folder is taken then.
+    """
+    places = [tempfile.gettempdir(), "/tmp", "/var/tmp"]
+    place = next((one for one in places if os.geteuid() != 0 or _open_to_all(Path(one))), None)
+    return Path(tempfile.mkdtemp(prefix="primerl-sandbox-", dir=place))
+
+
+def _open_to_all(folder: Path) -> bool:
+    folders = [folder.resolve(), *folder.resolve().parents]
+    return all(one.is_dir() and one.stat().st_mode & stat.S_IXOTH for one in folders)
+
+
 class Launcher:
     """The owner's end of a zygote: it makes sandboxes, and ends when the owner does."""
 
@@ -84,7 +101,7 @@ class Launcher:
             ZygoteFailed: it could not set itself up.
             SandboxError: it did not answer in time.
         """
-        folder = Path(tempfile.mkdtemp(prefix="primerl-sandbox-"))
+        folder = new_folder()
         for name in ("skeleton", "roots"):
             (folder / name).mkdir()
         # The user that sandboxes belong to looks for prepared roots in it, whatever the umask says.

@@ -219,3 +219,22 @@ def test_a_private_umask_changes_nothing(tier, folders):
     finally:
         os.umask(before)
     assert done.stdout == b"content", done
+
+
+@pytest.mark.parametrize("tier", ["namespaces", "landlock"])
+def test_a_temporary_folder_that_other_users_cannot_enter_is_none(tier, tmp_path, monkeypatch):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(closed))
+
+    async def run():
+        async with SandboxPool(tier=tier, python=everybodys_python(), concurrency=1) as pool:
+            return await pool.run(["pwd"])
+
+    try:
+        done = asyncio.run(run())
+    except SandboxUnavailable as error:
+        if "Permission denied" in str(error):
+            raise
+        pytest.skip(str(error))
+    assert done.stdout.endswith(b"\n"), done

@@ -11,7 +11,6 @@ import math
 import os
 import secrets
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from primerl.sandbox.engine.guest import READY
 from primerl.sandbox.engine.removal import remove
 from primerl.sandbox.engine.wrapped import copy_engine
 from primerl.sandbox.errors import Probe, SandboxError, SandboxUnavailable
+from primerl.sandbox.launching import new_folder
 from primerl.sandbox.results import Isolation, Result
 from primerl.sandbox.roots import Root
 from primerl.sandbox.slots import Order
@@ -98,7 +98,7 @@ class CommandTier:
         failed = [probe for probe in await self.probes() if not probe.ok]
         if failed:
             raise SandboxUnavailable(f"the tier {self.name!r} can't be had here", failed)
-        self._folder = Path(tempfile.mkdtemp(prefix="primerl-sandbox-"))
+        self._folder = new_folder()
         try:
             await asyncio.to_thread(copy_engine, self._folder / "engine")
             self._folder.chmod(0o711)

@@ -31,7 +31,7 @@ def command_line(
     """The arguments of this script from its command line; with ``--resume``, those of that run.
 
     A resumed run's folder has the arguments that it was begun with: they are the defaults, so only
-    what is to change need be given again. What may not change, ``Run`` refuses (``fixed``).
+    what is to change need be given again. ``Run`` refuses changes of its ``fixed`` arguments.
 
     Args:
         kind: an ``attrs`` class with a field for each flag, and the fields ``run_dir`` and

@@ -10,7 +10,7 @@ _OCTAL = re.compile(rb"\\([0-7]{3})")
 def pack(paths: list[str]) -> int:
     """Write what is under ``paths`` to stdout.
 
-    Sockets and devices are left out, and what is mounted read-only: the host's, not the sandbox's.
+    Sockets, devices and read-only mounts, which are the host's, are left out.
     """
     hosts = _read_only_mounts()
     with (

@@ -112,12 +112,12 @@ def link_devices(root: str) -> None:
 
 
 def below(place: str, paths: Iterable[str]) -> list[str]:
-    """Those of ``paths`` that are below the folder ``place``, sorted."""
+    """The sorted ``paths`` that are below the folder ``place``."""
     return sorted(path for path in set(paths) if path.startswith(f"{place}/"))
 
 
 def entries(place: str, paths: Iterable[str]) -> list[str]:
-    """What the folder ``place`` must have so that ``paths`` can be in it: its files and folders."""
+    """The entries of the folder ``place`` through which ``paths`` below it are reached."""
     names = {path.removeprefix(f"{place}/").partition("/")[0] for path in below(place, paths)}
     return [f"{place}/{name}" for name in sorted(names)]
 

@@ -28,7 +28,7 @@ class WrappedTier(LocalTier):
         return [path for path in self.options.readable if path not in below]
 
     def in_places(self, folder: str) -> list[tuple[str, str]]:
-        """What to mount read-only, in this order, where it is to appear in those filesystems.
+        """The read-only mounts, in order, as (source, target) pairs in those filesystems.
 
         A folder that only leads to a readable path is an empty one, made in ``folder``: as a mount
         of its own, it can be neither written nor renamed.

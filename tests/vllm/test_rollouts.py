@@ -6,6 +6,7 @@ Each token's logprob is recomputed by a plain forward pass of the weights that i
 import itertools
 import time
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -49,6 +50,8 @@ def make_environment(tokenizer):
     opening, days = OPENING, DAYS
 
     async def diary(task, engine, params):
+        # Turns of groups played at once end at different tokens, so that an update meets some.
+        params = attrs.evolve(params, max_tokens=10 + 3 * (int(task["id"]) % 4))
         session = f"{task['id']}-{time.monotonic_ns()}"
         chat = rollout.Conversation(engine, tokenizer, params, session=session)
         await chat.turn(opening)

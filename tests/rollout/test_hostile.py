@@ -116,7 +116,7 @@ def test_an_environment_that_catches_a_bad_completion_is_not_trusted():
         except RuntimeError:
             return await play(task, engine, params)
 
-    _, stats = collect(engine, careless, steps=1)
+    _, stats = collect(engine, careless)
 
     assert stats["errors"]["BadCompletion"] > 0
 

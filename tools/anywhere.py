@@ -4,10 +4,11 @@
 
 Each situation is a fresh clone of this repository, in a folder, a shell and an environment of its
 own; ``--list`` names them. Root is needed, to become an ordinary user and to replace ``/dev/shm``.
-A clone installs everything, so one situation takes about ten minutes.
+Each clone installs everything, so one situation takes about twenty minutes.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -95,9 +97,9 @@ class Outcome:
     said: str
 
 
-def run(name: str, command: str, logs: Path) -> Outcome:
-    """Clone, run the command there and remove the clone; its output is kept in ``logs``."""
-    situation = SITUATIONS[name]
+@contextlib.contextmanager
+def cloned(situation: Situation) -> Iterator[Path]:
+    """A clone in the situation's folder, which is removed at the end."""
     folder = Path(situation.folder)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -105,6 +107,15 @@ def run(name: str, command: str, logs: Path) -> Outcome:
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, clone], check=True)
     if situation.ordinary:
         subprocess.run(["chown", "-R", f"{USER}:{USER}", folder], check=True)
+    try:
+        yield clone
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run(name: str, command: str, clone: Path, logs: Path) -> Outcome:
+    """Run the command in the clone, with its output in ``logs``."""
+    situation = SITUATIONS[name]
     words = f"{situation.wrapper} {command}".strip()
     script = f"cd {shlex.quote(str(clone))}; {situation.shell or ':'}; {words}"
     log = logs / f"{name}-{re.sub('[^a-z]+', '-', command)}.log"
@@ -119,14 +130,12 @@ def run(name: str, command: str, logs: Path) -> Outcome:
             start_new_session=True,
             check=False,
         )
-    seconds = time.monotonic() - began
-    shutil.rmtree(folder, ignore_errors=True)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
     return Outcome(
         name=name,
         command=command,
         passed=done.returncode == 0,
-        seconds=seconds,
+        seconds=time.monotonic() - began,
         said=next(
             (line for line in reversed(lines) if " passed" in line or "->" in line), lines[-1]
         ),
@@ -168,11 +177,12 @@ def main() -> int:
     args.logs.mkdir(parents=True, exist_ok=True)
     outcomes = []
     for name in args.situations or SITUATIONS:
-        for command in args.command or ["make demo", "make test", "make test-vllm"]:
-            sys.stderr.write(f"{name}: {command}\n")
-            outcomes.append(run(name, command, args.logs))
-            if args.report is not None:
-                args.report.write_text(table(outcomes), encoding="utf-8")
+        with cloned(SITUATIONS[name]) as clone:
+            for command in args.command or ["make demo", "make test", "make test-vllm"]:
+                sys.stderr.write(f"{name}: {command}\n")
+                outcomes.append(run(name, command, clone, args.logs))
+                if args.report is not None:
+                    args.report.write_text(table(outcomes), encoding="utf-8")
     sys.stdout.write(table(outcomes))
     return 0 if all(one.passed for one in outcomes) else 1
 

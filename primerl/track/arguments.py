@@ -100,10 +100,11 @@ def _guessed(kind: Any, words: list[str]) -> Namespace:
 
 
 def _resumed_folder(words: list[str]) -> Path | None:
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    remaining = iter(words)
+    for word in remaining:
         name, given, value = word.partition("=")
         if name == "--resume":
-            return Path(value if given else following)
+            return Path(value if given else next(remaining, ""))
     return None
 
 

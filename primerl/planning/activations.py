@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from primerl import loss, parallel
 from primerl._expert_modules import expert_modules
 from primerl._ranks import local_part
+from primerl._recomputation import recomputation_method, recomputes
 from primerl.parallel.expert_parallel.experts import IMPLEMENTATION
 
 
@@ -75,9 +76,10 @@ def measure_activations(model: Any, *, tokens: int) -> Activations:
 
     by_layer, around = _saved(model, tokens)
     kept = around + sum(count * size for count, size in zip(counts, by_layer, strict=True))
-    if not getattr(model, "is_gradient_checkpointing", False):
+    stop_recomputing = recomputation_method(model, enable=False)
+    if stop_recomputing is None or not recomputes(model):
         return Activations(kept=kept, recomputed=0)
-    model.gradient_checkpointing_disable()
+    stop_recomputing()
     whole, _ = _saved(model, tokens)
     return Activations(kept=kept, recomputed=max(whole))
 

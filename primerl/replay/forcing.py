@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from primerl._forward_passes import recomputing
+from primerl._recomputation import recomputes
 from primerl.replay.counts import RouteCounts
 from primerl.replay.layers import ExpertLayer, expert_layers
 from primerl.replay.recorder import chosen_experts
@@ -94,7 +95,7 @@ class _Passes:
     def begin(self, model: Any, _args: Any) -> None:
         self.count += 1
         if torch.is_grad_enabled() and model.training:
-            self.to_recompute |= bool(getattr(model, "is_gradient_checkpointing", False))
+            self.to_recompute |= recomputes(model)
 
 
 class _LayerRoutes:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tensor_sizes import Sizes
 
 from primerl import loss, models, parallel, testing
+from primerl._recomputation import recomputation_method
 from primerl.attention import find_documents
 from primerl.attention import indexer as document_indexer
 from primerl.attention.documents import lay_out
@@ -75,7 +76,7 @@ def test_packed_documents_are_each_as_alone(kind, lengths, recompute):
     model = sparse_model(kind)
     if recompute:
         model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recomputation_method(model)({"use_reentrant": False})
     assert_equal_to_alone(model, lengths)
 
 

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from primerl._checkpoint_tensors import checkpoint_tensors
 from primerl.weights.verification.served_tensors import Part, as_builtins, reading_of
@@ -32,20 +33,23 @@ class Replica:
         logprobs = self.model(input_ids=row, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         return np.concatenate([[0], logprobs.gather(1, row[0, 1:, None])[:, 0].numpy()])
 
+    def continued(self, token_ids, cache):
+        # By position: the cache's name depends on the version of transformers.
+        return self.model(torch.tensor([token_ids]), None, None, cache, use_cache=True)
+
     @torch.no_grad()
     def go_on(self, sequence, count, temperature=1.0):
         """Sampled with a fixed seed; whole blocks of the prefix come from the cache."""
         whole = (len(sequence) - 1) // self.block * self.block
         prefix = tuple(sequence[:whole])
         if prefix not in self.cached:
-            out = self.model(input_ids=torch.tensor([prefix]), use_cache=True)
-            self.cached[prefix] = out.past_key_values
+            self.cached[prefix] = DynamicCache(config=self.model.config)
+            self.continued(prefix, self.cached[prefix])
         past = copy.deepcopy(self.cached[prefix])
         generator = torch.Generator().manual_seed(0)
         tokens, logprobs, left = [], [], list(sequence[whole:])
         for _ in range(count):
-            out = self.model(input_ids=torch.tensor([left]), past_key_values=past, use_cache=True)
-            past = out.past_key_values
+            out = self.continued(left, past)
             row = (out.logits[0, -1].float() / temperature).log_softmax(-1)
             tokens.append(int(torch.multinomial(row.exp(), 1, generator=generator)))
             if self.raw_logprobs:

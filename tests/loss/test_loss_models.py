@@ -7,6 +7,7 @@ import transformers
 from tensor_sizes import Sizes
 
 from primerl import loss, testing
+from primerl._recomputation import recomputation_method
 from primerl.loss import linear_head, logprobs
 
 LENGTHS = [5, 1, 9, 5, 12]
@@ -311,7 +312,7 @@ def test_checkpointing_recomputes_the_same_gradients():
 
     plain = gradients()
     model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recomputation_method(model)({"use_reentrant": False})
 
     for mine, other in zip(gradients(), plain, strict=True):
         torch.testing.assert_close(mine, other)
@@ -394,7 +395,7 @@ def test_a_switched_model_keeps_the_documents_of_a_plain_batch_apart(family, pos
     model = testing.tiny_model(family).train()
     _, token_ids, position_ids, labels = packed([6, 6])
     if recomputed:
-        model.gradient_checkpointing_enable()
+        recomputation_method(model)()
     batch = {"input_ids": token_ids.view(2, 6), "use_cache": False}
     if positions is not None:
         batch["position_ids"] = torch.tensor(positions)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from primerl import _forward_passes as forward_passes
 from primerl import loss, models, parallel, testing
+from primerl._recomputation import recomputation_method
 from primerl.models.placement import Piece, pieces
 from primerl.parallel.expert_parallel.dispatch import AllToAll
 from primerl.parallel.expert_parallel.experts import divide_experts, grouped_matmul
@@ -130,10 +131,8 @@ RECOMPUTATION = {
     "none": lambda model: None,
     "primerl": parallel.recompute,
     "primerl, selective": lambda model: parallel.recompute(model, selective=True),
-    "transformers": lambda model: model.gradient_checkpointing_enable(),
-    "transformers, reentrant": lambda model: model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": True}
-    ),
+    "transformers": lambda model: recomputation_method(model)(),
+    "transformers, reentrant": lambda model: recomputation_method(model)({"use_reentrant": True}),
 }
 
 

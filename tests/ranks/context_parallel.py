@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from primerl import loss, packing, parallel, replay, testing
+from primerl._recomputation import recomputation_method
 from primerl.parallel.context_parallel.sharing import share_context
 from primerl.types import NOT_SAMPLED, TrainingSample
 
@@ -150,7 +151,7 @@ def divided(name, world):
     mesh = parallel.mesh(**sizes)
     model = testing.tiny_model(kind, seed=world.rank, **config)  # only rank 0's weights count
     if name in RECOMPUTED:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recomputation_method(model)({"use_reentrant": False})
         model.train()
     parallel.shard(model, mesh, context=method)
     packed = packed_for(mesh.batches, share_prefixes=name in SHARING)

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from primerl import loss, models, parallel, testing
+from primerl._recomputation import recomputation_method
 
 # Four packs: of these documents, the longer ones have more tokens than index_topk.
 LENGTHS = [[7, 5, 20], [16, 16], [3, 9, 11, 9], [32]]
@@ -75,7 +76,7 @@ def choices(model, packs):
 def train(model, packs):
     """Loss and gradient norm of steps of AdamW, whose decay would move what is not frozen."""
     model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    recomputation_method(model)({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     scored = sum(32 - len(lengths) for lengths in LENGTHS)
     history = []

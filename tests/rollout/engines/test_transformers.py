@@ -123,9 +123,9 @@ def mixed_cache_logprobs(models, prompt, completion, temperature):
     spans = [(0, len(prompt))] + [(i, i + 1) for i in range(len(prompt), len(tokens) - 1)]
     with torch.no_grad():
         for (start, end), version in zip(spans, completion.versions.tolist(), strict=True):
-            logits = models[version](
-                input_ids=torch.tensor([tokens[start:end]]), past_key_values=cache, use_cache=True
-            ).logits[0, -1:]
+            # By position: the cache's name depends on the version of transformers.
+            row = torch.tensor([tokens[start:end]])
+            logits = models[version](row, None, None, cache, use_cache=True).logits[0, -1:]
             label = torch.tensor([tokens[end]])
             logprobs.append(loss.token_logprobs(logits, label, temperature=temperature))
     return torch.cat(logprobs)

@@ -75,9 +75,7 @@ class DocumentIndexer(nn.Module):
         cache = past_key_values if cache is None else cache
         switched = (SPARSE_ATTENTION, CONTEXT_SPARSE_ATTENTION)
         if indexer.config._attn_implementation not in switched:
-            whole: Tensor = indexer(
-                hidden, q_latent, rotation, attention_mask, position_ids, cache
-            )
+            whole: Tensor = indexer(hidden, q_latent, rotation, attention_mask, position_ids, cache)
             return whole
         if cache is not None:
             raise ValueError(f"a cache of keys is not computed; {SWITCH_BACK}")

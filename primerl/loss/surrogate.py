@@ -256,7 +256,9 @@ def _clipped(
 ) -> tuple[Tensor, Aux]:
     free = r * advantages
     bounded = r.clamp(1 - clip_low, 1 + clip_high) * advantages
-    objective, stopped = torch.minimum(free, bounded), bounded < free
+    # Not torch.minimum, whose gradient differs between versions of torch where both are equal.
+    stopped = bounded < free
+    objective = torch.where(stopped, bounded, free)
     if dual_clip is not None:
         floor = dual_clip * advantages
         beyond = (advantages < 0) & (objective < floor)

@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from primerl._recomputation import recomputation_method
 from primerl.attention.admission import refuse_virtual_tokens
@@ -80,6 +84,9 @@ def recompute(model: M, *, selective: bool = False, every: int = 1, offload: boo
     arguments: dict[str, Any] = {"use_reentrant": False}
     if selective:
         arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+            # What is kept here stays on the device also with ``offload``; from torch 2.14 on.
+            arguments["respect_saved_tensors_hooks"] = False
     layers = {} if every == 1 else {"every_n_layers": every}
     if layers and "every_n_layers" not in inspect.signature(enable).parameters:
         raise ValueError(f"every is {every}, but this version of transformers takes 1 only")

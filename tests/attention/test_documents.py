@@ -187,15 +187,6 @@ def test_a_gpu_computes_what_a_cpu_does(dtype, width, value_width, shared, monke
         torch.testing.assert_close(mine.grad.cpu().double(), other.grad, atol=5e-2, rtol=5e-2)
 
 
-def test_a_model_that_does_not_pass_on_where_documents_lie_is_refused():
-    model = testing.tiny_model("moshi", audio_vocab_size=8)
-    ids, positions = torch.tensor([5, 6, 7, 8]), torch.tensor([0, 1, 0, 1])
-
-    with pytest.raises(ValueError, match="is not given the documents that its model was called"):
-        loss.model_logprobs(model, ids, positions, ids)
-    assert loss.model_logprobs(model, ids, torch.arange(4), ids).shape == (4,)
-
-
 def test_a_model_that_attends_to_later_tokens_is_refused():
     ids, positions = torch.tensor([5, 6, 7, 8]), torch.tensor([0, 1, 0, 1])
 

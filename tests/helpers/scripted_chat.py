@@ -30,7 +30,7 @@ class ScriptedChat:
         return self
 
     def kill(self):
-        self._do(self._runner.cleanup())
+        self._do(self._kill())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
         self._loop.close()
@@ -44,6 +44,12 @@ class ScriptedChat:
 
     def _do(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+
+    async def _kill(self):
+        # asyncio loses sockets that it has accepted, but not made connections of, as it closes.
+        while any("_accept_connection" in t.get_coro().__qualname__ for t in asyncio.all_tasks()):
+            await asyncio.sleep(0)
+        await self._runner.cleanup()
 
     async def _start(self):
         app = web.Application()

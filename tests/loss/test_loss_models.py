@@ -425,21 +425,26 @@ def test_rows_that_begin_within_a_document_share_no_other_row():
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_layers_that_know_no_positions_refuse_packed_rows(rows):
-    """moshi's layers pass neither positions nor documents to their attention."""
+    """moshi's layers pass no positions to their attention, and before 5.24 no documents either."""
     model = testing.tiny_model("moshi", audio_vocab_size=8)
-    ids = torch.arange(4)
+    ids, packed = torch.arange(4), torch.tensor([0, 1, 0, 1])
     loss.model_logprobs(model, ids, ids, ids)
     batch = ids.expand(rows, -1)
-    with pytest.raises(ValueError, match="is not given the documents"):
-        loss.model_logprobs(model, ids, torch.tensor([0, 1, 0, 1]), ids)
     version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if version >= (5, 24):  # which passes on what ``model_logprobs`` adds to a call
+        found = loss.model_logprobs(model, ids, packed, ids)
+        alone = [loss.model_logprobs(model, half, packed[:2], half) for half in ids.split(2)]
+        torch.testing.assert_close(found, torch.cat(alone))
+    else:
+        with pytest.raises(ValueError, match="is not given the documents"):
+            loss.model_logprobs(model, ids, packed, ids)
     if version < (5, 18):
         pytest.skip("its own call builds no mask here, so that nothing of ours sees positions")
 
     with pytest.raises(ValueError, match="is not given the documents"):
         model(
             input_ids=batch,
-            position_ids=torch.tensor([[0, 1, 0, 1]]).expand(rows, -1),
+            position_ids=packed.expand(rows, -1),
             use_cache=False,
         )
     assert model(input_ids=batch).logits.shape[:2] == (rows, 4)

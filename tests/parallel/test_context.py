@@ -314,7 +314,7 @@ def test_what_cannot_be_computed_over_ranks_is_refused_on_every_rank(found):
         ("axk2", {"index_topk": 4}, "sparse attention, whose indexer"),
         ("qwen3_5_moe_text", {}, "linear_attention layers"),
         ("bart", {}, "bart takes no position_ids"),
-        ("codegen", {}, "codegen has an attention of its own"),
+        ("xglm", {}, "xglm has an attention of its own"),
         ("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 3}, '3 .* context="gathered"'),
         (
             "llama",

@@ -317,7 +317,7 @@ LEAKING = {
     "lfm2_moe": "conv layers",
     "llama4_text": "chunked_attention layers",
     "minimax_m3_vl_text": "minimax_m3_sparse layers",
-    "recurrent_gemma": "recurrent layers",
+    "recurrent_gemma": "recurrent layers|linear_attention layers",
     "xlstm": "recurrent layers",
     "bloom": "an attention of its own",
     "trocr": "an attention of its own",
@@ -343,7 +343,6 @@ def test_what_leaks_is_refused_before_training_and_at_each_call(family):
         ("mixtral", {"sliding_window": 8}, "exceeds the attention window of 8"),
         ("phimoe", {"sliding_window": 8}, "a window shorter than a document"),
         ("doge", {}, "attends by a mask"),
-        ("moshi", {}, "is not given the documents"),
     ],
 )
 def test_what_no_rule_covers_is_refused_when_it_happens(family, settings, message):

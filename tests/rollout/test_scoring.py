@@ -103,31 +103,40 @@ async def act(token_ids):
 
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_samples_without_scores_are_not_trained_and_counted_by_reason(top_k):
-    samples = [sample(9, 9, last, prompt=2 if last == 6 else 1) for last in range(8)]
-    began = time.monotonic()
+    samples = [sample(9, 9, last, prompt=2 if last == 6 else 1) for last in range(8) if last != 3]
 
-    scores = rollout.score_samples(Teacher(act), samples, top_k=top_k, timeout_s=0.5)
+    scores = rollout.score_samples(Teacher(act), samples, top_k=top_k)
     scored, missing = rollout.with_scores(samples, scores, top_k=top_k)
 
-    assert time.monotonic() - began < 10
     assert [one.reason for one in missing] == [
         "refused",
         "failed",
-        "timeout",
         "not finite",
         "incomplete",
     ]
     errors = [one.error for one in missing]
     assert errors[:2] == ["ValueError: too long", "RuntimeError: the teacher died"]
-    assert "within 0.5 s" in errors[2]
-    assert "shape (2,); expected (3,)" in errors[4]
+    assert "shape (2,); expected (3,)" in errors[3]
     trained = [one.loss_mask.any() for one in scored]
-    assert trained == [True, False, False, False, False, False, True, True]
+    assert trained == [True, False, False, False, False, True, True]
     for one, own in zip(scored, samples, strict=True):
         assert one.token_ids.tolist() == own.token_ids.tolist()
         if not one.loss_mask.any():
             assert not one.ref_logprobs.any()
         assert (one.ref_top_ids is not None) == bool(top_k)
+
+
+def test_a_score_that_never_comes_is_not_waited_for():
+    samples = [sample(9, 3), sample(9, 9, 3)]
+    began = time.monotonic()
+
+    scores = rollout.score_samples(Teacher(act), samples, timeout_s=0.5)
+    scored, missing = rollout.with_scores(samples, scores)
+
+    assert time.monotonic() - began < 30
+    assert [one.reason for one in missing] == ["timeout", "timeout"]
+    assert all("within 0.5 s" in one.error for one in missing)
+    assert not any(one.loss_mask.any() for one in scored)
 
 
 def test_scores_computed_in_this_process_are_checked_alike():

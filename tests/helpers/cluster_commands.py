@@ -16,8 +16,11 @@ class StartedError(Exception):
 
 
 def launched(words):
-    """What torchrun makes of its words."""
-    return get_args_parser().parse_args(words)
+    """The arguments that torchrun reads from its command line."""
+    parser = get_args_parser()
+    if "--shutdown-timeout" not in parser.format_help():
+        pytest.skip("this torchrun has no --shutdown-timeout, which the files for clusters pass")
+    return parser.parse_args(words)
 
 
 def recipe_arguments(recipe, launch, monkeypatch):

@@ -41,7 +41,7 @@ COMMANDS = {
 }
 
 
-TIERS = ["namespaces", "landlock", "bubblewrap", "nsjail", "gvisor"]
+TIERS = ["namespaces", "landlock", "gvisor"]
 
 
 @pytest.mark.parametrize("name", [*TIERS, *COMMANDS])

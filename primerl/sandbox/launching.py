@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +88,13 @@ class Launcher:
         cls,
         *,
         way: str,
-        command: Callable[[str], list[str]],
         python: str,
         readable: list[str],
         settings: dict[str, Any],
         lease_s: float,
         start_timeout_s: float,
     ) -> "Launcher":
-        """Start a zygote; ``way`` is how it makes sandboxes, ``command`` is given its folder.
+        """Start a zygote; ``way`` is how it makes sandboxes.
 
         Raises:
             ZygoteFailed: it could not set itself up.
@@ -112,7 +111,6 @@ class Launcher:
             "owner": os.getpid(),
             "folder": str(folder),
             "way": way,
-            "command": command(str(folder)),
             "readable": readable,
             "settings": settings,
             "lease_s": lease_s,

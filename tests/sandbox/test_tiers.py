@@ -16,19 +16,10 @@ from sandboxed import everybodys_python, processes_with
 from primerl.sandbox import Limits, SandboxError, SandboxPool, SandboxUnavailable, probe
 
 ATTACKS = LISTED | FURTHER
-LOCAL = ["landlock", "bubblewrap", "nsjail"]
 # What a tier doesn't stop, as `pool.isolation` and docs/sandbox.md say.
-NOT_STOPPED = {
-    "landlock": {"existence of the host's files", "descriptor of a folder above"},
-    "bubblewrap": set(),
-    "nsjail": {"writing to /proc"},  # it reads some of what /proc says of the host
-}
+NOT_STOPPED = {"existence of the host's files", "descriptor of a folder above"}
 # Where no filesystem has a limit of its own, the watchdog ends what writes too much.
-WATCHED = {
-    "landlock": {"disk", "inodes", "fallocate and sparse files"},
-    "bubblewrap": {"disk", "inodes"},
-    "nsjail": {"disk"},
-}
+WATCHED = {"disk", "inodes", "fallocate and sparse files"}
 
 
 def in_tier(tier, work, **arguments):
@@ -46,28 +37,21 @@ def in_tier(tier, work, **arguments):
 
 @pytest.fixture(scope="module")
 def attacked(host):
-    """Results of all attacks by tier, each carried out once."""
-    kept = {}
+    """Results of all attacks in the tier ``landlock``, each carried out once."""
 
-    def results(tier):
-        if tier not in kept:
+    async def run_all(pool):
+        async def attack(name):
+            code = PRELUDE + ATTACKS[name]
+            for mark, value in host.items():
+                code = code.replace(mark, value)
+            limit_s = 1.0 if LIMITED.get(name) == "timeout" else 90.0
+            return name, await pool.run(code, timeout_s=limit_s)
 
-            async def run_all(pool):
-                async def attack(name):
-                    code = PRELUDE + ATTACKS[name]
-                    for mark, value in host.items():
-                        code = code.replace(mark, value)
-                    limit_s = 1.0 if LIMITED.get(name) == "timeout" else 90.0
-                    return name, await pool.run(code, timeout_s=limit_s)
+        return dict(await asyncio.gather(*map(attack, ATTACKS)))
 
-                return dict(await asyncio.gather(*map(attack, ATTACKS)))
-
-            # Without namespaces, an ordinary user's sandboxes share one limit of processes.
-            together = 2 if os.getuid() == 0 else 1
-            kept[tier] = in_tier(tier, run_all, concurrency=together, limits=Limits())
-        return kept[tier]
-
-    return results
+    # Without namespaces, an ordinary user's sandboxes share one limit of processes.
+    together = 2 if os.getuid() == 0 else 1
+    return in_tier("landlock", run_all, concurrency=together, limits=Limits())
 
 
 BURNS = """
@@ -81,7 +65,7 @@ subprocess.run([sys.executable, "-c", {BURNS + "time.sleep(600)"!r}])
 """
 
 
-@pytest.mark.parametrize("tier", ["namespaces", *LOCAL])
+@pytest.mark.parametrize("tier", ["namespaces", "landlock"])
 def test_what_was_ended_says_what_it_used(tier):
     async def work(pool):
         slow = await pool.run(BURNS_IN_A_CHILD, timeout_s=3.0)
@@ -102,22 +86,20 @@ def test_what_was_ended_says_what_it_used(tier):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("tier", LOCAL)
-def test_attacks_are_stopped(attacked, host, tier):
+def test_attacks_are_stopped_by_landlock(attacked, host):
     worked, limits = set(), {}
-    for name, result in attacked(tier).items():
+    for name, result in attacked.items():
         if b"PWNED" in result.stdout:
             worked.add(name)
         if result.limits_hit != ((LIMITED[name],) if name in LIMITED else ()):
             limits[name] = result.limits_hit
-    assert worked <= NOT_STOPPED[tier]
-    assert set(limits) <= WATCHED[tier], limits
+    assert worked <= NOT_STOPPED
+    assert set(limits) <= WATCHED, limits
     assert set(limits.values()) <= {("disk",)}
     assert not processes_with(host["@MARK@"])
 
 
-@pytest.mark.parametrize("tier", LOCAL)
-def test_sessions(tier):
+def test_sessions_without_namespaces():
     async def work(pool):
         async with pool.session() as session:
             await session.write("notes/a", bytes(range(256)))
@@ -130,19 +112,18 @@ def test_sessions(tier):
                 await pool.prepare_root("/usr")
             return await session.python("x")
 
-    assert in_tier(tier, work, concurrency=1).exit == 1  # that Python ended with the timeout
+    assert in_tier("landlock", work, concurrency=1).exit == 1  # that Python ended with the timeout
 
 
-@pytest.mark.parametrize("tier", LOCAL)
-def test_nothing_outlives_an_owner(tier):
+def test_nothing_outlives_an_owner():
     """The owner is killed at work; so are all of its sandboxes, daemons too."""
-    in_tier(tier, lambda pool: pool.run("pass"), concurrency=1)
-    mark = f"298.{os.getpid()}{LOCAL.index(tier)}"
+    in_tier("landlock", lambda pool: pool.run("pass"), concurrency=1)
+    mark = f"298.{os.getpid()}"
     program = f"""
 import asyncio
 from primerl.sandbox import SandboxPool
 async def main():
-    async with SandboxPool(tier={tier!r}, python={everybodys_python()!r}, concurrency=1) as pool:
+    async with SandboxPool(tier='landlock', python={everybodys_python()!r}, concurrency=1) as pool:
         async with pool.session() as session:
             await session.run(["sh", "-c", "setsid sleep {mark} & setsid sh -c 'setsid sleep {mark} &' &"])
             print(pool._tier.launcher.folder, flush=True)
@@ -306,7 +287,7 @@ def test_engine_that_does_not_answer_is_refused(docker):
 
 def test_programs_that_are_not_installed_are_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    for tier, program in {"gvisor": "runsc", "podman": "podman", "bubblewrap": "bwrap"}.items():
+    for tier, program in {"gvisor": "runsc", "podman": "podman"}.items():
         failed = [found for found in asyncio.run(probe(tier)) if not found.ok]
         assert f"{program} is not installed" in failed[0].message
 

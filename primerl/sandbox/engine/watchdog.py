@@ -7,7 +7,7 @@ mappings are refused, and pipes and sockets are bounded by the number of open fi
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from primerl.sandbox.engine.processes import Processes
@@ -56,11 +56,11 @@ class Watchdog:
         return None
 
 
-def filesystem_use(places: Sequence[str] = ("/tmp",)) -> tuple[int, int]:
-    """Bytes and files that the filesystems mounted at ``places`` hold, deleted ones included."""
-    found = [os.statvfs(place) for place in places]
-    size = sum((status.f_blocks - status.f_bfree) * status.f_frsize for status in found)
-    return size, sum(status.f_files - status.f_ffree for status in found)
+def filesystem_use() -> tuple[int, int]:
+    """Bytes and files that a sandbox's own filesystem holds, deleted ones included."""
+    status = os.statvfs("/tmp")
+    size = (status.f_blocks - status.f_bfree) * status.f_frsize
+    return size, status.f_files - status.f_ffree
 
 
 def _resident_bytes(process: str) -> int:

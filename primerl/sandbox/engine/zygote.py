@@ -22,7 +22,6 @@ from primerl.sandbox.engine import (
     namespaces,
     processes,
     removal,
-    wrapped,
 )
 
 _SWEEP_S = 5.0
@@ -56,7 +55,6 @@ class Way(Protocol):
 _WAYS: dict[str, Callable[[dict[str, Any]], Way]] = {
     "namespaces": namespaces.Namespaces,
     "landlock": confined.Confined,
-    "command": wrapped.Wrapped,
 }
 
 

@@ -6,15 +6,11 @@ from typing import Literal, get_args
 
 from primerl.sandbox.tiers.protocol import Options, Tier
 
-TierName = Literal[
-    "namespaces", "landlock", "bubblewrap", "nsjail", "gvisor", "docker", "podman", "prime"
-]
+TierName = Literal["namespaces", "landlock", "gvisor", "docker", "podman", "prime"]
 
 _CLASSES = {
     "namespaces": ("namespaces", "Namespaces"),
     "landlock": ("landlock", "Landlock"),
-    "bubblewrap": ("bubblewrap", "Bubblewrap"),
-    "nsjail": ("nsjail", "Nsjail"),
     "gvisor": ("gvisor", "Gvisor"),
     "docker": ("containers", "Docker"),
     "podman": ("containers", "Podman"),

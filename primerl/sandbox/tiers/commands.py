@@ -6,20 +6,22 @@ order: processes don't go on from one to the next.
 """
 
 import asyncio
+import compileall
 import contextlib
 import math
 import os
 import secrets
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from primerl.sandbox import engine
 from primerl.sandbox.engine import messages
 from primerl.sandbox.engine.guest import READY
 from primerl.sandbox.engine.removal import remove
-from primerl.sandbox.engine.wrapped import copy_engine
 from primerl.sandbox.errors import Probe, SandboxError, SandboxUnavailable
 from primerl.sandbox.launching import new_folder
 from primerl.sandbox.results import Isolation, Result
@@ -100,7 +102,7 @@ class CommandTier:
             raise SandboxUnavailable(f"the tier {self.name!r} can't be had here", failed)
         self._folder = new_folder()
         try:
-            await asyncio.to_thread(copy_engine, self._folder / "engine")
+            await asyncio.to_thread(_copy_engine, self._folder / "engine")
             self._folder.chmod(0o711)
             await self._try()
         except BaseException:
@@ -298,3 +300,15 @@ def _start_process(command: list[str], streams: Sequence[int]) -> subprocess.Pop
         cwd="/",
         start_new_session=True,
     )
+
+
+def _copy_engine(folder: Path) -> None:
+    """Copy the sandbox's engine, compiled, to where every user can read it, whatever the umask."""
+    source = Path(engine.__file__).parent
+    target = folder / "primerl" / "sandbox" / "engine"
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    for package in (target.parent, target.parent.parent):  # in place of primerl's own
+        (package / "__init__.py").touch()
+    compileall.compile_dir(folder, quiet=2)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)

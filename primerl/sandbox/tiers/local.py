@@ -86,11 +86,6 @@ class LocalTier:
             )
         return self._launcher
 
-    def command(self, folder: str) -> list[str]:
-        """The program that makes a sandbox, for the way ``command``."""
-        del folder
-        return []
-
     async def start(self) -> None:
         """See ``Tier``."""
         if not sys.platform.startswith("linux"):
@@ -103,7 +98,6 @@ class LocalTier:
         try:
             self._launcher = await launching.Launcher.start(
                 way=self.way,
-                command=self.command,
                 python=self.options.python,
                 readable=[*self.options.readable],
                 settings=self._settings(),

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from primerl._optional import require
-from primerl._tested_versions import TESTED, warn_if_untested
+from primerl._common.optional import TESTED, require, warn_if_untested
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.attention.documents import Layout, batch_layout
 from primerl.attention.kernels import attend
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from primerl._progress import report
-from primerl._ranks import exchange, on_every_rank
+from primerl._common.progress import report
+from primerl._common.ranks import exchange, on_every_rank
 from primerl.checkpoint import folders
 from primerl.checkpoint.generators import generator_states
 from primerl.checkpoint.loading import load

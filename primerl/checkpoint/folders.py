@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from primerl._files import sync_folder, unused_name
+from primerl._common.files import sync_folder, unused_name
 from primerl.checkpoint.pieces import write_file
 
 FORMAT = 1

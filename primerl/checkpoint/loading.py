@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from primerl._files import member
+from primerl._common.files import member
 from primerl.checkpoint.folders import rank_file
 from primerl.checkpoint.generators import reseed_generators, set_generators
 from primerl.checkpoint.pieces import Piece, read_pieces

@@ -11,9 +11,9 @@ import attrs
 import xxhash
 from torch import Tensor
 
-from primerl._checkpoint_tensors import TensorLayout
-from primerl._digests import raw_bytes
-from primerl._tensor_files import encode_header, read_tensors
+from primerl._common.checkpoint_tensors import TensorLayout
+from primerl._common.digests import raw_bytes
+from primerl._common.tensor_files import encode_header, read_tensors
 
 _BLOCK = 1 << 24
 

@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 import msgspec
 
-from primerl._digests import digest_of_file
-from primerl._files import member
+from primerl._common.digests import digest_of_file
+from primerl._common.files import member
 from primerl.checkpoint import folders
 from primerl.checkpoint.folders import MANIFEST, STATE
 from primerl.checkpoint.pieces import FileRecord

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from primerl._ranks import on_every_rank
+from primerl._common.ranks import on_every_rank
 from primerl.checkpoint import folders
 from primerl.checkpoint.pieces import Piece, write_file, write_pieces
 

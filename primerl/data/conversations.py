@@ -10,7 +10,7 @@ from typing import Any, overload
 
 import msgspec
 
-from primerl import _optional
+from primerl._common import optional
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SUFFIXES = (".jsonl", ".parquet")
@@ -94,7 +94,7 @@ class _RowsOfParquet:
     """The conversations of a Parquet file, in the memory-mapped copy that ``datasets`` makes."""
 
     def __init__(self, path: Path) -> None:
-        datasets = _optional.require("datasets", extra="data")
+        datasets = optional.require("datasets", extra="data")
         self._path = path
         self._rows = datasets.Dataset.from_parquet(str(path))
         for index in range(len(self)):

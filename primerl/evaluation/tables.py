@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.evaluation.intervals import Comparison, Interval
 from primerl.evaluation.records import Scores
 

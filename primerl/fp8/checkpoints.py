@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from primerl._adapters import has_adapters
-from primerl._checkpoint_tensors import SCALES, converted
-from primerl._expert_modules import expert_modules
+from primerl._common.adapters import has_adapters
+from primerl._common.checkpoint_tensors import SCALES, converted
+from primerl._common.expert_modules import expert_modules
 from primerl.fp8.format import Format
 from primerl.fp8.grouped import GroupedMatmul
 from primerl.fp8.linear import Fp8Linear

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from primerl._adapters import has_adapters
-from primerl._recomputation import recomputes
+from primerl._common.adapters import has_adapters
+from primerl._common.forward_passes import recomputes
 from primerl.fp8.backends.choice import BackendName, require_backend
 from primerl.fp8.format import BLOCK_FP8, Format
 from primerl.fp8.linear import Fp8Linear, WeightGradient, check_weight_gradient

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from primerl._values import has_values
+from primerl._common.values import has_values
 
 # Elements of a tile. On a CPU a tile stays in cache; an accelerator wants fewer, larger kernels.
 CPU_TILE, TILE = 2**21, 2**25

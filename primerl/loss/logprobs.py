@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from primerl._forward_passes import attempt
+from primerl._common.forward_passes import attempt
 from primerl.attention import attend_by_document, require_documents
 from primerl.attention.admission import refuse_virtual_tokens
 from primerl.loss.arguments import checked

@@ -1,6 +1,6 @@
 """Hugging Face models: loaded in full or in shards, and saved with or without adapters."""
 
-from primerl._checkpoint_tensors import checkpoint_tensors
+from primerl._common.checkpoint_tensors import checkpoint_tensors
 from primerl.models.adapters import save_adapters
 from primerl.models.pretrained import load_pretrained, save_pretrained
 from primerl.models.sharded_loading import empty_model, load_shards

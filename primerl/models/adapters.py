@@ -4,9 +4,9 @@ from os import PathLike
 
 from torch import nn
 
-from primerl._adapters import adapter_config, adapter_tensors, write_adapter
-from primerl._files import saved_folder
-from primerl._ranks import is_first_rank
+from primerl._common.adapters import adapter_config, adapter_tensors, write_adapter
+from primerl._common.files import saved_folder
+from primerl._common.ranks import is_first_rank
 
 
 def save_adapters(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from primerl._checkpoint_tensors import converted, distinct_tensors, layers_of
+from primerl._common.checkpoint_tensors import converted, distinct_tensors, layers_of
 
 Region = tuple[slice, ...]
 

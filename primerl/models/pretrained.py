@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from primerl._checkpoint_tensors import (
+from primerl._common.checkpoint_tensors import (
     Quantizer,
     TensorLayout,
     checkpoint_layout,
     checkpoint_tensors,
 )
-from primerl._files import saved_folder
-from primerl._optional import require
-from primerl._progress import report
-from primerl._ranks import is_first_rank
-from primerl._tensor_files import write_tensors
+from primerl._common.files import saved_folder
+from primerl._common.optional import require
+from primerl._common.progress import report
+from primerl._common.ranks import is_first_rank
+from primerl._common.tensor_files import write_tensors
 
 SHARD_BYTES = 5 * 10**9
 

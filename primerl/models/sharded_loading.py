@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from primerl._adapters import has_adapters
-from primerl._checkpoint_tensors import SCALES, distinct_tensors
-from primerl._files import member
-from primerl._optional import require
+from primerl._common.adapters import has_adapters
+from primerl._common.checkpoint_tensors import SCALES, distinct_tensors
+from primerl._common.files import member
+from primerl._common.optional import require
 from primerl.models.placement import Piece, Region, local_region, pieces
 
 Dequantize = Callable[[Tensor, Tensor], Tensor]

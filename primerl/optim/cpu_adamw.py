@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from primerl._ranks import local_part
+from primerl._common.ranks import local_part
 
 
 class CPUAdamW(Optimizer):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from primerl._ranks import local_part
+from primerl._common.ranks import local_part
 from primerl.optim.cpu_adamw import update_adamw
 from primerl.optim.layouts import Matrices, join_outputs, split_outputs
 from primerl.optim.matrix_exchange import map_matrices, matrix_sharding

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from primerl._ranks import local_part
+from primerl._common.ranks import local_part
 
 PART_ELEMENTS = 2**28
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from primerl._recomputation import recomputation_method
+from primerl._common.forward_passes import recomputation_method
 from primerl.attention.admission import refuse_virtual_tokens
 
 M = TypeVar("M", bound=nn.Module)

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from primerl._ranks import local_part
+from primerl._common.ranks import local_part
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from primerl._progress import report
+from primerl._common.progress import report
 from primerl.parallel.device_mesh import Mesh
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 import sys
 
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.parity.command import main
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from primerl import models, parallel
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.packing import PackedBatch
 from primerl.parity.reference import Document, Training
 from primerl.parity.training import make_batches, optimizer_for, resumed, train, whole

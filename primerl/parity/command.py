@@ -17,8 +17,8 @@ from typing import Any
 
 import attrs
 
-from primerl._expert_modules import expert_modules
-from primerl._optional import require
+from primerl._common.expert_modules import expert_modules
+from primerl._common.optional import require
 from primerl.attention.admission import is_sparse
 from primerl.parity.checks import CONTEXT_METHODS, Finding, MeshPlan
 from primerl.parity.reference import MUON_FAMILIES

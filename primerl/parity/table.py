@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from primerl import optim
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.parity.checks import Finding
 from primerl.testing.families import tiny_family
 

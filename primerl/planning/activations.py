@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from primerl import loss, parallel
-from primerl._expert_modules import expert_modules
-from primerl._ranks import local_part
-from primerl._recomputation import recomputation_method, recomputes
+from primerl._common.expert_modules import expert_modules
+from primerl._common.forward_passes import recomputation_method, recomputes
+from primerl._common.ranks import local_part
 from primerl.parallel.expert_parallel.experts import IMPLEMENTATION
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.planning.pairs import Refusal
 from primerl.planning.server import ServerPlan
 from primerl.planning.sizes import ModelSize

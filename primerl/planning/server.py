@@ -8,8 +8,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from primerl._checkpoint_tensors import Quantizer, converted, distinct_tensors, layers_of
-from primerl._expert_modules import expert_modules
+from primerl._common.checkpoint_tensors import Quantizer, converted, distinct_tensors, layers_of
+from primerl._common.expert_modules import expert_modules
 from primerl.flops import layer_configs
 from primerl.planning.trainer import GIB
 

@@ -6,7 +6,7 @@ import attrs
 from torch import nn
 
 from primerl import replay
-from primerl._expert_modules import expert_modules
+from primerl._common.expert_modules import expert_modules
 
 
 @attrs.frozen(kw_only=True)

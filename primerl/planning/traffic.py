@@ -5,7 +5,7 @@ import numpy as np
 from torch import nn
 
 from primerl import replay
-from primerl._expert_modules import expert_modules
+from primerl._common.expert_modules import expert_modules
 from primerl.replay.chunks import column_bytes
 from primerl.weights.transports import delta
 

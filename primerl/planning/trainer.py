@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from primerl import optim, parallel
-from primerl._checkpoint_tensors import LAYER
-from primerl._ranks import local_part
+from primerl._common.checkpoint_tensors import LAYER
+from primerl._common.ranks import local_part
 from primerl.planning.activations import Activations, measure_activations
 from primerl.planning.ranks import imagined_ranks
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from primerl._forward_passes import PassTotal
+from primerl._common.forward_passes import PassTotal
 
 
 class RouteCounts:

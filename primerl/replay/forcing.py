@@ -9,8 +9,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from primerl._forward_passes import recomputing
-from primerl._recomputation import recomputes
+from primerl._common.forward_passes import recomputes, recomputing
 from primerl.replay.counts import RouteCounts
 from primerl.replay.layers import ExpertLayer, expert_layers
 from primerl.replay.recorder import chosen_experts

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 from torch import nn
 
-from primerl._expert_modules import expert_modules
+from primerl._common.expert_modules import expert_modules
 from primerl.replay.shapes import RouteShape
 
 # How configurations call the number of experts that a layer chooses.

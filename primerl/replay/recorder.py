@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int16
 from torch import Tensor, nn
 
-from primerl._forward_passes import recomputing
+from primerl._common.forward_passes import recomputing
 from primerl.replay.layers import ExpertLayer, expert_layers
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import attrs
 
-from primerl._shared_folder import shared_memory
+from primerl._common.shared_folder import shared_memory
 from primerl.replay.server import NAME
 
 KEY_VARIABLE = "PRIMERL_API_KEY"

@@ -14,7 +14,7 @@ from typing import Any, SupportsIndex
 import attrs
 import numpy as np
 
-from primerl._shared_folder import SharedFolder
+from primerl._common.shared_folder import SharedFolder
 from primerl.replay.eviction import Eviction, evicted
 from primerl.replay.inline import (
     InlineRoutes,

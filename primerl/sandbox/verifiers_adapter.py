@@ -8,7 +8,7 @@ an instance: ``await agents.agent.run(task, runtime=runtime)`` in an environment
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.sandbox.errors import SandboxError
 from primerl.sandbox.pool import SandboxPool
 from primerl.sandbox.roots import Root

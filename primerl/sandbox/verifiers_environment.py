@@ -4,7 +4,7 @@ import asyncio
 import weakref
 from typing import Any
 
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.sandbox.errors import SandboxUnavailable
 from primerl.sandbox.pool import SandboxPool
 from primerl.sandbox.results import Limits

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from primerl._optional import require
+from primerl._common.optional import require
 
 VOCABULARY = 96
 HEADS = 4

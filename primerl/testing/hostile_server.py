@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from primerl import _vllm_names as names
+from primerl._common import vllm_names as names
 from primerl.rollout.engines.contract import Limits
 from primerl.testing.hostile import COMPLETION_FAULTS, Request
 from primerl.types import Completion, SamplingParams

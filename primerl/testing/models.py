@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.testing.vocabulary import chat_tokenizer
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from importlib import resources
 from typing import Any
 
-from primerl._optional import require
+from primerl._common.optional import require
 
 
 def words() -> list[str]:

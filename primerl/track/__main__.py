@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.track.report import write_report
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import attrs
 import msgspec
 
-from primerl._optional import require_all
+from primerl._common.optional import require_all
 from primerl.track.interrupts import interruptible
 from primerl.track.run_folder import ARGS, read_json, require_unfinished
 

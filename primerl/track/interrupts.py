@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from primerl._interrupts import StoppedError
+from primerl._common.interrupts import StoppedError
 
 EXIT_CODE = 130  # what shells report of SIGINT
 TERMINATED = 143  # and of SIGTERM

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
-from primerl._optional import require
-from primerl._progress import NAME as PROGRESS
+from primerl._common.optional import require
+from primerl._common.progress import NAME as PROGRESS
 
 PLAIN_WIDTH = 100  # of a prompt's end, and of a reply, off a terminal
 QUIET_S = 10.0  # off a terminal, a line is printed at least this often while something is done

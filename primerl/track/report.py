@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from primerl._files import whole_or_nothing
+from primerl._common.files import whole_or_nothing
 from primerl.track.run_folder import (
     ARGS,
     METRICS,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from primerl._files import sync_folder, whole_or_nothing
+from primerl._common.files import sync_folder, whole_or_nothing
 
 ARGS, SUMMARY, METRICS, ROLLOUTS = "args.json", "summary.json", "metrics.jsonl", "rollouts.jsonl"
 TOKENS = "tokens.jsonl"  # a line [id, text] for each token of the rollouts

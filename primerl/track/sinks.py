@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from primerl._optional import require
+from primerl._common.optional import require
 
 Sink = Callable[[int, Mapping[str, Any]], None]
 """Where metrics go: ``(step, metrics) -> None``."""

@@ -9,9 +9,9 @@ import attrs
 import torch
 from torch import nn
 
-from primerl._checkpoint_tensors import Quantizer
-from primerl._progress import report
-from primerl._ranks import is_first_rank, on_first_rank
+from primerl._common.checkpoint_tensors import Quantizer
+from primerl._common.progress import report
+from primerl._common.ranks import is_first_rank, on_first_rank
 from primerl.weights.transports.adapter import Adapter
 from primerl.weights.transports.folder_transport import Disk, check_engines
 from primerl.weights.transports.receipts import Receipt, Transport, on_all_ranks

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensor_sizes import Sizes
 
 from primerl import loss, models, parallel, testing
-from primerl._recomputation import recomputation_method
+from primerl._common.forward_passes import recomputation_method
 from primerl.attention import find_documents
 from primerl.attention import indexer as document_indexer
 from primerl.attention.documents import lay_out

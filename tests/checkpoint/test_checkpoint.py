@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from primerl import checkpoint, optim, track
-from primerl._digests import digest_of_file
+from primerl._common.digests import digest_of_file
 from primerl.checkpoint import folders, writing
 from primerl.checkpoint.generators import generator_states, set_generators
 

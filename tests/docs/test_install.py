@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from primerl import _optional
+from primerl._common import optional
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/**/README.md")]
@@ -79,13 +79,13 @@ def modules_of(extra):
 
 
 def test_what_recipes_look_for_are_the_modules_of_extras_and_environments():
-    for extra, modules in _optional.MODULES.items():
+    for extra, modules in optional.MODULES.items():
         assert set(modules) == modules_of(extra)
     folders = (ROOT / "recipes/environments").glob("*/pyproject.toml")
     for path in folders:
-        module = _optional.ENVIRONMENTS[path.parent.name]
+        module = optional.ENVIRONMENTS[path.parent.name]
         assert (path.parent / module / "__init__.py").is_file()
-    assert len(_optional.ENVIRONMENTS) == len([*(ROOT / "recipes/environments").glob("*/")])
+    assert len(optional.ENVIRONMENTS) == len([*(ROOT / "recipes/environments").glob("*/")])
 
 
 def test_every_extra_of_an_extra_exists():

@@ -117,7 +117,7 @@ def test_a_module_that_is_missing_deeper_down_is_not_blamed_on_the_extra(tmp_pat
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
-from primerl._optional import require
+from primerl._common.optional import require
 try:
     require('shallow', extra='x')
 except ModuleNotFoundError as error:

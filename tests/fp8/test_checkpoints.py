@@ -10,9 +10,9 @@ from copy_engine import ReadableEngine
 from publishing import Replicas, train
 
 from primerl import fp8, models, testing, weights
-from primerl._checkpoint_tensors import checkpoint_tensors
-from primerl._digests import digest_of
-from primerl._tensor_files import map_tensors
+from primerl._common.checkpoint_tensors import checkpoint_tensors
+from primerl._common.digests import digest_of
+from primerl._common.tensor_files import map_tensors
 from primerl.fp8.quantization import weight
 from primerl.parallel.expert_parallel.experts import divide_experts
 from primerl.weights.verification.served_tensors import Part, as_builtins, reading_of

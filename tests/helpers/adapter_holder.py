@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from primerl import testing
-from primerl._digests import digest_of, digest_of_all
+from primerl._common.digests import digest_of, digest_of_all
 
 
 def adapted(**config):

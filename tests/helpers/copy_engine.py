@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from primerl._checkpoint_tensors import checkpoint_tensors
+from primerl._common.checkpoint_tensors import checkpoint_tensors
 from primerl.weights.verification.served_tensors import Part, as_builtins, reading_of
 
 

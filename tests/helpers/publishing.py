@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
-from primerl._digests import digest_of, digest_of_all, raw_bytes
+from primerl._common.digests import digest_of, digest_of_all, raw_bytes
 from primerl.weights.transports.broadcast_group import join_group
 from primerl.weights.transports.folder_reader import FolderReader
 

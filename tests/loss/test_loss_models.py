@@ -7,7 +7,7 @@ import transformers
 from tensor_sizes import Sizes
 
 from primerl import loss, testing
-from primerl._recomputation import recomputation_method
+from primerl._common.forward_passes import recomputation_method
 from primerl.loss import linear_head, logprobs
 
 LENGTHS = [5, 1, 9, 5, 12]

@@ -8,7 +8,7 @@ import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
 from primerl import loss, models, parallel, testing
-from primerl._checkpoint_tensors import checkpoint_layout
+from primerl._common.checkpoint_tensors import checkpoint_layout
 
 IDS = torch.arange(2, 14)
 ROWS = (IDS, torch.arange(12), IDS.roll(-1))

@@ -3,8 +3,8 @@ import torch
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from primerl import _checkpoint_tensors as checkpoint
 from primerl import models, testing
+from primerl._common import checkpoint_tensors as checkpoint
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2"]
 

@@ -3,7 +3,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from primerl import loss, parallel, testing
-from primerl._forward_passes import recomputing
+from primerl._common.forward_passes import recomputing
 from primerl.parallel import activation
 
 IDS = torch.randint(2, 60, (48,), generator=torch.Generator().manual_seed(0))

@@ -10,9 +10,9 @@ import torch
 from forked_ranks import forked_ranks
 from safetensors.torch import save_file
 
-from primerl import _forward_passes as forward_passes
 from primerl import loss, models, parallel, testing
-from primerl._recomputation import recomputation_method
+from primerl._common import forward_passes
+from primerl._common.forward_passes import recomputation_method
 from primerl.models.placement import Piece, pieces
 from primerl.parallel.expert_parallel.dispatch import AllToAll
 from primerl.parallel.expert_parallel.experts import divide_experts, grouped_matmul

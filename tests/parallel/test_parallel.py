@@ -15,7 +15,7 @@ from conftest import make_sample, torchrun
 from forked_ranks import forked_ranks
 
 from primerl import loss, packing, parallel, testing
-from primerl._interrupts import StoppedError
+from primerl._common.interrupts import StoppedError
 from primerl.parallel.launch.world import _first_failure
 from primerl.parallel.scattering import _decode, _encode
 from primerl.types import TrainingSample

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from primerl import parallel, track
-from primerl._interrupts import StoppedError, accept_interrupts, interrupt_main_thread
+from primerl._common.interrupts import StoppedError, accept_interrupts, interrupt_main_thread
 from primerl.parallel.launch.stop_signals import StopSignals
 
 KINDS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from primerl import loss, packing, parallel, replay, testing
-from primerl._recomputation import recomputation_method
+from primerl._common.forward_passes import recomputation_method
 from primerl.parallel.context_parallel.sharing import share_context
 from primerl.types import NOT_SAMPLED, TrainingSample
 

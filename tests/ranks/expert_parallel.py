@@ -11,8 +11,8 @@ import torch.distributed as dist
 import transformers
 
 from primerl import loss, models, parallel, testing
-from primerl._expert_modules import expert_modules
-from primerl._ranks import whole
+from primerl._common.expert_modules import expert_modules
+from primerl._common.ranks import whole
 from primerl.parallel.expert_parallel.dispatch import AllToAll
 from primerl.parallel.expert_parallel.experts import divide_experts
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from primerl import fp8, loss, models, parallel, replay, testing
-from primerl._checkpoint_tensors import checkpoint_tensors
-from primerl._digests import digest_of
-from primerl._ranks import whole
+from primerl._common.checkpoint_tensors import checkpoint_tensors
+from primerl._common.digests import digest_of
+from primerl._common.ranks import whole
 from primerl.parallel.expert_parallel.experts import divide_experts
 
 FORM = fp8.Format.of_blocks(16)

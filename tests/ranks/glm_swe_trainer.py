@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from primerl import loss, models, packing, parallel, replay
-from primerl._ranks import whole
+from primerl._common.ranks import whole
 from primerl.types import TrainingSample
 
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from primerl import loss, models, parallel, testing
-from primerl._recomputation import recomputation_method
+from primerl._common.forward_passes import recomputation_method
 
 # Four packs: of these documents, the longer ones have more tokens than index_topk.
 LENGTHS = [[7, 5, 20], [16, 16], [3, 9, 11, 9], [32]]

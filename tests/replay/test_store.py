@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from conftest import make_sample
 
-from primerl import _shared_folder
-from primerl._shared_folder import SharedFolder, shared_memory
+from primerl._common import shared_folder
+from primerl._common.shared_folder import SharedFolder, shared_memory
 from primerl.replay import RouteShape, eviction, server
 from primerl.replay import store as stores
 from primerl.replay.reading import discard, read
@@ -262,7 +262,7 @@ def test_a_put_during_the_removal_leaves_nothing(monkeypatch):
     with Store(SHAPE) as store:
         put(store)
         copy = pickle.loads(pickle.dumps(store))
-        rmtree = _shared_folder.shutil.rmtree
+        rmtree = shared_folder.shutil.rmtree
 
         def slow(path, **options):
             with pytest.raises(RuntimeError, match="the store of routes has ended"):
@@ -270,13 +270,13 @@ def test_a_put_during_the_removal_leaves_nothing(monkeypatch):
             late.append(path)
             rmtree(path, **options)
 
-        monkeypatch.setattr(_shared_folder.shutil, "rmtree", slow)
+        monkeypatch.setattr(shared_folder.shutil, "rmtree", slow)
     assert len(late) == 1
     assert not late[0].exists()
 
 
 def test_what_is_left_of_a_removal_goes_with_the_next_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(_shared_folder.shutil, "rmtree", lambda *_args, **_options: None)
+    monkeypatch.setattr(shared_folder.shutil, "rmtree", lambda *_args, **_options: None)
     with Store(SHAPE, folder=tmp_path) as store:
         put(store)
     assert len(list(tmp_path.iterdir())) == 1
@@ -288,11 +288,11 @@ def test_what_is_left_of_a_removal_goes_with_the_next_one(tmp_path, monkeypatch)
 
 def test_a_host_whose_name_begins_like_another_removes_nothing_of_it(tmp_path, monkeypatch):
     """Locks may not be seen by other hosts."""
-    monkeypatch.setattr(_shared_folder.socket, "gethostname", lambda: "gpu-2")
+    monkeypatch.setattr(shared_folder.socket, "gethostname", lambda: "gpu-2")
     with Store(SHAPE, folder=tmp_path) as store:
         (reference,) = put(store)
-        monkeypatch.setattr(_shared_folder.fcntl, "flock", lambda *_args: None)
-        monkeypatch.setattr(_shared_folder.socket, "gethostname", lambda: "gpu")
+        monkeypatch.setattr(shared_folder.fcntl, "flock", lambda *_args: None)
+        monkeypatch.setattr(shared_folder.socket, "gethostname", lambda: "gpu")
         with Store(SHAPE, folder=tmp_path):
             assert len(read(reference).rows) == 6
 

@@ -511,7 +511,7 @@ def test_the_live_view_prints_a_line_off_a_terminal(tmp_path, capsys):
 
 
 def test_the_live_view_prints_each_new_phase_until_the_first_step(capsys, monkeypatch):
-    from primerl._progress import report
+    from primerl._common.progress import report
     from primerl.track import live
 
     view = track.LiveView("a run", steps=2)
@@ -535,7 +535,7 @@ def test_the_live_view_prints_each_new_phase_until_the_first_step(capsys, monkey
 
 
 def test_progress_is_shown_by_the_newest_view(capsys):
-    from primerl._progress import report
+    from primerl._common.progress import report
 
     track.LiveView("of a run that failed before it began", steps=2)
     view = track.LiveView("a run", steps=2)
@@ -550,7 +550,7 @@ def test_on_a_terminal_what_is_done_is_below_the_table():
 
     from rich.console import Console
 
-    from primerl._progress import report
+    from primerl._common.progress import report
 
     screen = io.StringIO()
     view = track.LiveView("a run", steps=2, console=Console(file=screen, force_terminal=True))

@@ -20,7 +20,7 @@ from page_edits import edited, section
 from publishing import logprobs_of
 
 from primerl import models, rollout, weights
-from primerl._vllm_names import LOAD_ADAPTER, UNLOAD_ADAPTER
+from primerl._common.vllm_names import LOAD_ADAPTER, UNLOAD_ADAPTER
 from primerl.types import SamplingParams
 
 TINY = {"count": 1, "length": 70, "new_tokens": 4}

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from primerl._shared_folder import shared_memory
+from primerl._common.shared_folder import shared_memory
 
 SMALL = ["--steps", "2", "--groups-per-step", "2", "--group-size", "4", "--eval-tasks", "4"]
 SMALL += ["--dtype", "float32"]

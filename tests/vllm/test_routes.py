@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from primerl import replay, rollout, weights
-from primerl._vllm_names import COLLECTIVE_RPC, GENERATE, METRICS, PAUSE, SERVED_ROUTES
+from primerl._common.vllm_names import COLLECTIVE_RPC, GENERATE, METRICS, PAUSE, SERVED_ROUTES
 from primerl.parity.reference import recorded
 from primerl.replay import fetching
 from primerl.types import Sample, SamplingParams

@@ -14,7 +14,7 @@ import torch
 from publishing import StoreMeeting, logprobs_of, train
 
 from primerl import models, rollout, weights
-from primerl._shared_folder import shared_memory
+from primerl._common.shared_folder import shared_memory
 
 CLOSE = 5e-5  # of logprobs in float32
 VISIBLY_WRONG = 0.05

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.fp8.backends.interface import by_group, check_operands, check_signature
 from primerl.fp8.backends.layouts import padded
 from primerl.fp8.format import Format, Quantized

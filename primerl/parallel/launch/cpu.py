@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from primerl._progress import report
+from primerl._common.progress import report
 
 VARIABLE = "OMP_NUM_THREADS"
 # Of glibc's malloc.h. Blocks of up to 1 GiB come from memory that the process keeps; up to 2 GiB of

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from primerl._interrupts import StoppedError, ignores_ctrl_c, is_from_inside
+from primerl._common.interrupts import StoppedError, ignores_ctrl_c, is_from_inside
 
 ENDING = (signal.SIGINT, signal.SIGTERM)  # the second of them ends the process
 STOPPING = b"\nCtrl-C: the run stops after this step; a second one ends it at once\n"

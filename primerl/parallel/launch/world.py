@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from primerl._interrupts import StoppedError
+from primerl._common.interrupts import StoppedError
 from primerl.parallel.launch.stop_signals import StopSignals
 from primerl.parallel.scattering import all_sum
 

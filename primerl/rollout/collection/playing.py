@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from functools import partial
 from typing import Any
 
-from primerl._progress import report
+from primerl._common.progress import report
 from primerl.rollout.collection.groups import CANCEL_S, Deadline, finish_by, results_of
 from primerl.rollout.collection.rollouts import play
 from primerl.rollout.engines.health import EngineFailed, EngineHealth

@@ -13,7 +13,7 @@ import attrs
 import msgspec
 import numpy as np
 
-from primerl._files import whole_or_nothing
+from primerl._common.files import whole_or_nothing
 from primerl.types import Group, Rollout, Sample
 
 FORMAT, VERSION = "primerl-groups", 1

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 
 import attrs
 
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.rollout.engines.contract import BadCompletion
 from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.types import PolicyVersion, SamplingParams

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from primerl._interrupts import accept_interrupts, interrupt_main_thread
+from primerl._common.interrupts import accept_interrupts, interrupt_main_thread
 from primerl.rollout.collection.collector import Collector
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.engines.remote import EngineHost, is_portable

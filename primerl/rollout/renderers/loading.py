@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.rollout.renderers.chatml import chatml_renderer
 from primerl.rollout.renderers.template import TemplateRenderer
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from primerl._optional import install_command, require
+from primerl._common.optional import install_command, require
 from primerl.sandbox import engine
 from primerl.sandbox.engine import messages, skeleton
 from primerl.sandbox.engine.guest import READY

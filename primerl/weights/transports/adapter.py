@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from primerl._adapters import (
+from primerl._common.adapters import (
     adapter_config,
     adapter_tensors,
     require_servable,
     saved_part,
     write_adapter,
 )
-from primerl._digests import digest_of, digest_of_all
-from primerl._files import saved_folder
-from primerl._ranks import is_first_rank, on_first_rank_gathering
-from primerl._shared_folder import SharedFolder
+from primerl._common.digests import digest_of, digest_of_all
+from primerl._common.files import saved_folder
+from primerl._common.ranks import is_first_rank, on_first_rank_gathering
+from primerl._common.shared_folder import SharedFolder
 from primerl.weights.transports.folder_transport import check_engines
 from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts, on_all_ranks
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from primerl._optional import require
+from primerl._common.optional import require
 
 T = TypeVar("T")
 

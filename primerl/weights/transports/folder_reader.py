@@ -11,10 +11,10 @@ from typing import BinaryIO
 import xxhash
 from torch import Tensor
 
-from primerl._digests import digest_of, raw_bytes
-from primerl._files import whole_or_nothing
-from primerl._shared_folder import SharedFolder, acquire
-from primerl._tensor_files import map_tensors
+from primerl._common.digests import digest_of, raw_bytes
+from primerl._common.files import whole_or_nothing
+from primerl._common.shared_folder import SharedFolder, acquire
+from primerl._common.tensor_files import map_tensors
 from primerl.weights.transports import delta
 from primerl.weights.transports.publications import (
     DELTA,

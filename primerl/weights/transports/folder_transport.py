@@ -10,8 +10,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from primerl._checkpoint_tensors import Quantizer, checkpoint_layout, checkpoint_tensors
-from primerl._ranks import is_first_rank, on_first_rank_gathering
+from primerl._common.checkpoint_tensors import Quantizer, checkpoint_layout, checkpoint_tensors
+from primerl._common.ranks import is_first_rank, on_first_rank_gathering
 from primerl.weights.transports.publications import DELTA, Manifest, chain, manifest_path
 from primerl.weights.transports.publisher import Publisher
 from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts, on_all_ranks

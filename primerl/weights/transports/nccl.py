@@ -9,10 +9,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from primerl._checkpoint_tensors import TensorLayout, checkpoint_layout, checkpoint_tensors
-from primerl._digests import TensorDigest, digest_of, digest_of_all
-from primerl._ranks import on_first_rank_gathering
-from primerl._vllm_names import COLLECTIVE_RPC, WEIGHT_RECEIPT
+from primerl._common.checkpoint_tensors import TensorLayout, checkpoint_layout, checkpoint_tensors
+from primerl._common.digests import TensorDigest, digest_of, digest_of_all
+from primerl._common.ranks import on_first_rank_gathering
+from primerl._common.vllm_names import COLLECTIVE_RPC, WEIGHT_RECEIPT
 from primerl.weights.transports.broadcast_group import (
     BackgroundCall,
     Communicator,

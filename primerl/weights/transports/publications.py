@@ -9,10 +9,10 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from primerl._checkpoint_tensors import TensorLayout
-from primerl._digests import TensorDigest, digest_of, digest_of_all, digest_of_file
-from primerl._files import member, whole_or_nothing
-from primerl._tensor_files import write_tensors
+from primerl._common.checkpoint_tensors import TensorLayout
+from primerl._common.digests import TensorDigest, digest_of, digest_of_all, digest_of_file
+from primerl._common.files import member, whole_or_nothing
+from primerl._common.tensor_files import write_tensors
 
 FULL = "full"
 DELTA = "delta"

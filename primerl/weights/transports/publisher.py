@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from primerl._checkpoint_tensors import TensorLayout
-from primerl._digests import TensorDigest, digest_of, raw_bytes
-from primerl._tensor_files import as_tensor, write_tensors
+from primerl._common.checkpoint_tensors import TensorLayout
+from primerl._common.digests import TensorDigest, digest_of, raw_bytes
+from primerl._common.tensor_files import as_tensor, write_tensors
 from primerl.weights.transports import delta
 from primerl.weights.transports.publications import (
     DELTA,

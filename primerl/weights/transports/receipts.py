@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from primerl._ranks import is_first_rank, on_first_rank
+from primerl._common.ranks import is_first_rank, on_first_rank
 
 _IGNORED = (
     "the trainer has tensors that the server's model has not, such as a head of its own where the "

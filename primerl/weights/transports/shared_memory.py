@@ -10,9 +10,9 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from primerl._checkpoint_tensors import Quantizer
-from primerl._ranks import on_first_rank, on_first_rank_gathering, whole_tensors
-from primerl._shared_folder import SharedFolder
+from primerl._common.checkpoint_tensors import Quantizer
+from primerl._common.ranks import on_first_rank, on_first_rank_gathering, whole_tensors
+from primerl._common.shared_folder import SharedFolder
 from primerl.weights.transports.folder_transport import FolderTransport, check_engines
 from primerl.weights.transports.publisher import Publisher
 from primerl.weights.transports.receipts import Fetcher, Receipt, on_all_ranks

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from primerl._checkpoint_tensors import Quantizer, checkpoint_layout, checkpoint_tensors
-from primerl._ranks import is_first_rank, on_first_rank, on_first_rank_gathering
+from primerl._common.checkpoint_tensors import Quantizer, checkpoint_layout, checkpoint_tensors
+from primerl._common.ranks import is_first_rank, on_first_rank, on_first_rank_gathering
 from primerl.weights.verification.probing import Prober, WeightReader, probed
 from primerl.weights.verification.scoring import (
     mismatch_kl,

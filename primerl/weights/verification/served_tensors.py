@@ -14,8 +14,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from primerl._checkpoint_tensors import SCALES
-from primerl._digests import content_of, digest_of, digest_of_contents
+from primerl._common.checkpoint_tensors import SCALES
+from primerl._common.digests import content_of, digest_of, digest_of_contents
 
 BYTES = "bytes"
 """The digest is of the elements in row-major order."""

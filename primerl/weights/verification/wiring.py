@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from primerl._ranks import is_first_rank, on_first_rank
+from primerl._common.ranks import is_first_rank, on_first_rank
 from primerl.weights.transports.adapter import Adapter
 from primerl.weights.transports.receipts import Transport
 from primerl.weights.verification.canary import Canary

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from vllm.lora.layers import LogitsProcessorWithLoRA
 
-from primerl._digests import TensorDigest, digest_of, digest_of_all
+from primerl._common.digests import TensorDigest, digest_of, digest_of_all
 from primerl.weights.vllm.tensors_in_use import served_names
 
 

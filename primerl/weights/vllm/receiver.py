@@ -29,8 +29,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from primerl._digests import TensorDigest, digest_of, digest_of_all
-from primerl._vllm_names import FOLDER_BACKEND, NCCL_BACKEND
+from primerl._common.digests import TensorDigest, digest_of, digest_of_all
+from primerl._common.vllm_names import FOLDER_BACKEND, NCCL_BACKEND
 from primerl.weights.transports.broadcast_group import (
     BackgroundCall,
     Communicator,
@@ -313,7 +313,7 @@ def _padded_experts(model: torch.nn.Module, device: torch.device) -> int:
 
 
 class WeightReceiver:
-    """Methods that vLLM's workers get, called by the names of ``primerl._vllm_names``."""
+    """Methods that vLLM's workers get, called by the names of ``primerl._common.vllm_names``."""
 
     device: torch.device
     model_runner: Any

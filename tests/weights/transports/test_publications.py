@@ -10,9 +10,9 @@ import torch
 from publishing import same_bits
 from safetensors.torch import load_file
 
-from primerl._checkpoint_tensors import TensorLayout
-from primerl._shared_folder import SharedFolder, acquire, shared_memory
-from primerl._tensor_files import map_tensors, write_tensors
+from primerl._common.checkpoint_tensors import TensorLayout
+from primerl._common.shared_folder import SharedFolder, acquire, shared_memory
+from primerl._common.tensor_files import map_tensors, write_tensors
 from primerl.weights.transports import publications
 from primerl.weights.transports.folder_reader import FolderReader
 from primerl.weights.transports.publisher import Publisher

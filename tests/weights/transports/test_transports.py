@@ -9,8 +9,8 @@ from forked_ranks import forked_ranks
 from publishing import BroadcastReplicas, Replicas, StoreMeeting, same_bits, train
 
 from primerl import models, testing, weights
-from primerl._digests import digest_of, digest_of_all
-from primerl._shared_folder import shared_memory
+from primerl._common.digests import digest_of, digest_of_all
+from primerl._common.shared_folder import shared_memory
 from primerl.weights.transports import broadcast_group, folder_transport
 from primerl.weights.transports.receipts import check_receipts
 

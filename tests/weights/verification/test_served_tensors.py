@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl import models, testing, weights
-from primerl._digests import content_of, digest_of_contents
+from primerl._common.digests import content_of, digest_of_contents
 from primerl.weights.transports.receipts import check_receipts
 from primerl.weights.verification.served_tensors import (
     Part,

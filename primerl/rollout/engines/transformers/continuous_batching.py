@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from primerl._optional import require
+from primerl._common.optional import require
 
 PAGE_TOKENS = 32
 START_S = 120.0

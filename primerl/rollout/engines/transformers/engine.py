@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.rollout.engines.protocol import RouteStore
 from primerl.rollout.engines.transformers.batcher import Batcher
 from primerl.rollout.engines.transformers.continuous_batching import (

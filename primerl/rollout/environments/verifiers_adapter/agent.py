@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from primerl._optional import require
+from primerl._common.optional import require
 
 vf: Any = require("verifiers.v1", extra="verifiers")
 _runtimes: Any = require("verifiers.v1.runtimes", extra="verifiers")

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.rollout.engines.chat_endpoint import PromptTooLong
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.conversation import known_routes

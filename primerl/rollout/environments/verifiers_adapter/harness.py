@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.rollout.environments.verifiers_adapter.client import ContextFull, EngineClient, Reply
 from primerl.rollout.environments.verifiers_adapter.trace_samples import reply_completion
 

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from primerl._optional import ENVIRONMENTS, install_command, require
+from primerl._common.optional import ENVIRONMENTS, install_command, require
 
 
 def load(

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from typing import Any
 
-from primerl._optional import require
+from primerl._common.optional import require
 
 CLOSE_S = 30.0
 

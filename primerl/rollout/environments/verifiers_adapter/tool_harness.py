@@ -5,7 +5,7 @@ from typing import Any
 
 import aiohttp
 
-from primerl._optional import require
+from primerl._common.optional import require
 from primerl.rollout.agents.tools import Tool, Toolbox
 from primerl.rollout.environments.verifiers_adapter.client import wire_message
 

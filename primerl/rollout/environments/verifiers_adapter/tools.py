@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from primerl._optional import require
+from primerl._common.optional import require
 
 vf: Any = require("verifiers.v1", extra="verifiers")
 _mcp: Any = require("mcp", extra="verifiers")

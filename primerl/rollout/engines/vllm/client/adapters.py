@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from primerl import _vllm_names as names
+from primerl._common import vllm_names as names
 from primerl.rollout.engines.replicas import Replica
 from primerl.rollout.engines.vllm.client.calls import rpc
 from primerl.rollout.engines.vllm.client.http import NotFound

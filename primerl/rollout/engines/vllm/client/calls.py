@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from primerl._vllm_names import COLLECTIVE_RPC, METRICS
+from primerl._common.vllm_names import COLLECTIVE_RPC, METRICS
 from primerl.rollout.engines.contract import Limits, check_completion
 from primerl.rollout.engines.replicas import Replica
 from primerl.rollout.engines.vllm.client.fleet import Fleet

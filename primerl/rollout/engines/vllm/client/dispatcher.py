@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import attrs
 import numpy as np
 
-from primerl._vllm_names import SERVED_VOCAB_SIZE
+from primerl._common.vllm_names import SERVED_VOCAB_SIZE
 from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
 from primerl.rollout.engines.replicas import Replica
 from primerl.rollout.engines.vllm.client.calls import rpc_results

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from primerl._vllm_names import (
+from primerl._common.vllm_names import (
     COLLECTIVE_RPC,
     DETOKENIZE,
     READ_WEIGHTS,

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from primerl import _vllm_names as names
+from primerl._common import vllm_names as names
 from primerl.rollout.engines.replicas import Replica, Replicas
 from primerl.rollout.engines.vllm.client.http import (
     Extraction,

@@ -11,7 +11,7 @@ from typing import TypeVar
 import attrs
 import numpy as np
 
-from primerl._vllm_names import SERVED_ROUTES
+from primerl._common.vllm_names import SERVED_ROUTES
 from primerl.rollout.engines.contract import BadCompletion
 from primerl.rollout.engines.protocol import RouteStore, is_instant
 from primerl.rollout.engines.replicas import Replica

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from primerl import _vllm_names as names
+from primerl._common import vllm_names as names
 from primerl.rollout.engines.replicas import FAILED, Replica
 from primerl.rollout.engines.vllm.client.calls import call_all, rpc
 from primerl.rollout.engines.vllm.client.fleet import Fleet

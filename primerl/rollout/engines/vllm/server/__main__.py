@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from primerl._vllm_names import FOLDER_BACKEND
+from primerl._common.vllm_names import FOLDER_BACKEND
 from primerl.rollout.engines.vllm.server.child import VLLMServer
 from primerl.rollout.engines.vllm.server.middleware import KEY_VARIABLE
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import primerl
-from primerl._optional import install_command
-from primerl._vllm_names import WORKER_EXTENSION
+from primerl._common.optional import install_command
+from primerl._common.vllm_names import WORKER_EXTENSION
 from primerl.rollout.engines.vllm.server.middleware import KEY_FROM, STDIN
 from primerl.rollout.engines.vllm.server.refusals import refuse_arguments
 from primerl.rollout.processes.launch import inherited

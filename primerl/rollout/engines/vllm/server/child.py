@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from primerl._progress import report
-from primerl._vllm_names import FOLDER_BACKEND
+from primerl._common.progress import report
+from primerl._common.vllm_names import FOLDER_BACKEND
 from primerl.rollout.engines.vllm.server.arguments import (
     argument_names,
     check_vllm_version,

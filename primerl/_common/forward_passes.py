@@ -4,13 +4,17 @@ A layer runs again in the backward pass where activations are recomputed, and a 
 the result of a first attempt could not be used. Observers must count each pass once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+# transformers' names of activation checkpointing: since 5.23, and before.
+_RECOMPUTATION = ("activation_checkpointing", "gradient_checkpointing")
 
 
 @attrs.define(eq=False)
@@ -47,6 +51,24 @@ def recomputing() -> bool:
     recomputation. It is also true in the backward of a custom function.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def recomputes(model: nn.Module) -> bool:
+    """Whether layers of a model recompute their activations in the backward pass."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def recomputation_method(model: nn.Module, *, enable: bool = True) -> Callable[..., None] | None:
+    """The model's method that starts or stops it; its first argument is ``checkpoint``'s options.
+
+    None if the model is not one of transformers.
+    """
+    for name in _RECOMPUTATION:
+        method: Any = getattr(model, f"{name}_{'enable' if enable else 'disable'}", None)
+        if method is not None:
+            found: Callable[..., None] = method
+            return found
+    return None
 
 
 @attrs.define(eq=False)

@@ -9,15 +9,15 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from primerl._adapters import (
+from primerl._common.adapters import (
     in_adapted_layer,
     left_out,
     merged,
     refuse_other_adapters,
     unadapted,
 )
-from primerl._optional import require
-from primerl._ranks import whole
+from primerl._common.optional import require
+from primerl._common.ranks import whole
 
 SCALES = "_scale_inv"
 """What ends the name of a quantized tensor's scales, after the tensor's own."""

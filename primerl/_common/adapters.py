@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from primerl._optional import require
-from primerl._ranks import whole_tensors
+from primerl._common.optional import require
+from primerl._common.ranks import whole_tensors
 from primerl.attention.admission import adapter_configs, refuse_virtual_tokens
 
 _BASE = ".base_layer."

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from primerl._checkpoint_tensors import TensorLayout
-from primerl._digests import raw_bytes
-from primerl._files import whole_or_nothing
+from primerl._common.checkpoint_tensors import TensorLayout
+from primerl._common.digests import raw_bytes
+from primerl._common.files import whole_or_nothing
 
 _CODES = {
     torch.float64: "F64",

@@ -1,11 +1,20 @@
-"""Import an optional dependency, or say how to install it."""
+"""Optional dependencies: imported, or named with the command that installs them."""
 
+import functools
 import importlib
+import importlib.metadata
 import importlib.util
+import logging
+import re
 from collections.abc import Iterable
 from types import ModuleType
 
-from primerl._tested_versions import warn_if_untested
+TESTED = {
+    "torch": ((2, 11), (2, 14)),
+    "transformers": ((5, 17), (5, 24)),
+    "verifiers": ((0, 4), (0, 4)),
+}
+"""The first and the last minor release; ``pyproject.toml`` declares the same."""
 
 MODULES = {
     "recipes": ("transformers", "psutil", "tyro", "rich"),
@@ -25,6 +34,8 @@ ENVIRONMENTS = {
     "swe-folder": "swe_folder",
 }
 """The modules of the environments in ``recipes/environments``."""
+
+_log = logging.getLogger(__name__)
 
 
 def require(module: str, *, extra: str) -> ModuleType:
@@ -47,6 +58,34 @@ def require(module: str, *, extra: str) -> ModuleType:
     if package == "transformers":
         warn_if_untested("torch")
     return found
+
+
+@functools.cache
+def warn_if_untested(package: str) -> None:
+    """Log a warning, once, if a package's installed release is not one that primerl is tested with.
+
+    Pip installs no such release, unless it is asked for by name or comes with another package.
+    """
+    if package not in TESTED:
+        return
+    try:
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+        return
+    first, last = TESTED[package]
+    found = re.match(r"(\d+)\.(\d+)", installed)
+    if found is not None and first <= (int(found[1]), int(found[2])) <= last:
+        return
+    bounds = f">={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+    _log.warning(
+        "%s %s is installed, but primerl is tested with %s only, and what it hooks into may have "
+        "changed; if something fails, run: pip install '%s%s'",
+        package,
+        installed,
+        bounds,
+        package,
+        bounds,
+    )
 
 
 def require_all(extras: Iterable[str], *, environments: Iterable[str] = ()) -> None:

@@ -8,20 +8,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from primerl.rollout.agents.context import drop_tool_results, summarise
-from primerl.rollout.agents.history import History
 from primerl.rollout.agents.limits import AgentLimits
 from primerl.rollout.agents.loop import AgentRun, run_agent, tool_agent
-from primerl.rollout.agents.stitching import Call, link_calls, stitch
 from primerl.rollout.agents.tools import Tool, editor, shell
 from primerl.rollout.collection.buffer import Buffer
 from primerl.rollout.collection.concurrency import AdaptiveConcurrency
 from primerl.rollout.collection.groups import run_group
 from primerl.rollout.collection.playing import play_tasks
 from primerl.rollout.collection.recording import load_groups, save_groups
+from primerl.rollout.conversations.calls import Call
+from primerl.rollout.conversations.conversation import Conversation
+from primerl.rollout.conversations.history import History
+from primerl.rollout.conversations.stitching import link_calls, stitch
 from primerl.rollout.engines.contract import BadCompletion
 from primerl.rollout.engines.protocol import Engine, RouteStore
 from primerl.rollout.engines.vllm.server.child import VLLMServer, serve_vllm
-from primerl.rollout.environments.conversation import Conversation
 from primerl.rollout.environments.environment import Environment, RewardError, route, single_turn
 from primerl.rollout.environments.isolation import isolated
 from primerl.rollout.environments.verifiers_adapter import verifiers

@@ -16,6 +16,7 @@ import pytest
 from waiting import until
 
 from primerl import rollout, testing
+from primerl.rollout.conversations.calls import shared_tokens
 from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
 from primerl.rollout.engines.vllm.server import readiness as vllm_readiness
 from primerl.testing import hostile, hostile_server
@@ -446,9 +447,6 @@ def test_a_tool_call_nested_too_deeply_is_an_error_of_the_policy():
 
 
 def test_an_id_beyond_every_vocabulary_allocates_nothing():
-    pytest.importorskip("verifiers")
-    from primerl.rollout.environments.verifiers_adapter.client import _shared
-
     before = megabytes()
-    assert _shared(np.array([5, 2**31 - 1], np.int32)) == [5, 2**31 - 1]
+    assert shared_tokens(np.array([5, 2**31 - 1], np.int32)) == [5, 2**31 - 1]
     assert megabytes() - before < MOST_MEGABYTES

@@ -7,7 +7,7 @@ time that it changes something a branch begins, which is exact as all branches a
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from primerl.rollout.agents.messages import Message
+from primerl.rollout.conversations.messages import Message
 
 Ask = Callable[[Sequence[Message]], Awaitable[str]]
 ManageContext = Callable[[Sequence[Message], Ask], Awaitable[Sequence[Message]]]

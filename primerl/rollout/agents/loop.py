@@ -8,10 +8,11 @@ from typing import Any
 import attrs
 
 from primerl.rollout.agents.context import ManageContext
-from primerl.rollout.agents.history import ContextFull, History, Reply
 from primerl.rollout.agents.limits import AgentLimits, Budget, LimitReached
-from primerl.rollout.agents.messages import Message
 from primerl.rollout.agents.tools import Tool, Toolbox
+from primerl.rollout.conversations.calls import ContextFull
+from primerl.rollout.conversations.history import History, Reply
+from primerl.rollout.conversations.messages import Message
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, Task, reward_of
 from primerl.rollout.renderers.loading import load_renderer

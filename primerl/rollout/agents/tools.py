@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from primerl.rollout.agents.messages import clipped, valid_unicode
+from primerl.rollout.conversations.messages import clipped, valid_unicode
 from primerl.rollout.errors import located
 
 State = MutableMapping[str, Any]

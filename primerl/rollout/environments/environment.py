@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from primerl.rollout.conversations.conversation import Conversation
 from primerl.rollout.engines.protocol import Engine
-from primerl.rollout.environments.conversation import Conversation
 from primerl.rollout.errors import located
 from primerl.types import Rollout, SamplingParams
 

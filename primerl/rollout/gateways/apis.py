@@ -6,8 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from primerl.rollout.agents.history import Reply
-from primerl.rollout.agents.messages import Message, Tools, text_of, valid_unicode
+from primerl.rollout.conversations.history import Reply
+from primerl.rollout.conversations.messages import Message, Tools, text_of, valid_unicode
 
 CHUNK = 24  # characters of a streamed piece
 COMMENT = b": ping\n\n"  # of a stream of server-sent events

@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from primerl.rollout.agents.history import Reply
-from primerl.rollout.agents.messages import Message, text_of
+from primerl.rollout.conversations.history import Reply
+from primerl.rollout.conversations.messages import Message, text_of
 from primerl.rollout.gateways.apis import (
     COMMENT,
     BadRequest,

@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 
 from primerl.rollout.agents.limits import AgentLimits
-from primerl.rollout.agents.messages import clipped
 from primerl.rollout.agents.tools import Runtime
+from primerl.rollout.conversations.messages import clipped
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Task, reward_of
 from primerl.rollout.gateways.server import Gateway, gateway

@@ -10,8 +10,9 @@ from typing import Any
 import xxhash
 from aiohttp import web
 
-from primerl.rollout.agents.history import ContextFull, History, Reply, Unrenderable
 from primerl.rollout.agents.limits import AgentLimits, LimitReached
+from primerl.rollout.conversations.calls import ContextFull
+from primerl.rollout.conversations.history import History, Reply, Unrenderable
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.gateways.anthropic_messages import AnthropicMessages
 from primerl.rollout.gateways.apis import Api, BadRequest, Request

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from primerl.rollout.agents.history import ContextFull, History, Reply, Unrenderable
 from primerl.rollout.agents.limits import AgentLimits, Budget, LimitReached
 from primerl.rollout.agents.loop import history_rollout
+from primerl.rollout.conversations.calls import ContextFull
+from primerl.rollout.conversations.history import History, Reply, Unrenderable
 from primerl.rollout.gateways.apis import Request
 from primerl.types import Rollout
 

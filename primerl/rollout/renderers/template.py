@@ -39,10 +39,17 @@ class TemplateRenderer:
     the next; sampled tokens are never tokenized again. Without one, messages are concatenated
     unchanged. Function calls are Hermes' JSON in ``<tool_call>`` tags; for a template without
     support for functions they are described in the system message.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        stop_token_ids: the tokens that end a reply; by default the tokenizer's ``eos_token_id``.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, stop_token_ids: Sequence[int] | None = None) -> None:
         self._tokenizer = tokenizer
+        eos = tokenizer.eos_token_id
+        default = [] if eos is None else [eos]
+        self._stops = default if stop_token_ids is None else [*stop_token_ids]
         # The Rust tokenizer encodes the same, without the overhead of its wrapper.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         template = getattr(tokenizer, "chat_template", None)
@@ -51,8 +58,7 @@ class TemplateRenderer:
 
     def get_stop_token_ids(self) -> list[int]:
         """The tokens that end a reply."""
-        eos = self._tokenizer.eos_token_id
-        return [] if eos is None else [eos]
+        return [*self._stops]
 
     def render(
         self,
@@ -99,11 +105,31 @@ class TemplateRenderer:
                 break
         else:
             return None
+        return self._without_closing(between, reply_ids[-1])
+
+    def tokens_appended(
+        self, last: int, new_messages: Sequence[Message], *, opening: Sequence[Message]
+    ) -> list[int]:
+        """The tokens between a reply that ends with ``last`` and the reply to new messages.
+
+        For conversations that are never rendered anew, whatever a template would make of what came
+        before. ``opening`` are the messages that they begin with.
+        """
+        if self._template is None:
+            return self._encode(_concatenated(new_messages))
+        between = between_turns(
+            lambda messages, reply_next: self._text(messages, None, reply_next),
+            opening,
+            new_messages,
+        )
+        return self._without_closing(between, last)
+
+    def _without_closing(self, between: Between, last: int) -> list[int]:
         return without_closing(
             self._encode(between.text),
-            reply_ids[-1],
+            last,
             closing=self._encode(between.closing),
-            stop_token_ids=self.get_stop_token_ids(),
+            stop_token_ids=self._stops,
         )
 
     def _between(
@@ -151,7 +177,7 @@ class TemplateRenderer:
         )
 
     def _decode(self, token_ids: list[int]) -> str:
-        if token_ids[-1:] == self.get_stop_token_ids():
+        if token_ids and token_ids[-1] in self._stops:
             token_ids = token_ids[:-1]
         if self._backend is None or self._tokenizer.clean_up_tokenization_spaces:
             return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

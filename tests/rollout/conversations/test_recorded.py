@@ -27,7 +27,7 @@ pytest.importorskip("verifiers")
 from chat_tokenizer import chat_tokenizer
 
 from primerl import rollout
-from primerl.rollout.agents.history import History
+from primerl.rollout.conversations.history import History
 from primerl.rollout.renderers.loading import load_renderer
 from primerl.types import Completion, SamplingParams
 
@@ -118,8 +118,8 @@ def conversation(seed):
             plain = seed % 3 == 2 or draw.random() < 0.5
             try:
                 reply = await chat.turn(text if plain else messages)
-            except (RuntimeError, ValueError) as error:
-                reply = type(error).__name__
+            except (RuntimeError, ValueError):
+                reply = "failed"
             stops.append((reply, chat.stop))
         return described([chat.sample()], engine) | {"told": digest(stops)}
 

@@ -8,8 +8,14 @@ from contextvars import ContextVar
 from typing import Any
 
 from primerl._common.optional import require
-from primerl.rollout.environments.verifiers_adapter.client import ContextFull, EngineClient, Reply
-from primerl.rollout.environments.verifiers_adapter.trace_samples import reply_completion
+from primerl.rollout.conversations.calls import ContextFull, shared_tokens
+from primerl.rollout.conversations.messages import Message
+from primerl.rollout.environments.verifiers_adapter.client import (
+    EngineClient,
+    ModelReply,
+    wire_message,
+)
+from primerl.rollout.environments.verifiers_adapter.trace_samples import SampledLogprobs
 
 vf: Any = require("verifiers.v1", extra="verifiers")
 _graph: Any = require("verifiers.v1.graph", extra="verifiers")
@@ -158,40 +164,35 @@ class PlainTurns:
     def __init__(self, session: Any) -> None:
         self._session = session
         self._leaf: int | None = None
-        self._committed = 0  # messages
-        self._previous: tuple[list[int], list[int]] | None = None
+        self._wire: list[Message] = []  # of the messages in the trace, in OpenAI's form
 
     async def take(self, messages: list[Any], tools: list[Any]) -> Any:
         """The reply to ``messages``, which extend those of the last turn and its reply."""
         session, trace, started = self._session, self._session.trace, time.time()
-        reply = await session.client.complete(
-            messages,
-            tail=messages[self._committed :],
-            previous=self._previous,
-            completion=None if self._leaf is None else reply_completion(trace.nodes[self._leaf]),
-            tools=tools,
-            session=trace.id,
-        )
+        new = messages[len(self._wire) :]
+        wire = [*self._wire, *(wire_message(message) for message in new)]
+        reply = await session.client.complete(wire, tools=tools, trace=trace.id)
         if session.released or session.stopped:
             return None
-        spoken = [] if self._previous is None else [*self._previous[0], *self._previous[1]]
-        if reply.prompt_ids[: len(spoken)] != spoken:  # rendered from scratch: another branch
-            spoken, self._leaf, self._committed = [], None, 0
-        for message in messages[self._committed :]:
+        if reply.call is not None and reply.call.parent is None:  # rendered anew: another branch
+            self._leaf, new = None, messages
+        for message in new:
             self._append(message, tools)
-        self._append(reply.message, tools, reply, reply.prompt_ids[len(spoken) :])
-        self._committed = len(messages) + 1
-        self._previous = (reply.prompt_ids, reply.token_ids)
+        self._append(reply.message, tools, reply)
+        self._wire = [*wire, wire_message(reply.message)]
         _record(trace, self._leaf, reply.finish_reason, reply.usage, started)
         return reply.message
 
-    def _append(
-        self, message: Any, tools: list[Any], reply: Reply | None = None, before: Any = ()
-    ) -> None:
+    def _append(self, message: Any, tools: list[Any], reply: ModelReply | None = None) -> None:
         trace, now = self._session.trace, time.time()
         if self._leaf is None and tools:
             trace.tools = tools
-        sampled = [] if reply is None else reply.token_ids
+        call = None if reply is None else reply.call
+        before = [] if call is None else shared_tokens(call.new_ids)
+        sampled = [] if call is None else shared_tokens(call.completion.token_ids)
+        logprobs: list[float] = []
+        if call is not None:
+            logprobs = SampledLogprobs(call.completion, filled_context=call.filled_context)
         # All fields are given: pydantic would inspect the signature of each default factory.
         node = vf.MessageNode.model_construct(
             _NODE_FIELDS,
@@ -205,7 +206,7 @@ class PlainTurns:
             renderer_token_ids=None,
             mask=[False] * len(before) + [True] * len(sampled),
             is_content=[],
-            logprobs=[] if reply is None else reply.logprobs,
+            logprobs=logprobs,
         )
         trace.nodes.append(node)
         self._leaf = len(trace.nodes) - 1
@@ -229,7 +230,7 @@ class HookedTurns:
             trace.stop(stopped)
             return None
         started = time.time()
-        response = await session.client.respond(turn, trace.id)
+        response = await session.client.respond(turn)
         if session.response_interceptors or session.response_stops:
             response, rewrites, stopped = await session.rewrite_response(response)
             trace.response_rewrites.extend(rewrites)

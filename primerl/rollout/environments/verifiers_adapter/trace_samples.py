@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from primerl.rollout.agents.stitching import Call, stitch
+from primerl.rollout.conversations.calls import Call
+from primerl.rollout.conversations.stitching import stitch
 from primerl.types import Completion, Sample
 
 

@@ -7,7 +7,8 @@ import pytest
 from chat_tokenizer import RecordingEngine, chat_tokenizer, tool_call, trained
 from hypothesis import given, settings
 
-from primerl.rollout.agents.history import ContextFull, History
+from primerl.rollout.conversations.calls import ContextFull
+from primerl.rollout.conversations.history import History
 from primerl.rollout.renderers.loading import load_renderer
 from primerl.types import SamplingParams
 

@@ -6,51 +6,9 @@ from typing import Any
 import attrs
 import numpy as np
 import xxhash
-from jaxtyping import Int32
 
+from primerl.rollout.conversations.calls import Call, int32
 from primerl.types import NOT_SAMPLED, Completion, Sample
-
-
-def _int32(values: Any) -> np.ndarray:
-    array: np.ndarray = np.array(values, np.int32)
-    array.setflags(write=False)
-    return array
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Call:
-    """One engine call: the prompt's tokens that are new, and the completion.
-
-    The engine saw the tokens of ``parent``, its completion, and then ``new_ids``; without a parent,
-    ``new_ids`` are the whole prompt. Calls that share a parent are branches. ``agent`` names who
-    asked, in rollouts of several agents.
-    """
-
-    new_ids: Int32[np.ndarray, " t"] = attrs.field(converter=_int32)
-    completion: Completion
-    parent: "Call | None" = None
-    agent: str = "policy"
-
-    @property
-    def path(self) -> list["Call"]:
-        """The calls whose tokens the prompt holds, from the first one to this one."""
-        path, call = [self], self.parent
-        while call is not None:
-            path.append(call)
-            call = call.parent
-        return path[::-1]
-
-    @property
-    def token_ids(self) -> Int32[np.ndarray, " t"]:
-        """The prompt and the completion."""
-        parts = [part for call in self.path for part in (call.new_ids, call.completion.token_ids)]
-        tokens: np.ndarray = np.concatenate(parts)
-        return tokens
-
-    @property
-    def prompt_ids(self) -> Int32[np.ndarray, " t"]:
-        """What the engine saw."""
-        return self.token_ids[: -len(self.completion.token_ids)]
 
 
 def stitch(calls: Sequence[Call], *, temperature: float) -> list[Sample]:
@@ -80,7 +38,7 @@ def link_calls(requests: Iterable[tuple[Any, Completion]]) -> list[Call]:
     calls: list[Call] = []
     ended: dict[tuple[int, int], list[_Ended]] = {}  # by length and digest
     for prompt_ids, completion in requests:
-        prompt = _int32(prompt_ids)
+        prompt = int32(prompt_ids)
         before = _longest_prefix(prompt, ended)
         shared = 0
         if before is not None:

@@ -8,20 +8,17 @@ from typing import Any
 
 import attrs
 
-from primerl.rollout.agents.messages import Message, Tools, message_key, valid_unicode
-from primerl.rollout.agents.stitching import Call, stitch
+from primerl.rollout.conversations.calls import Call, sample_call, shared_tokens
+from primerl.rollout.conversations.messages import Message, Tools, message_key, valid_unicode
+from primerl.rollout.conversations.stitching import stitch
 from primerl.rollout.engines.protocol import Engine
-from primerl.types import Completion, Sample, SamplingParams
+from primerl.types import Sample, SamplingParams
 
 ORIGINS = ("start", "extends", "fork", "edited", "unbridged")
 """How a request relates to those before it: it begins a conversation; continues one, token for
 token; continues one at a place from which another goes on, too; has a history that the agent
 altered; or one whose next turn the renderer can't add to the tokens that were sampled. The last
 three begin a branch."""
-
-
-class ContextFull(ValueError):
-    """The prompt leaves no room for a reply."""
 
 
 class Unrenderable(ValueError):
@@ -48,9 +45,19 @@ class _Place:
 
     def take_tokens(self) -> list[int]:
         """The tokens up to the end of the call, as a list that the caller may extend."""
+        tokens, self.tokens = self.all_tokens, None
+        return tokens
+
+    @property
+    def all_tokens(self) -> list[int]:
+        """The tokens up to the end of the call, which the caller may not change."""
         assert self.call is not None
-        tokens, self.tokens = self.tokens, None
-        return self.call.token_ids.tolist() if tokens is None else tokens
+        return self.call.token_ids.tolist() if self.tokens is None else self.tokens
+
+    def tokens_after(self, rendered: list[int]) -> list[int] | None:
+        """The tokens of a rendering after the end of the call; None if it begins otherwise."""
+        before = self.all_tokens
+        return rendered[len(before) :] if rendered[: len(before)] == before else None
 
     @property
     def messages(self) -> list[Message]:
@@ -162,32 +169,43 @@ class History:
         tools = tools or None
         wanted = min(self.params.max_tokens, max_tokens or self.params.max_tokens)
         place, known, count = self._find(messages, tools, agent)
-        new = None
-        if known is not None:
-            new = self._tokens_after(known, messages[count:], tools)
-        origin = self._origin(place, known, messages[count:], bridged=new is not None)
+        tail, new, rendered = messages[count:], None, None
+        if known is not None and tail and not _has_reply(tail):
+            new = self._tokens_after(known, tail, tools)
+            if new is None:  # the rendering may begin with what was sampled nevertheless
+                rendered = self._render(messages, tools)
+                new = known.tokens_after(rendered)
+        origin = self._origin(place, known, tail, bridged=new is not None)
         if new is None or known is None:
             known = None
-            tokens = new = self._render(messages, tools)
+            tokens = new = self._render(messages, tools) if rendered is None else rendered
         else:
             tokens = known.take_tokens()
             tokens += new
+        parent = None if known is None else known.call
         prompt_tokens = len(tokens)
+        params = attrs.evolve(self.params, max_tokens=wanted)
         try:
-            completion = await self._sample(tokens, known, len(new), wanted)
+            call = await sample_call(
+                self._engine,
+                tokens,
+                params,
+                parent=parent,
+                new=len(new),
+                session=self._session,
+                agent=agent,
+            )
         except BaseException:  # cancelled, too: the list is as it was
             if known is not None:
                 del tokens[prompt_tokens - len(new) :]
                 known.tokens = tokens
             raise
-        parent = None if known is None else known.call
-        call = Call(new_ids=new, completion=completion, parent=parent, agent=agent)
         self.resent += place.asked > 0
         place.asked += 1
         self.origins[origin] += 1
         if known is not None:
             known.extended = True
-        return self._record(place, call, tokens, tools, origin, wanted)
+        return self._record(place, call, tokens, tools, origin)
 
     def samples(self, agents: Sequence[str] | None = None) -> list[Sample]:
         """The fewest samples of what these agents were given; of all agents by default."""
@@ -262,7 +280,7 @@ class History:
     ) -> str:
         if bridged and known is not None:
             return "fork" if known.extended else "extends"
-        said = any(message["role"] == "assistant" for message in tail)
+        said = _has_reply(tail)
         if known is not None:
             return "edited" if said or not tail else "unbridged"
         if place.asked:
@@ -281,38 +299,15 @@ class History:
     def _tokens_after(
         self, known: _Place, messages: Sequence[Message], tools: Tools | None
     ) -> list[int] | None:
-        """The tokens of ``messages`` after a reply; None if they can't be added to it."""
-        if not messages or any(message["role"] == "assistant" for message in messages):
-            return None
+        """The tokens of ``messages`` after a reply; None if the renderer can't add them to it."""
         assert known.call is not None
         reply: list[int] = known.call.completion.token_ids.tolist()
         if hasattr(self._renderer, "tokens_after"):
             added: list[int] | None = self._renderer.tokens_after(reply, messages, tools=tools)
             return added
-        before = known.tokens if known.tokens is not None else known.call.token_ids.tolist()
-        prompt = before[: -len(reply)]
+        prompt = known.all_tokens[: -len(reply)]
         rendered = self._renderer.bridge_to_next_turn(prompt, reply, list(messages), tools=tools)
-        if rendered is None or list(rendered.token_ids[: len(before)]) != before:
-            return None
-        return list(rendered.token_ids[len(before) :])
-
-    async def _sample(
-        self, tokens: list[int], known: _Place | None, new: int, wanted: int
-    ) -> Completion:
-        room = self._engine.context_length - len(tokens)
-        if room < 1:
-            raise ContextFull(
-                f"the prompt's {len(tokens)} tokens fill the engine's context of "
-                f"{self._engine.context_length}"
-            )
-        has_routes = known is not None and known.call is not None and known.call.completion.routes
-        params = attrs.evolve(
-            self.params,
-            max_tokens=min(wanted, room),
-            # The last token of the reply before went through no forward pass yet.
-            routes_start=len(tokens) - new - 1 if has_routes else 0,
-        )
-        return await self._engine.generate(tokens, params, session=self._session)
+        return None if rendered is None else known.tokens_after(list(rendered.token_ids))
 
     def _record(
         self,
@@ -321,10 +316,9 @@ class History:
         tokens: list[int],
         tools: Tools | None,
         origin: str,
-        wanted: int,
     ) -> Reply:
         prompt_tokens = len(tokens)
-        sampled: list[int] = call.completion.token_ids.tolist()
+        sampled = shared_tokens(call.completion.token_ids)
         parsed = self._renderer.parse_response(sampled, tools=tools, prompt_ids=tokens)
         message, malformed = self._message(parsed, with_calls=bool(tools))
         tokens += sampled
@@ -332,12 +326,10 @@ class History:
         end.call, end.tokens, end.extended = call, tokens, False
         self.calls.append(call)
         self._ends.append((end, origin, tools))
-        filled = self._engine.context_length - prompt_tokens < wanted
-        cut = call.completion.finish_reason == "length"
         return Reply(
             message=message,
             call=call,
-            finish_reason="context" if cut and filled else call.completion.finish_reason,
+            finish_reason=call.stop,
             malformed=malformed,
             prompt_tokens=prompt_tokens,
             origin=origin,
@@ -363,6 +355,10 @@ class History:
         if calls:
             message["tool_calls"] = calls
         return message, malformed
+
+
+def _has_reply(messages: Sequence[Message]) -> bool:
+    return any(message["role"] == "assistant" for message in messages)
 
 
 def _same_place(

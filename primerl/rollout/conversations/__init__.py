@@ -1,0 +1,1 @@
+"""Token-exact conversations: sampled tokens go back to the engine as they are."""

@@ -1,0 +1,120 @@
+"""One conversation of an environment with the policy, as a growing sequence of tokens."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from primerl.rollout.conversations.calls import Call, sample_call
+from primerl.rollout.conversations.messages import Message
+from primerl.rollout.conversations.stitching import stitch
+from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.renderers.template import TemplateRenderer
+from primerl.types import Rollout, Sample, SamplingParams
+
+
+class Conversation:
+    """Turns between an environment and the policy, kept as one growing sequence of tokens.
+
+        chat = Conversation(engine, tokenizer, params)
+        reply = await chat.turn([{"role": "user", "content": "What is 2 + 2?"}])
+        reply = await chat.turn([{"role": "user", "content": "Are you sure?"}])
+        return chat.rollout(reward=float("4" in reply))
+
+    A turn appends only new tokens: the chat template's text between the last reply and the next,
+    then the sampled tokens of the reply. Tokenizing a decoded reply again would train on tokens
+    that the policy never sampled. Of an engine that records expert routes, each turn asks for those
+    that the turns before it have not recorded, and the sample refers to those of all turns.
+
+    Args:
+        engine: samples the replies.
+        tokenizer: a Hugging Face tokenizer. A turn that is a string is a user's message if it has a
+            chat template, and is the text itself if not.
+        params: of every reply. The tokenizer's ``eos_token_id`` always stops a reply as well.
+        session: an id of the conversation, for engines of several replicas.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+    ) -> None:
+        stops = dict.fromkeys((*params.stop_token_ids, tokenizer.eos_token_id))
+        stop_token_ids = [token for token in stops if token is not None]
+        self.params = attrs.evolve(params, stop_token_ids=stop_token_ids)
+        self.token_ids: list[int] = []
+        self._calls: list[Call] = []
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._session = session
+        self._renderer = TemplateRenderer(tokenizer, stop_token_ids=stop_token_ids)
+        self._opening: list[Message] = []
+
+    @property
+    def stop(self) -> str:
+        """How the last reply ended: ``"stop"``, ``"length"``, or ``"context"``.
+
+        The last says that the context left less room than ``max_tokens``.
+        """
+        return self._calls[-1].stop if self._calls else "stop"
+
+    async def turn(self, messages: Sequence[Message] | str) -> str:
+        """Append ``messages``, sample a reply and return it as text.
+
+        A turn that raises leaves the conversation as it was.
+
+        Raises:
+            ContextFull: (a ValueError) the messages leave no room for a reply.
+            ValueError: the tokenizer has no template for the messages.
+            Exception: what the engine raises.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        elif not getattr(self._tokenizer, "chat_template", None):
+            raise ValueError(
+                "the tokenizer has no chat template; pass the turn as a string, or set "
+                "tokenizer.chat_template"
+            )
+        new = self._tokens_of(messages)
+        prompt = [*self.token_ids, *new]
+        call = await sample_call(
+            self._engine,
+            prompt,
+            self.params,
+            parent=self._calls[-1] if self._calls else None,
+            new=len(new),
+            session=self._session,
+        )
+        if not self._calls:
+            self._opening = list(messages)
+        reply: list[int] = call.completion.token_ids.tolist()
+        self.token_ids = [*prompt, *reply]
+        self._calls.append(call)
+        return str(self._tokenizer.decode(reply, skip_special_tokens=True))
+
+    def sample(self) -> Sample:
+        """The conversation so far, as one flat sequence.
+
+        Raises:
+            ValueError: no turn has been taken.
+        """
+        if not self._calls:
+            raise ValueError("the conversation has no reply yet, so there is no sample of it")
+        (sample,) = stitch(self._calls, temperature=self.params.temperature)
+        return sample
+
+    def rollout(self, *, reward: float, metrics: Mapping[str, float] | None = None) -> Rollout:
+        """The finished conversation with its reward."""
+        return Rollout(
+            samples=[self.sample()], reward=reward, metrics=metrics or {}, stop=self.stop
+        )
+
+    def _tokens_of(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens that a turn adds before its reply."""
+        if self._calls:
+            last = self.token_ids[-1]
+            return self._renderer.tokens_appended(last, messages, opening=self._opening)
+        return self._renderer.render(messages, add_generation_prompt=True).token_ids

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -173,6 +173,26 @@ async def run_agent(
     return run
 
 
+async def take_turns(
+    messages: list[Any],
+    *,
+    reply: Callable[[], Awaitable[Any]],
+    answers: Callable[[Any], AsyncIterator[Any]],
+) -> None:
+    """Append replies and their answers to ``messages``, until a reply has no answer or is None.
+
+    ``reply`` returns the policy's next message; ``answers`` yields the results of its calls.
+    """
+    while (message := await reply()) is not None:
+        messages.append(message)
+        answered = False
+        async for answer in answers(message):
+            messages.append(answer)
+            answered = True
+        if not answered:
+            return
+
+
 class _Loop:
     """The turns of one agent."""
 
@@ -191,38 +211,32 @@ class _Loop:
         self._budget = budget
         self._agent = agent
         self._manage = manage_context
+        self._faults: list[str] = []  # in the calls of the last reply
 
     async def play(self) -> None:
         """Take turns until a reply calls no function, or is cut short."""
-        while True:
-            if self._manage is not None:
-                self._run.messages = list(await self._manage(self._run.messages, self._ask))
-            reply = await self._turn(self._run.messages, self._toolbox.wire, self._agent)
-            self._run.messages.append(reply.message)
-            self._run.stop = reply.finish_reason
-            if reply.finish_reason != "stop" or not await self._act(reply):
-                return
+        await take_turns(self._run.messages, reply=self._reply, answers=self._answers)
 
-    async def _act(self, reply: Reply) -> bool:
-        """Execute the calls of a reply; whether there were any."""
-        calls = reply.message.get("tool_calls", ())
-        for call in calls:
-            function = call["function"]
-            result = await self._toolbox.call(function["name"], function["arguments"])
+    async def _reply(self) -> Message:
+        messages = self._run.messages
+        if self._manage is not None:
+            messages[:] = await self._manage(messages, self._ask)
+        reply = await self._turn(messages, self._toolbox.wire, self._agent)
+        self._run.stop = reply.finish_reason
+        self._faults = reply.malformed
+        return reply.message
+
+    async def _answers(self, message: Message) -> AsyncIterator[Message]:
+        """The results of a reply's calls, and what is wrong with those that can't be executed."""
+        if self._run.stop != "stop":
+            return
+        for call in message.get("tool_calls", ()):
+            yield await self._toolbox.answer(call)
             self.calls += 1
-            self._run.messages.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": call["id"],
-                    "name": function["name"],
-                    "content": result,
-                }
-            )
-        if reply.malformed:
-            self.malformed += len(reply.malformed)
-            faults = "\n".join(f"error: {fault}" for fault in reply.malformed)
-            self._run.messages.append({"role": "user", "content": faults})
-        return bool(calls or reply.malformed)
+        if self._faults:
+            self.malformed += len(self._faults)
+            faults = "\n".join(f"error: {fault}" for fault in self._faults)
+            yield {"role": "user", "content": faults}
 
     async def _turn(self, messages: Sequence[Message], tools: Any, agent: str) -> Reply:
         left = self._budget.begin_turn()

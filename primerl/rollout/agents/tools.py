@@ -158,6 +158,16 @@ class Toolbox:
         self.clipped += len(result) > self._max_output
         return clipped(result, self._max_output)
 
+    async def answer(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """The message that answers a call of a reply, both in OpenAI's form."""
+        function = call["function"]
+        return {
+            "role": "tool",
+            "tool_call_id": call["id"],
+            "name": function["name"],
+            "content": await self.call(function["name"], function["arguments"]),
+        }
+
     async def _call(self, name: str, arguments: str) -> str:
         tool = self._tools.get(name)
         if tool is None:

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from primerl._common.optional import require
+from primerl.rollout.agents.loop import take_turns
 from primerl.rollout.conversations.calls import ContextFull, shared_tokens
 from primerl.rollout.conversations.messages import Message
 from primerl.rollout.environments.verifiers_adapter.client import (
@@ -110,15 +111,15 @@ class ChatSession(vf.HarnessSession):  # type: ignore[misc]
 
     async def _converse(self, tools: Any) -> None:
         offered = [] if tools is None else tools.tools
-        while (reply := await self._turn(offered)) is not None:
-            self._messages.append(reply)
-            if not reply.tool_calls:
-                return
-            for call in reply.tool_calls:
+
+        async def answers(reply: Any) -> AsyncIterator[Any]:
+            for call in reply.tool_calls or ():
                 result = await self._call(tools, call)
-                if result is None:
+                if result is None:  # the rollout is over, and so is the next turn
                     return
-                self._messages.append(result)
+                yield result
+
+        await take_turns(self._messages, reply=lambda: self._turn(offered), answers=answers)
 
     async def _turn(self, tools: list[Any]) -> Any:
         """The assistant's next message, or None if the rollout is over."""

@@ -1,11 +1,12 @@
 """A verifiers harness whose agent calls functions of this process: no program is installed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
 from primerl._common.optional import require
+from primerl.rollout.agents.loop import take_turns
 from primerl.rollout.agents.tools import Tool, Toolbox
 from primerl.rollout.environments.verifiers_adapter.client import wire_message
 
@@ -55,28 +56,29 @@ class ToolHarness(vf.Harness[ToolHarnessConfig]):  # type: ignore[misc]
             timeout_s=self.config.tool_timeout,
             max_output=self.config.max_output,
         )
-        failure = None
+        failure = ""
         headers = {"Authorization": f"Bearer {secret}"}
         # The rollout's own deadline cancels it.
         unlimited = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
         async with aiohttp.ClientSession(headers=headers, timeout=unlimited) as http:
             messages = self._opening(data)
-            while failure is None:
+
+            async def reply() -> Any:
+                nonlocal failure
                 body = {"model": ctx.model, "messages": messages, "tools": toolbox.wire}
                 async with http.post(f"{endpoint}/chat/completions", json=body) as response:
                     if response.status != 200:
-                        failure = await response.text()
-                        break
-                    message = (await response.json())["choices"][0]["message"]
-                messages.append(message)
-                calls = message.get("tool_calls") or []
-                if not calls:
-                    break
-                messages.extend([await _result(toolbox, call) for call in calls])
+                        failure = await response.text() or f"status {response.status}"
+                        return None
+                    return (await response.json())["choices"][0]["message"]
+
+            async def answers(message: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+                for call in message.get("tool_calls") or ():
+                    yield await toolbox.answer(call)
+
+            await take_turns(messages, reply=reply, answers=answers)
         trace.record_metrics({"tool_errors": float(toolbox.failed)})
-        return vf.ProgramResult(
-            exit_code=0 if failure is None else 1, stdout="", stderr=failure or ""
-        )
+        return vf.ProgramResult(exit_code=1 if failure else 0, stdout="", stderr=failure)
 
     def _opening(self, data: Any) -> list[dict[str, Any]]:
         system, prompt = self.resolve_prompt(data)
@@ -84,14 +86,3 @@ class ToolHarness(vf.Harness[ToolHarnessConfig]):  # type: ignore[misc]
         if isinstance(prompt, str):
             return [*messages, {"role": "user", "content": prompt}]
         return [*messages, *(wire_message(message) for message in prompt or [])]
-
-
-async def _result(toolbox: Toolbox, call: Mapping[str, Any]) -> dict[str, Any]:
-    """The message that answers a call."""
-    function = call["function"]
-    return {
-        "role": "tool",
-        "tool_call_id": call["id"],
-        "name": function["name"],
-        "content": await toolbox.call(function["name"], function["arguments"]),
-    }

@@ -21,7 +21,7 @@ import peft
 import pytest
 import torch
 
-from primerl import models, rollout, testing, weights
+from primerl import models, serving, testing, weights
 
 ROUNDS = 5
 RANK = 16
@@ -102,10 +102,10 @@ class Stream:
 def test_publish(benchmark, folder, model, publish):
     pytest.importorskip("vllm")
     takes = {"enable_lora": True, "max_lora_rank": RANK} if publish == "adapter" else {}
-    server = rollout.serve_vllm(folder, env={"OMP_NUM_THREADS": "1"}, **SETTINGS, **takes)
+    server = serving.serve_vllm(folder, env={"OMP_NUM_THREADS": "1"}, **SETTINGS, **takes)
     adapter = "policy" if publish == "adapter" else None
     receipts, pauses, version = [], [], 0
-    with server, rollout.VLLMEngine(server, adapter=adapter, run="bench") as engine:
+    with server, serving.VLLMEngine(server, adapter=adapter, run="bench") as engine:
         transport = (weights.Adapter if adapter else weights.SharedMemory)(
             model, engine, dtype=torch.bfloat16
         )

@@ -36,7 +36,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from primerl import replay, rollout
+from primerl import replay, rollout, serving
 from primerl.rollout.processes.loop_lag import LoopLag
 from primerl.types import Rollout, Sample, SamplingParams
 
@@ -221,7 +221,7 @@ def in_parallel(request):
 
 
 def test_routes_through_the_engine(benchmark, url):
-    engine = rollout.VLLMEngine(url, routes=CopyingStore(), request_timeout_s=3600)
+    engine = serving.VLLMEngine(url, routes=CopyingStore(), request_timeout_s=3600)
     prompt = [1] * PROMPT
     params = SamplingParams(max_tokens=SAMPLED)
 
@@ -261,7 +261,7 @@ def test_routes_through_the_worker(benchmark, url, idle_lag):
     shape = replay.RouteShape(layers=range(3, LAYERS), decoder_layers=LAYERS, experts=256, k=K)
     with (
         replay.Store(shape) as store,
-        rollout.VLLMEngine(url, routes=store, request_timeout_s=3600) as engine,
+        serving.VLLMEngine(url, routes=store, request_timeout_s=3600) as engine,
     ):
         engine.adopt(0)
         with rollout.worker(

@@ -69,7 +69,7 @@ def path(folder):
     """A function that samples once, and one that says CPU seconds by component so far."""
     import psutil
 
-    from primerl import models, rollout, weights
+    from primerl import models, rollout, serving, weights
     from primerl.types import SamplingParams
 
     model, _ = models.load_pretrained(folder)
@@ -77,8 +77,8 @@ def path(folder):
     params = SamplingParams(max_tokens=TOKENS)
     plan = {"params": params, "group_size": 1, "groups_per_step": 1, "max_staleness": 0}
     with (
-        rollout.serve_vllm(folder, **SETTINGS) as server,
-        contextlib.closing(rollout.VLLMEngine(server)) as engine,
+        serving.serve_vllm(folder, **SETTINGS) as server,
+        contextlib.closing(serving.VLLMEngine(server)) as engine,
         rollout.worker(engine, environment, tasks, **plan) as rollouts,
     ):
         weights.SharedMemory(model, engine).publish(0)

@@ -22,7 +22,7 @@ import pytest
 import torch
 from smollm2_steps import bf16_rounded, steps
 
-from primerl import rollout, testing, weights
+from primerl import serving, testing, weights
 
 ROUNDS = 4
 
@@ -52,8 +52,8 @@ def engine(folder):
     environment = {"OMP_NUM_THREADS": "1"}
     settings = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 512}
     with (
-        rollout.serve_vllm(folder, env=environment, **settings) as server,
-        contextlib.closing(rollout.VLLMEngine(server)) as engine,
+        serving.serve_vllm(folder, env=environment, **settings) as server,
+        contextlib.closing(serving.VLLMEngine(server)) as engine,
     ):
         yield engine
 

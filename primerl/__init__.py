@@ -3,11 +3,11 @@
 Each package is imported on first use, so ``import primerl`` is instant and loads no torch:
 
     from primerl import advantage, checkpoint, data, filters, fp8, loss, models, optim
-    from primerl import packing, parallel, rollout, sandbox, track, types, weights
+    from primerl import packing, parallel, rollout, sandbox, serving, track, types, weights
 
 Data flows from ``rollout`` through ``filters``, ``advantage``, ``packing``, ``loss``, an optimizer
 and ``weights`` back to ``rollout``. These packages do not import each other: the short scripts in
-``recipes/`` wire them together.
+``recipes/`` wire them together. ``serving``, vLLM, builds on ``rollout`` and ``weights``.
 """
 
 import importlib
@@ -33,6 +33,7 @@ __all__ = [
     "replay",
     "rollout",
     "sandbox",
+    "serving",
     "testing",
     "track",
     "types",

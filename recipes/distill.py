@@ -38,6 +38,7 @@ with track.interruptible():  # Ctrl-C ends it with one line
         packing,
         parallel,
         rollout,
+        serving,
         weights,
     )
 
@@ -199,7 +200,7 @@ def open_teachers(args: Args, tokenizer: Any, world: parallel.World) -> Iterator
                 models.refuse_other_tokenizer(tokenizer, other, name=name)
                 teachers[name] = teacher.to(world.device).requires_grad_(False)
             elif world.is_first:
-                teachers[name] = stack.enter_context(rollout.VLLMEngine(name, run="teacher"))
+                teachers[name] = stack.enter_context(serving.VLLMEngine(name, run="teacher"))
                 teachers[name].adopt(0)  # what it serves is the teacher
                 teachers[name].refuse_other_tokenizer(tokenizer)
             else:
@@ -211,12 +212,12 @@ def open_teachers(args: Args, tokenizer: Any, world: parallel.World) -> Iterator
 def open_engine(args: Args, model: Any) -> Iterator[Any]:
     """What samples: a copy of the model in this process, or vLLM's servers."""
     if args.engine_urls:
-        with rollout.VLLMEngine(args.engine_urls) as engine:
+        with serving.VLLMEngine(args.engine_urls) as engine:
             yield engine
     elif args.engine == "vllm":
         settings = {"dtype": args.dtype} | args.vllm
-        server = rollout.serve_vllm(args.model, **settings)
-        with server, rollout.VLLMEngine(server) as engine:
+        server = serving.serve_vllm(args.model, **settings)
+        with server, serving.VLLMEngine(server) as engine:
             yield engine
     else:
         if importlib.util.find_spec("vllm"):

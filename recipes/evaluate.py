@@ -25,7 +25,7 @@ with track.interruptible():  # Ctrl-C ends it with one line
     print("importing torch", flush=True)  # which takes seconds
     import torch
 
-    from primerl import evaluation, models, parallel, rollout
+    from primerl import evaluation, models, parallel, rollout, serving
 
 from primerl.track import number
 from primerl.types import SamplingParams
@@ -122,8 +122,8 @@ def open_engine(args: Args) -> Iterator[tuple[Any, Any]]:
         settings = {"dtype": args.dtype} | args.vllm
         started = contextlib.nullcontext(args.engine_urls)
         if not args.engine_urls:
-            started = rollout.serve_vllm(args.model, **settings)
-        with started as servers, rollout.VLLMEngine(servers) as engine:
+            started = serving.serve_vllm(args.model, **settings)
+        with started as servers, serving.VLLMEngine(servers) as engine:
             engine.adopt(0)  # the weights that the servers loaded themselves
             yield engine, transformers.AutoTokenizer.from_pretrained(args.model)
     else:

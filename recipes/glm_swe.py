@@ -41,6 +41,7 @@ with track.interruptible():  # Ctrl-C ends it with one line
         planning,
         replay,
         rollout,
+        serving,
         testing,
         weights,
     )
@@ -306,7 +307,7 @@ def open_engine(args: Args, scale: Scale, model: str) -> Iterator[Any]:
             shape = replay.shape(models.empty_model(model))
             routes = stack.enter_context(replay.Store(shape, folder=args.shared_folder))
         if args.engine_urls:
-            yield stack.enter_context(rollout.VLLMEngine(args.engine_urls, routes=routes))
+            yield stack.enter_context(serving.VLLMEngine(args.engine_urls, routes=routes))
         elif scale.engine == "vllm":
             if scale.fp8 is not None and args.server_model is None:
                 raise ValueError(
@@ -315,7 +316,7 @@ def open_engine(args: Args, scale: Scale, model: str) -> Iterator[Any]:
                 )
             first = scale.gpus_per_node  # the trainer has those before
             devices = range(first, first + scale.server_gpus[0])
-            server = rollout.serve_vllm(
+            server = serving.serve_vllm(
                 args.server_model or model,
                 env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))},
                 dtype=str(scale.dtype).removeprefix("torch."),
@@ -324,7 +325,7 @@ def open_engine(args: Args, scale: Scale, model: str) -> Iterator[Any]:
                 **{**scale.server, **args.vllm},
             )
             stack.enter_context(server)
-            yield stack.enter_context(rollout.VLLMEngine(server, routes=routes))
+            yield stack.enter_context(serving.VLLMEngine(server, routes=routes))
         else:
             sampler, _ = models.load_pretrained(model)
             yield stack.enter_context(

@@ -35,6 +35,7 @@ with track.interruptible():  # Ctrl-C ends it with one line
         packing,
         parallel,
         rollout,
+        serving,
         weights,
     )
 
@@ -145,12 +146,12 @@ def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
 def open_engine(args: Args, model: Any) -> Iterator[Any]:
     """What samples: a copy of the model in this process, or vLLM's servers."""
     if args.engine_urls:
-        with rollout.VLLMEngine(args.engine_urls) as engine:
+        with serving.VLLMEngine(args.engine_urls) as engine:
             yield engine
     elif args.engine == "vllm":
         settings = {"dtype": args.dtype} | args.vllm
-        server = rollout.serve_vllm(args.model, **settings)
-        with server, rollout.VLLMEngine(server) as engine:
+        server = serving.serve_vllm(args.model, **settings)
+        with server, serving.VLLMEngine(server) as engine:
             yield engine
     else:
         if importlib.util.find_spec("vllm"):

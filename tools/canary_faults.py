@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from primerl.weights.vllm.receiver import WeightReceiver
+from primerl.serving.worker.receiver import WeightReceiver
 
 
 class FaultyWorker(WeightReceiver):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from primerl import models, rollout, testing, weights
+from primerl import models, serving, testing, weights
 
 State = dict[str, Tensor]
 Fault = Callable[[State, State], None]
@@ -173,7 +173,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> No
 class WrongTemperature:
     """An engine whose servers sample at another temperature than they are asked for."""
 
-    def __init__(self, engine: rollout.VLLMEngine, factor: float) -> None:
+    def __init__(self, engine: serving.VLLMEngine, factor: float) -> None:
         self._engine, self._factor = engine, factor
         self.read_weights = engine.read_weights
 
@@ -189,7 +189,7 @@ class WrongTemperature:
 class Table:
     """A trainer, a faulty copy of it, and a server."""
 
-    def __init__(self, engine: rollout.VLLMEngine, folder: str, dtype: torch.dtype) -> None:
+    def __init__(self, engine: serving.VLLMEngine, folder: str, dtype: torch.dtype) -> None:
         self.engine = engine
         self.model, _ = models.load_pretrained(folder)
         self.faulty = copy.deepcopy(self.model)
@@ -266,7 +266,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = str(testing.smollm2(Path(folder) / "smollm2"))
         tools = str(Path(__file__).parent)
-        server = rollout.serve_vllm(
+        server = serving.serve_vllm(
             path,
             worker_extension_cls="canary_faults.FaultyWorker",
             dtype=arguments.dtype,
@@ -276,7 +276,7 @@ def main() -> None:
             block_size=32,
             env={"PYTHONPATH": os.pathsep.join([tools, os.environ.get("PYTHONPATH", "")])},
         )
-        with server, rollout.VLLMEngine(server) as engine:
+        with server, serving.VLLMEngine(server) as engine:
             started = time.monotonic()
             table = Table(engine, path, getattr(torch, arguments.dtype))
             for line in table.rows(names, correct=arguments.correct):

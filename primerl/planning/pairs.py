@@ -13,9 +13,9 @@ import torch
 from primerl import fp8, optim, parallel, replay
 from primerl.planning.ranks import imagined_ranks
 from primerl.rollout.collection.staleness import check_schedule
-from primerl.rollout.engines.vllm.server.refusals import refuse_arguments
+from primerl.serving.server.refusals import refuse_arguments
+from primerl.serving.worker.reload_refusals import reload_refusal
 from primerl.testing.families import tiny_family
-from primerl.weights.vllm.reload_refusals import reload_refusal
 
 Pair = tuple[str, str]
 

@@ -1,7 +1,7 @@
 """Rollouts: engines that sample, environments that play tasks, and the worker that runs both.
 
-The only package that is asynchronous. ``TransformersEngine``, its one torch-dependent part, and
-``VLLMEngine``, a client, load on first use: a process that only collects rollouts needs neither.
+``TransformersEngine``, the one part that depends on torch, and gateways load on first use: a
+process that only collects rollouts needs neither.
 """
 
 import importlib
@@ -22,7 +22,6 @@ from primerl.rollout.conversations.history import History
 from primerl.rollout.conversations.stitching import link_calls, stitch
 from primerl.rollout.engines.contract import BadCompletion
 from primerl.rollout.engines.protocol import Engine, RouteStore
-from primerl.rollout.engines.vllm.server.child import VLLMServer, serve_vllm
 from primerl.rollout.environments.environment import Environment, RewardError, route, single_turn
 from primerl.rollout.environments.isolation import isolated
 from primerl.rollout.environments.verifiers_adapter import verifiers
@@ -36,7 +35,6 @@ from primerl.rollout.workers import Evaluation, Worker, worker
 if TYPE_CHECKING:
     from primerl.rollout.engines.chat_endpoint import ChatEndpoint
     from primerl.rollout.engines.transformers.engine import TransformersEngine
-    from primerl.rollout.engines.vllm.client.engine import VLLMEngine
     from primerl.rollout.environments.verifiers_adapter.tool_harness import ToolHarness
     from primerl.rollout.gateways.commands import CommandAgent, CommandRun, command_agent
     from primerl.rollout.gateways.server import Gateway, gateway
@@ -68,8 +66,6 @@ __all__ = [
     "Tool",
     "ToolHarness",
     "TransformersEngine",
-    "VLLMEngine",
-    "VLLMServer",
     "Worker",
     "command_agent",
     "drop_tool_results",
@@ -85,7 +81,6 @@ __all__ = [
     "run_group",
     "save_groups",
     "score_samples",
-    "serve_vllm",
     "shell",
     "single_turn",
     "stitch",
@@ -103,7 +98,6 @@ _LAZY = {
     "CommandRun": "gateways.commands",
     "Gateway": "gateways.server",
     "ToolHarness": "environments.verifiers_adapter.tool_harness",
-    "VLLMEngine": "engines.vllm.client.engine",
     "command_agent": "gateways.commands",
     "gateway": "gateways.server",
 }

@@ -168,7 +168,7 @@ def _check_parts(
     if hasattr(engine, "chat"):
         raise ValueError(
             f"engine is a {type(engine).__name__}, which has no tokens to train on; expected one "
-            "such as rollout.VLLMEngine (rollout.play_tasks evaluates with it)"
+            "such as serving.VLLMEngine (rollout.play_tasks evaluates with it)"
         )
     if not callable(environment) or isinstance(environment, type):
         raise ValueError(

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from primerl._common import vllm_names as names
 from primerl.rollout.engines.contract import Limits
+from primerl.serving import names
 from primerl.testing.hostile import COMPLETION_FAULTS, Request
 from primerl.types import Completion, SamplingParams
 
@@ -32,7 +32,7 @@ class HostileServer:
     """Breaks one rule in every ``every``-th response of one route; all others are like vLLM's.
 
         with testing.HostileServer("gzip_bomb") as server:
-            engine = rollout.VLLMEngine(server.url)
+            engine = serving.VLLMEngine(server.url)
 
     Its greedy tokens are ``(sum(prompt) + i) % vocab_size``. It accepts any weight update and
     reports the label of the last one.

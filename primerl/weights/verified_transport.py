@@ -124,7 +124,7 @@ def transport_to(
         run.log(..., metrics=receipt.metrics)
 
     An engine in this process copies from the trainer's own tensors, and nothing is probed; servers
-    (``rollout.VLLMEngine``) get a ``VerifiedTransport``.
+    (``serving.VLLMEngine``) get a ``VerifiedTransport``.
 
     Args:
         model: the trainer's.

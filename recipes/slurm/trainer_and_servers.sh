@@ -65,7 +65,7 @@ serve() {
     local model=$1 url deadline
     shift
     on servers --output="$run_dir/logs/server-%N.log" \
-        python -m primerl.rollout.engines.vllm.server "$model" --host 0.0.0.0 --port "$port" \
+        python -m primerl.serving.server "$model" --host 0.0.0.0 --port "$port" \
         --start-timeout-s "${START_TIMEOUT_S:-1800}" "$@" &
     serving=$!
 

@@ -6,9 +6,9 @@ import sys
 import pytest
 from torch.distributed.run import get_args_parser
 
-from primerl import rollout, track
-from primerl.rollout.engines.vllm.server import __main__ as server_module
-from primerl.rollout.engines.vllm.server.arguments import server_command
+from primerl import serving, track
+from primerl.serving.server import __main__ as server_module
+from primerl.serving.server.arguments import server_command
 
 
 class StartedError(Exception):
@@ -61,7 +61,7 @@ def served_by_recipe(recipe, scale, tiny_model, model, monkeypatch):
         found.append(by_name(server_command(model, engine_args=settings, **place)))
         raise StartedError
 
-    monkeypatch.setattr(rollout, "serve_vllm", start)
+    monkeypatch.setattr(serving, "serve_vllm", start)
     args = recipe.Args(server_model=model)
     with pytest.raises(StartedError), recipe.open_engine(args, scale, str(tiny_model)):
         pass

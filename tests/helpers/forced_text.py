@@ -5,7 +5,7 @@ sampled by vLLM, one by one: most are not those that the tokenizer would choose 
 each has the logprob of the distribution that it was sampled from.
 """
 
-from primerl.rollout.engines.vllm.protocol import requests
+from primerl.serving.protocol import requests
 
 
 class ForcedText:

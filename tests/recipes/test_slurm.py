@@ -144,7 +144,7 @@ def test_the_first_nodes_train_and_the_others_serve(job, tmp_path):
     assert out == "serving: http://c:8000 http://d:8000\n"
     events = job.events()
     server = (
-        "key=set -m primerl.rollout.engines.vllm.server model --host 0.0.0.0 --port 8000 "
+        "key=set -m primerl.serving.server model --host 0.0.0.0 --port 8000 "
         "--start-timeout-s 1800 --tensor-parallel-size 4 --max-model-len 512"
     )
     assert sorted(events[:2]) == [f"server c {server}", f"server d {server}"]

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from waiting import until
 
-from primerl import rollout, testing
+from primerl import rollout, serving, testing
 from primerl.rollout.conversations.calls import shared_tokens
 from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
-from primerl.rollout.engines.vllm.server import readiness as vllm_readiness
+from primerl.serving.server import readiness as vllm_readiness
 from primerl.testing import hostile, hostile_server
 from primerl.types import LOGPROB_ROUNDING, Completion, Rollout, Sample, SamplingParams
 
@@ -259,7 +259,7 @@ def test_numbers_out_of_range_are_refused(values):
 
 
 def engine_of(server, **options):
-    engine = rollout.VLLMEngine(server.url, down_timeout_s=5.0, request_timeout_s=20.0, **options)
+    engine = serving.VLLMEngine(server.url, down_timeout_s=5.0, request_timeout_s=20.0, **options)
     engine.adopt(3)
     return engine
 
@@ -296,7 +296,7 @@ def test_a_version_that_was_never_published_does_not_block_publishing():
         testing.HostileServer("unpublished_version") as server,
         engine_of(server, retries=0) as engine,
     ):
-        follower = rollout.VLLMEngine(server.url, run=engine._settings.labels.run)
+        follower = serving.VLLMEngine(server.url, run=engine._settings.labels.run)
         with follower:
             for one in (engine, follower):
                 with pytest.raises(RuntimeError, match="never published|not this run's"):

@@ -25,8 +25,8 @@ import interpreted_triton
 import pytest
 import torch
 
-from primerl import rollout, testing
-from primerl.rollout.engines.vllm.server.arguments import flags
+from primerl import serving, testing
+from primerl.serving.server.arguments import flags
 
 HERE = Path(__file__).parent
 KEY = "of the pair"
@@ -165,7 +165,7 @@ def serve_routes(tmp_path_factory, routed):
     entry_point = tmp_path_factory.mktemp("triton")
     interpreted_triton.write_entry_point(entry_point)
     return functools.partial(
-        rollout.serve_vllm,
+        serving.serve_vllm,
         routed,
         enable_return_routed_experts=True,
         enable_prompt_tokens_details=True,
@@ -187,7 +187,7 @@ class ServerByHand:
         self._log_path = log_path
         with log_path.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "primerl.rollout.engines.vllm.server", model, *flags],
+                [sys.executable, "-m", "primerl.serving.server", model, *flags],
                 stdout=log,  # a pipe that nobody reads fills up with requests, and blocks it
                 stderr=log,
                 env={**os.environ, **SERVER_ENV, "PRIMERL_API_KEY": self.api_key},
@@ -221,12 +221,12 @@ def servers(request, tmp_path_factory):
     needed = {name for item in request.session.items for name in item.fixturenames}
     made = {}
     if "server" in needed:
-        made["server"] = rollout.serve_vllm(
+        made["server"] = serving.serve_vllm(
             request.getfixturevalue("smollm2"), env=SERVER_ENV, **SERVER_ARGS
         )
     if "pair" in needed:
         model = request.getfixturevalue("tied_experts")
-        made["first"] = rollout.serve_vllm(
+        made["first"] = serving.serve_vllm(
             model,
             weight_transfer="primerl_faulty",
             worker_extension_cls="receivers.FaultyReceiver",
@@ -237,7 +237,7 @@ def servers(request, tmp_path_factory):
         log_path = tmp_path_factory.mktemp("by_hand") / "log"
         made["second"] = ServerByHand(model, log_path, *flags(SERVER_ARGS))
     if "lora_server" in needed:
-        made["lora"] = rollout.serve_vllm(
+        made["lora"] = serving.serve_vllm(
             request.getfixturevalue("dense"),
             enable_lora=True,
             max_lora_rank=8,

@@ -4,7 +4,7 @@ import time
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from primerl.weights.vllm.receiver import BroadcastTransfer, FolderTransfer, WeightReceiver
+from primerl.serving.worker.receiver import BroadcastTransfer, FolderTransfer, WeightReceiver
 
 
 class FaultyTransfer(FolderTransfer):

@@ -19,8 +19,8 @@ import torch
 from page_edits import edited, section
 from publishing import logprobs_of
 
-from primerl import models, rollout, weights
-from primerl._common.vllm_names import LOAD_ADAPTER, UNLOAD_ADAPTER
+from primerl import models, serving, weights
+from primerl.serving.names import LOAD_ADAPTER, UNLOAD_ADAPTER
 from primerl.types import SamplingParams
 
 TINY = {"count": 1, "length": 70, "new_tokens": 4}
@@ -77,7 +77,7 @@ class Policy:
         self.run = secrets.token_hex(4)
         self.server = server
         self.model = adapted(dense, seed, **config)
-        self.engine = rollout.VLLMEngine(server, adapter=name, run=self.run, down_timeout_s=3.0)
+        self.engine = serving.VLLMEngine(server, adapter=name, run=self.run, down_timeout_s=3.0)
         self.between = Between(self.engine)
         self.transport = weights.Adapter(self.model, self.between, folder=folder)
         self.canary = weights.Canary(self.model, self.engine, **TINY)
@@ -184,7 +184,7 @@ def test_prompts_that_are_scored_at_once(policy):
 
 def test_the_base_model_stays_what_it_was(policy, lora_server, dense):
     model = models.load_pretrained(dense)[0].eval()
-    with rollout.VLLMEngine(lora_server) as engine:
+    with serving.VLLMEngine(lora_server) as engine:
         engine.adopt(0)
         scores = run(engine.score(prompt(0)))
     assert np.abs(scores - logprobs_of(model, prompt(0)).numpy()).max() < CLOSE
@@ -317,7 +317,7 @@ def test_the_canary_catches(lora_server, policy, other, fault, tmp_path):
     policy.post(UNLOAD_ADAPTER, lora_name=policy.name(1))
     policy.post(LOAD_ADAPTER, lora_name=policy.name(1), lora_path=str(folder))
 
-    with rollout.VLLMEngine(lora_server, adapter="policy", run=policy.run) as engine:
+    with serving.VLLMEngine(lora_server, adapter="policy", run=policy.run) as engine:
         verdict = weights.Canary(policy.model, engine, tolerance=3 * CLOSE, **TINY).check(1)
     print(verdict.reason)
     assert not verdict.passed
@@ -365,7 +365,7 @@ def test_what_a_server_cannot_take_is_refused_before_it_is_sent(lora_server, den
     with Policy(lora_server, dense, 1, name="large", rank=16) as large:
         with pytest.raises(RuntimeError, match=r"no server was changed: .* takes up to rank 8"):
             large.transport.publish(0)
-    with rollout.VLLMEngine(lora_server) as engine:
+    with serving.VLLMEngine(lora_server) as engine:
         merged = weights.SharedMemory(policy.model, engine)
         with pytest.raises(RuntimeError, match="no server was changed: .* can't reload its base"):
             merged.publish(0)

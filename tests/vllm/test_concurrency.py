@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from primerl import rollout
+from primerl import serving
 from primerl.rollout import AdaptiveConcurrency
 from primerl.rollout.collection.concurrency import follow_load, load_of
 from primerl.types import SamplingParams
@@ -43,7 +43,7 @@ def test_the_cap_grows_with_room_and_shrinks_with_a_queue(server):
                 task.cancel()
         return load
 
-    with rollout.VLLMEngine(server) as engine:
+    with serving.VLLMEngine(server) as engine:
         engine.adopt(0)
         load = asyncio.run(play(engine))
     assert load.queued > 0

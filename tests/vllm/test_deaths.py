@@ -17,7 +17,7 @@ import torch
 from publishing import logprobs_of
 from waiting import until
 
-from primerl import models, rollout, track, weights
+from primerl import models, serving, track, weights
 from primerl.types import SamplingParams
 
 TOLERANCE = 5e-5  # of logprobs in float32
@@ -90,7 +90,7 @@ def test_an_evaluation_goes_on_when_its_server_was_killed_and_restarted(
 def test_kill_one_restart_it_and_kill_both(pair, tied_experts, tmp_path):
     first, second = pair
     model, _ = models.load_pretrained(tied_experts)
-    with rollout.VLLMEngine(pair, down_timeout_s=DOWN_S) as engine:
+    with serving.VLLMEngine(pair, down_timeout_s=DOWN_S) as engine:
         transport = weights.Disk(model, engine, folder=tmp_path / "publications")
         with torch.no_grad():
             for parameter in model.parameters():

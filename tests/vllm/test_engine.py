@@ -9,8 +9,8 @@ import torch
 from publishing import ROUNDING, check_logprobs, check_rounding, logprobs_of
 from transformers import AutoTokenizer
 
-from primerl import loss, models, rollout, testing, weights
-from primerl.rollout.engines.replicas import Replicas
+from primerl import loss, models, rollout, serving, testing, weights
+from primerl.serving.client.replicas import Replicas
 from primerl.types import SamplingParams, TrainingSample
 
 P = SamplingParams
@@ -24,14 +24,14 @@ def run(coroutine, timeout_s=120):
 def model(smollm2, server):
     """The checkpoint, which the server holds too, whatever was published before."""
     model, _ = models.load_pretrained(smollm2)
-    with rollout.VLLMEngine(server) as engine:
+    with serving.VLLMEngine(server) as engine:
         weights.SharedMemory(model, engine).publish(0)
     return model.eval()
 
 
 @pytest.fixture
 def engine(server, model):
-    with rollout.VLLMEngine(server) as engine:
+    with serving.VLLMEngine(server) as engine:
         engine.adopt(0)
         yield engine
 
@@ -124,7 +124,7 @@ def test_a_server_teaches(server, model, smollm2, prompts_of):
         )
         for tokens in [*prompts_of(6), [504] * 2000]
     ]
-    with rollout.VLLMEngine(server, run="teacher") as teacher:
+    with serving.VLLMEngine(server, run="teacher") as teacher:
         teacher.adopt(0)
         scores = rollout.score_samples(teacher, samples, top_k=5)
     scored, missing = rollout.with_scores(samples, scores, top_k=5)
@@ -195,7 +195,7 @@ def test_cancellation_reaches_the_server(engine):
 
 
 def test_a_wrong_key(server):
-    with rollout.VLLMEngine(server.url, api_key="wrong", down_timeout_s=1.0) as engine:
+    with serving.VLLMEngine(server.url, api_key="wrong", down_timeout_s=1.0) as engine:
         with pytest.raises(RuntimeError, match="401"):
             run(engine.generate([5], P(max_tokens=1)))
 
@@ -225,7 +225,7 @@ def test_a_probe_does_not_queue_behind_rollouts(engine, prompts_of):
 
 
 def test_check_engine(pair):
-    with rollout.VLLMEngine(pair[1]) as engine:
+    with serving.VLLMEngine(pair[1]) as engine:
         engine.adopt(0)
         outcomes = testing.check_engine(
             engine, prompt_ids=[50, 35, 28], update=engine.adopt, timeout_s=120.0
@@ -261,7 +261,7 @@ def test_sessions_stay_on_the_server_that_has_them_cached(pair):
             await asyncio.gather(*requests)
 
     shares = {}
-    with rollout.VLLMEngine(pair) as engine:
+    with serving.VLLMEngine(pair) as engine:
         engine.adopt(0)
         names = session_names([server.url for server in pair], (4, 3))
         for sessions in (True, False):

@@ -16,7 +16,7 @@ from api_clients import CLIENTS, anthropic, connections, openai
 from chat_tokenizer import tool_call, trained
 from forced_text import ForcedText
 
-from primerl import models, rollout, weights
+from primerl import models, rollout, serving, weights
 from primerl.rollout import AgentLimits
 from primerl.types import SamplingParams
 
@@ -34,7 +34,7 @@ def publisher(server, policy):
     """The engine, and a function that publishes slightly other weights as a version."""
     model, _ = policy
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with rollout.VLLMEngine(server) as engine:
+    with serving.VLLMEngine(server) as engine:
         transport = weights.SharedMemory(model, engine)
 
         def publish(version):

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from primerl import models, rollout, weights
-from primerl.rollout.engines.vllm.protocol import requests
+from primerl import models, serving, weights
+from primerl.serving.protocol import requests
 
 LR = 1e-6
 TINY = {"count": 3, "length": 64, "new_tokens": 6}
@@ -39,7 +39,7 @@ class Trainer:
         self.model, _ = models.load_pretrained(folder)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.0)
         self.run = secrets.token_hex(4)
-        self.engine = rollout.VLLMEngine(servers, on_update=on_update, run=self.run)
+        self.engine = serving.VLLMEngine(servers, on_update=on_update, run=self.run)
         self.transport = weights.SharedMemory(self.model, self.engine)
         self.canary = weights.Canary(self.model, self.engine, **canary)
         self.version = 0
@@ -112,7 +112,7 @@ def test_without_a_remedy_the_canary_fails_where_the_receipt_does_not(
 def test_one_of_two_replicas_that_stays_old_is_named(pair, tied_experts):
     first, second = pair
     with Trainer(tied_experts, pair, lr=1e-4, **TINY) as trainer:
-        one = rollout.VLLMEngine(first, run=trainer.run)
+        one = serving.VLLMEngine(first, run=trainer.run)
         with contextlib.closing(one):
             trainer.transport = weights.SharedMemory(trainer.model, one)
             trainer.engine.learn(trainer.version + 1)  # or it believes its own publications alone
@@ -208,7 +208,7 @@ def test_an_untied_trainer_is_not_published_to_a_tied_server(faulty_server, tied
     config = tied.config.to_dict() | {"tie_word_embeddings": False}
     untied = type(tied)(type(tied.config)(**config))
     untied.load_state_dict(tied.state_dict())  # equal, but of its own from the first step on
-    with rollout.VLLMEngine(faulty_server) as engine:
+    with serving.VLLMEngine(faulty_server) as engine:
         with pytest.raises(RuntimeError, match=r"lm_head.weight is not served by .*tied"):
             weights.SharedMemory(untied, engine).publish(0)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from publishing import ROUNDING, check_rounding, logprobs_of
 
-from primerl import models, rollout, weights
-from primerl.rollout.engines.vllm.client.updates import ON_UPDATE
+from primerl import models, rollout, serving, weights
+from primerl.serving.client.updates import ON_UPDATE
 from primerl.types import SamplingParams
 
 UPDATES = 3
@@ -69,7 +69,7 @@ def play(server, policy, on_update):
     model, tokenizer, versions = policy
     tasks = [{"id": str(n), "until": version} for n, version in enumerate(UNTIL)]
     model.load_state_dict(versions[0])
-    with rollout.VLLMEngine(server, on_update=on_update) as engine:
+    with serving.VLLMEngine(server, on_update=on_update) as engine:
         transport = weights.SharedMemory(model, engine)
         transport.publish(0)
         before = counters(engine)

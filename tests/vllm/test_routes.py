@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from primerl import replay, rollout, weights
-from primerl._common.vllm_names import COLLECTIVE_RPC, GENERATE, METRICS, PAUSE, SERVED_ROUTES
+from primerl import replay, serving, weights
 from primerl.parity.reference import recorded
 from primerl.replay import fetching
+from primerl.serving.names import COLLECTIVE_RPC, GENERATE, METRICS, PAUSE, SERVED_ROUTES
 from primerl.types import Sample, SamplingParams
 
 LAYERS, K, BLOCK = 4, 2, 32
@@ -157,7 +157,7 @@ def play(server, model, states):
     with (
         Client(server) as client,
         ThreadPoolExecutor(CHATS) as threads,
-        rollout.VLLMEngine(server) as engine,
+        serving.VLLMEngine(server) as engine,
     ):
         assert client.served_routes() == {"returned": True, "loaded": False}
         transport = weights.SharedMemory(model, engine)
@@ -241,7 +241,7 @@ def two_turns(server, model):
 
     with (
         replay.Store(replay.shape(model)) as store,
-        rollout.VLLMEngine(server, routes=store) as engine,
+        serving.VLLMEngine(server, routes=store) as engine,
     ):
         weights.SharedMemory(model, engine).publish(5)
         first, second, token_ids = asyncio.run(turns(engine))

@@ -7,8 +7,8 @@ import httpx
 import psutil
 import pytest
 
-from primerl import rollout
-from primerl.rollout.engines.vllm.server.middleware import OPEN_PATHS
+from primerl import serving
+from primerl.serving.server.middleware import OPEN_PATHS
 
 ADMIN = {
     "/abort_requests",
@@ -84,7 +84,7 @@ def test_the_key_is_in_no_log_and_no_command_line(server):
 
 
 def test_a_wrong_argument_raises_with_the_end_of_the_log(tied_experts):
-    server = rollout.serve_vllm(tied_experts, no_such_argument=1)
+    server = serving.serve_vllm(tied_experts, no_such_argument=1)
     with pytest.raises(RuntimeError) as caught:
         server.start()
 

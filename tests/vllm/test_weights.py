@@ -13,7 +13,7 @@ import pytest
 import torch
 from publishing import StoreMeeting, logprobs_of, train
 
-from primerl import models, rollout, weights
+from primerl import models, serving, weights
 from primerl._common.shared_folder import shared_memory
 
 CLOSE = 5e-5  # of logprobs in float32
@@ -27,7 +27,7 @@ class Trainer:
 
     def __init__(self, folder, server):
         self.model, _ = models.load_pretrained(folder)
-        self.engine = rollout.VLLMEngine(server)
+        self.engine = serving.VLLMEngine(server)
         self.tokens = torch.randint(
             3, 500, (40,), generator=torch.Generator().manual_seed(0)
         ).tolist()
@@ -178,7 +178,7 @@ def test_a_flipped_bit_in_a_delta_and_a_truncated_file(trainer, disk, tmp_path, 
 
 def test_one_of_two_engines_has_an_old_version(trainer, pair, tmp_path):
     """It reports what it loaded last, whatever the client believes that it told it."""
-    engine = rollout.VLLMEngine(pair[1])
+    engine = serving.VLLMEngine(pair[1])
     with contextlib.closing(engine):
         both = weights.Disk(trainer.model, trainer.engine, engine, folder=tmp_path / "w")
         trainer.publish(both)

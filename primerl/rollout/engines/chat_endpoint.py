@@ -144,7 +144,7 @@ class ChatEndpoint:
         """
         raise ValueError(
             f"the endpoint {self._url} takes messages, not tokens: it serves environments made by "
-            "rollout.verifiers; for others use rollout.VLLMEngine"
+            "rollout.verifiers; for others use serving.VLLMEngine"
         )
 
     def close(self) -> None:

@@ -33,8 +33,8 @@ REQUEST_S = 600.0  # the longest request of an engine that does not say
 class Adapter:
     """Publishes one low-rank adapter (LoRA, arXiv:2106.09685) of a model, and nothing else.
 
-        with rollout.serve_vllm(folder, enable_lora=True, max_lora_rank=16) as server:
-            engine = rollout.VLLMEngine(server, adapter="policy")
+        with serving.serve_vllm(folder, enable_lora=True, max_lora_rank=16) as server:
+            engine = serving.VLLMEngine(server, adapter="policy")
             transport = weights.Adapter(model, engine)
             receipt = transport.publish(version=1)
 

@@ -185,7 +185,7 @@ def check_engines(engines: Sequence[object], *, adapters: bool = False) -> None:
     if adapters and None in names:
         raise ValueError(
             "an adapter is published to engines of servers that sample under one: "
-            'rollout.VLLMEngine(server, adapter="policy"); an engine in this process takes merged '
+            'serving.VLLMEngine(server, adapter="policy"); an engine in this process takes merged '
             "weights"
         )
     if not adapters and any(name is not None for name in names):

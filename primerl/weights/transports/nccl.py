@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from primerl._common.checkpoint_tensors import TensorLayout, checkpoint_layout, checkpoint_tensors
 from primerl._common.digests import TensorDigest, digest_of, digest_of_all
 from primerl._common.ranks import on_first_rank_gathering
-from primerl._common.vllm_names import COLLECTIVE_RPC, WEIGHT_RECEIPT
 from primerl.weights.transports.broadcast_group import (
     BackgroundCall,
     Communicator,
@@ -31,10 +30,8 @@ _POLL_S = 0.001
 class Servers(Fetcher, Protocol):
     """Replicas that can be asked how many workers they have, such as ``VLLMEngine``."""
 
-    def call(
-        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = ...
-    ) -> dict[str, Any]:
-        """POST to a route of every live replica: ``{url: answer}``."""
+    def workers(self) -> dict[str, int]:
+        """The number of workers of every live replica, by its URL."""
         ...
 
 
@@ -51,8 +48,8 @@ class _Group:
 class NCCL:
     """Publishes a model's weights to GPU engines, from memory to memory.
 
-        with rollout.serve_vllm(model, weight_transfer="primerl_nccl") as server:
-            transport = weights.NCCL(model, rollout.VLLMEngine(server))
+        with serving.serve_vllm(model, weight_transfer="primerl_nccl") as server:
+            transport = weights.NCCL(model, serving.VLLMEngine(server))
             receipt = transport.publish(version=1)
 
     Tensors are broadcast layer by layer through vLLM's NCCL communicator while the engines are
@@ -150,8 +147,7 @@ class NCCL:
         )
 
     def _current_group(self, engine: Servers) -> _Group:
-        answers = engine.call(COLLECTIVE_RPC, {"method": WEIGHT_RECEIPT})
-        workers = {url: len(answer["results"]) for url, answer in answers.items()}
+        workers = engine.workers()
         if self._group is None or self._group.workers != workers:
             world_size = 1 + sum(workers.values())
             unique_id = self._unique_id()

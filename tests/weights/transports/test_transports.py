@@ -334,8 +334,8 @@ def test_a_worker_with_wrong_bytes_is_named_and_a_new_group_is_formed(broadcasts
 
 def test_a_group_that_is_complete_refuses_another_member(broadcasts):
     _, engine, _, transport = broadcasts
-    counts = engine.call("/collective_rpc")
-    engine.call = lambda path, body=None: {"http://replica0": counts["http://replica0"]}
+    counts = engine.workers()
+    engine.workers = lambda: {"http://replica0": counts["http://replica0"]}
     with pytest.raises(RuntimeError, match="the group of 2 is complete"):
         transport.publish(1)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from primerl import models, testing, weights
 from primerl._common.digests import content_of, digest_of_contents
+from primerl.serving.worker.tracked_tensors import TrackedTensors
 from primerl.weights.transports.receipts import check_receipts
 from primerl.weights.verification.served_tensors import (
     Part,
@@ -20,7 +21,6 @@ from primerl.weights.verification.served_tensors import (
     reading_of,
     rearranged_reading,
 )
-from primerl.weights.vllm.tracked_tensors import TrackedTensors
 
 SIZES = {"count": 3, "length": 40, "new_tokens": 6}
 

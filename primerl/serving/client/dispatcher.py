@@ -8,20 +8,20 @@ from typing import Any, TypeVar
 import attrs
 import numpy as np
 
-from primerl._common.vllm_names import SERVED_VOCAB_SIZE
 from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
-from primerl.rollout.engines.replicas import Replica
-from primerl.rollout.engines.vllm.client.calls import rpc_results
-from primerl.rollout.engines.vllm.client.fleet import Fleet
-from primerl.rollout.engines.vllm.client.http import (
+from primerl.rollout.errors import summary
+from primerl.serving.client.calls import rpc_results
+from primerl.serving.client.fleet import Fleet
+from primerl.serving.client.http import (
     BadResponse,
     NotFound,
     ServerFailed,
     Unreachable,
 )
-from primerl.rollout.engines.vllm.client.routes import CacheSources, ExpectedRoutes, RouteRecorder
-from primerl.rollout.engines.vllm.protocol import requests, responses
-from primerl.rollout.errors import summary
+from primerl.serving.client.replicas import Replica
+from primerl.serving.client.routes import CacheSources, ExpectedRoutes, RouteRecorder
+from primerl.serving.names import SERVED_VOCAB_SIZE
+from primerl.serving.protocol import requests, responses
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
 FIRST_BACKOFF_S = 0.1

@@ -11,9 +11,9 @@ from recording_store import RecordingStore
 from scripted_vllm import DROP, ScriptedVLLM, numbered_routes
 from waiting import until
 
-from primerl import rollout
+from primerl import serving
 from primerl.rollout import BadCompletion
-from primerl.rollout.engines.vllm.protocol.labels import Labels
+from primerl.serving.protocol.labels import Labels
 from primerl.types import SamplingParams
 
 P = SamplingParams(max_tokens=2, temperature=0)
@@ -41,7 +41,7 @@ def make():
     def engine(*servers, adapter="policy", **keywords):
         keywords = {"down_timeout_s": 2.0, "run": "abc", **keywords}
         urls = [one.url for one in servers]
-        made.append(rollout.VLLMEngine(urls, adapter=adapter, **keywords))
+        made.append(serving.VLLMEngine(urls, adapter=adapter, **keywords))
         return made[-1]
 
     yield engine

@@ -11,22 +11,23 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from primerl._common.vllm_names import (
+from primerl.rollout.engines.protocol import RouteStore
+from primerl.serving.client.calls import agreed, call_route, probe, read_metrics
+from primerl.serving.client.connection import Connection
+from primerl.serving.client.fleet import Fleet
+from primerl.serving.client.members import Members, key_of, url_of
+from primerl.serving.client.settings import Settings
+from primerl.serving.client.updates import Rendezvous
+from primerl.serving.names import (
     COLLECTIVE_RPC,
     DETOKENIZE,
     READ_WEIGHTS,
     RELOAD_REFUSAL,
     SERVED_DTYPE,
+    WEIGHT_RECEIPT,
 )
-from primerl.rollout.engines.protocol import RouteStore
-from primerl.rollout.engines.vllm.client.calls import agreed, call_route, probe, read_metrics
-from primerl.rollout.engines.vllm.client.connection import Connection
-from primerl.rollout.engines.vllm.client.fleet import Fleet
-from primerl.rollout.engines.vllm.client.members import Members, key_of, url_of
-from primerl.rollout.engines.vllm.client.settings import Settings
-from primerl.rollout.engines.vllm.client.updates import Rendezvous
-from primerl.rollout.engines.vllm.protocol.labels import Labels
-from primerl.rollout.engines.vllm.protocol.requests import LEAST_TEMPERATURE
+from primerl.serving.protocol.labels import Labels
+from primerl.serving.protocol.requests import LEAST_TEMPERATURE
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ T = TypeVar("T")
 class VLLMEngine:
     """Samples from vLLM servers, one or many, that hold the same policy.
 
-        with rollout.serve_vllm(model) as server, rollout.VLLMEngine(server) as engine:
+        with serving.serve_vllm(model) as server, serving.VLLMEngine(server) as engine:
             weights.Disk(policy, engine, folder=folder).publish(0)
             completion = await engine.generate(prompt_ids, SamplingParams(max_tokens=64))
 
@@ -473,6 +474,15 @@ class VLLMEngine:
     def replicas(self) -> list[dict[str, Any]]:
         """Status of each server: ``url alive serving version in_flight error``."""
         return self._connected().run(Fleet.report)
+
+    def workers(self, *, timeout_s: float = 60.0) -> dict[str, int]:
+        """The number of workers of each live server, by its URL.
+
+        Raises:
+            RuntimeError, ValueError: a server failed, or has no worker extension.
+        """
+        answers = self.call(COLLECTIVE_RPC, {"method": WEIGHT_RECEIPT}, timeout_s=timeout_s)
+        return {url: len(answer["results"]) for url, answer in answers.items()}
 
     def metrics(self, *, timeout_s: float = 60.0) -> dict[str, dict[str, float]]:
         """Counters and gauges of vLLM, by server and name.

@@ -13,10 +13,10 @@ import pytest
 from scripted_vllm import DROP, GARBAGE, HANG, ScriptedVLLM
 from waiting import until
 
-from primerl import rollout, testing
-from primerl.rollout.engines.vllm.client.http import Http, ServerFailed
-from primerl.rollout.engines.vllm.protocol import responses
-from primerl.rollout.engines.vllm.protocol.labels import Labels
+from primerl import rollout, serving, testing
+from primerl.serving.client.http import Http, ServerFailed
+from primerl.serving.protocol import responses
+from primerl.serving.protocol.labels import Labels
 from primerl.types import Rollout, Sample, SamplingParams
 
 P = SamplingParams
@@ -44,7 +44,7 @@ def make():
 
     def engine(*servers, adopt=0, **keywords):
         keywords = {"down_timeout_s": 5.0, **keywords}
-        made.append(rollout.VLLMEngine([one.url for one in servers], **keywords))
+        made.append(serving.VLLMEngine([one.url for one in servers], **keywords))
         if adopt is not None:
             made[-1].adopt(adopt)
         return made[-1]
@@ -288,18 +288,18 @@ def test_many_event_loops_and_threads(server, make):
 
 def test_the_key_is_sent_and_not_exposed():
     with ScriptedVLLM(key="s3cret") as server:
-        with rollout.VLLMEngine(server.url, api_key="s3cret") as engine:
+        with serving.VLLMEngine(server.url, api_key="s3cret") as engine:
             engine.adopt(0)
             run(engine.generate([3], P(max_tokens=1)))
             assert "s3cret" not in repr(engine) + str(engine.replicas())
-        with rollout.VLLMEngine(server.url, api_key="wrong", down_timeout_s=0.3) as engine:
+        with serving.VLLMEngine(server.url, api_key="wrong", down_timeout_s=0.3) as engine:
             with pytest.raises(RuntimeError, match=r"401: Unauthorized; pass the server's key"):
                 run(engine.generate([3], P(max_tokens=1)))
 
 
 def test_the_key_of_the_environment(monkeypatch):
     monkeypatch.setenv("PRIMERL_API_KEY", "s3cret")
-    with ScriptedVLLM(key="s3cret") as server, rollout.VLLMEngine(server.url) as engine:
+    with ScriptedVLLM(key="s3cret") as server, serving.VLLMEngine(server.url) as engine:
         engine.adopt(0)
 
 
@@ -309,10 +309,10 @@ def test_servers_in_place_of_urls():
             self.url, self.api_key = url, key
 
     with ScriptedVLLM(key="k") as server:
-        with rollout.VLLMEngine(Server(server.url, "k")) as engine:
+        with serving.VLLMEngine(Server(server.url, "k")) as engine:
             engine.adopt(0)
     with pytest.raises(ValueError, match="several keys"):
-        rollout.VLLMEngine([Server("http://a", "k"), Server("http://b", "l")])
+        serving.VLLMEngine([Server("http://a", "k"), Server("http://b", "l")])
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_servers_in_place_of_urls():
 )
 def test_wrong_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):
-        rollout.VLLMEngine(**arguments)
+        serving.VLLMEngine(**arguments)
 
 
 # ---- versions ----
@@ -533,7 +533,7 @@ def half_loaded(servers, make, monkeypatch):
     """Makes an engine whose first server failed to load version 1, and at first to be labelled."""
 
     def made(*, label_again_s, label_failures):
-        path = "primerl.rollout.engines.vllm.client.updates.SEED_AGAIN_S"
+        path = "primerl.serving.client.updates.SEED_AGAIN_S"
         monkeypatch.setattr(path, label_again_s)
         engine = make(*servers)
         servers[0].faults["/update_weights"] = [(500, "half way")]
@@ -726,7 +726,7 @@ def test_weights_of_another_run_are_not_adopted_again(server, make):
 
 
 def test_seeding_is_retried(servers, make, monkeypatch):
-    monkeypatch.setattr("primerl.rollout.engines.vllm.client.updates.SEED_AGAIN_S", 0.1)
+    monkeypatch.setattr("primerl.serving.client.updates.SEED_AGAIN_S", 0.1)
     engine = make(*servers)
     engine.load_weights({}, version=1)
     servers[0].faults["/collective_rpc"] = [(500, "not yet")]
@@ -754,7 +754,7 @@ def test_with_all_servers_down_requests_wait_and_then_fail(servers, make):
 
 
 def test_a_server_that_falls_silent_is_lost(servers, make, monkeypatch):
-    monkeypatch.setattr("primerl.rollout.engines.vllm.client.fleet.SILENT_S", 0.2)
+    monkeypatch.setattr("primerl.serving.client.fleet.SILENT_S", 0.2)
     first, _second = servers
     engine = make(*servers)
     first.faults["/inference/v1/generate"] = [HANG] * 10
@@ -768,7 +768,7 @@ def test_a_server_that_falls_silent_is_lost(servers, make, monkeypatch):
 
 
 def test_requests_on_a_host_that_vanished_are_sent_elsewhere(servers, make, monkeypatch):
-    monkeypatch.setattr("primerl.rollout.engines.vllm.client.fleet.SILENT_S", 0.5)
+    monkeypatch.setattr("primerl.serving.client.fleet.SILENT_S", 0.5)
     first, second = servers
     engine = make(*servers)
     first.token_s = second.token_s = 0.05
@@ -794,7 +794,7 @@ def test_ranks_that_briefly_differ_do_not_take_a_server_out(server, make):
 
 
 def test_a_server_that_is_busy_loading_is_not_lost(server, make, monkeypatch):
-    monkeypatch.setattr("primerl.rollout.engines.vllm.client.fleet.SILENT_S", 0.2)
+    monkeypatch.setattr("primerl.serving.client.fleet.SILENT_S", 0.2)
     engine = make(server)
     server.faults["/weight_info"] = [HANG] * 5
     time.sleep(0.6)
@@ -835,7 +835,7 @@ def test_the_private_file_is_removed_with_its_owner(server, make):
 def test_an_unreadable_file_of_urls_changes_nothing(server, tmp_path, monkeypatch):
     file = tmp_path / "replicas.txt"
     file.write_text(f"{server.url}\n")
-    with rollout.VLLMEngine(file) as engine:
+    with serving.VLLMEngine(file) as engine:
         engine.adopt(0)
 
         def stale(*_, **__):
@@ -852,7 +852,7 @@ def test_a_file_of_urls(servers, tmp_path):
     first, second = servers
     file = tmp_path / "replicas.txt"
     file.write_text(f"{first.url}\n")
-    with rollout.VLLMEngine(file) as engine:
+    with serving.VLLMEngine(file) as engine:
         assert [row["url"] for row in engine.replicas()] == [first.url]
         file.write_text(f"{first.url}\n{second.url}\n")
         until(lambda: len(engine.replicas()) == 2)

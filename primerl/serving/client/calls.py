@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from primerl._common.vllm_names import COLLECTIVE_RPC, METRICS
 from primerl.rollout.engines.contract import Limits, check_completion
-from primerl.rollout.engines.replicas import Replica
-from primerl.rollout.engines.vllm.client.fleet import Fleet
-from primerl.rollout.engines.vllm.client.http import Unreachable
-from primerl.rollout.engines.vllm.protocol import requests, responses
+from primerl.serving.client.fleet import Fleet
+from primerl.serving.client.http import Unreachable
+from primerl.serving.client.replicas import Replica
+from primerl.serving.names import COLLECTIVE_RPC, METRICS
+from primerl.serving.protocol import requests, responses
 from primerl.types import SamplingParams
 
 METRICS_BYTES = 1 << 24

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from primerl.weights.vllm.preparation import Preparation
+from primerl.serving.worker.preparation import Preparation
 
 
 def until_done(preparation, ticket, work):

@@ -20,13 +20,13 @@ pytest.importorskip("hypothesis")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primerl import rollout, testing
+from primerl import rollout, serving, testing
 from primerl.rollout.engines.contract import BadCompletion
-from primerl.rollout.engines.vllm.client import routes as client_routes
-from primerl.rollout.engines.vllm.client.routes import row_versions
-from primerl.rollout.engines.vllm.protocol import routes as routes_module
-from primerl.rollout.engines.vllm.protocol.routes import RoutesDecoder, most_characters
-from primerl.rollout.engines.vllm.protocol.splitter import RoutesSplitter
+from primerl.serving.client import routes as client_routes
+from primerl.serving.client.routes import row_versions
+from primerl.serving.protocol import routes as routes_module
+from primerl.serving.protocol.routes import RoutesDecoder, most_characters
+from primerl.serving.protocol.splitter import RoutesSplitter
 from primerl.types import SamplingParams as P
 
 # ---- splitting ----
@@ -265,7 +265,7 @@ def make(server):
 
     def engine(store, **options):
         options = {"down_timeout_s": 5.0, **options}
-        made.append(rollout.VLLMEngine(server.url, routes=store, **options))
+        made.append(serving.VLLMEngine(server.url, routes=store, **options))
         made[-1].adopt(3)
         return made[-1]
 
@@ -470,7 +470,7 @@ def test_large_routes_of_many_requests_at_once(server, make, monkeypatch):
 
 def test_an_endless_value_is_refused_early():
     with testing.HostileServer("endless_routes") as server:
-        engine = rollout.VLLMEngine(server.url, down_timeout_s=5.0, routes=RecordingStore())
+        engine = serving.VLLMEngine(server.url, down_timeout_s=5.0, routes=RecordingStore())
         with engine:
             engine.adopt(3)
             with pytest.raises(BadCompletion, match=r"more bytes than uint8\[4, 2, 2\]"):
@@ -486,7 +486,7 @@ def test_the_engine_and_its_store_can_be_pickled(make):
     with pytest.raises(
         ValueError, match=r"routes is a str, expected a store with put\(\) and check"
     ):
-        rollout.VLLMEngine("http://127.0.0.1:1", routes="folder")
+        serving.VLLMEngine("http://127.0.0.1:1", routes="folder")
 
 
 def test_three_turns_of_a_conversation_record_each_token_once(server, make):
@@ -577,7 +577,7 @@ class Silent(ScriptedVLLM):
 
 def test_a_server_that_does_not_answer_is_not_asked_before_each_request(monkeypatch):
     monkeypatch.setattr(client_routes, "ASK_S", 0.2)
-    with Silent() as server, rollout.VLLMEngine(server.url, routes=RecordingStore()) as engine:
+    with Silent() as server, serving.VLLMEngine(server.url, routes=RecordingStore()) as engine:
         engine.adopt(3)
         for _ in range(3):
             run(engine.generate([3, 4, 5], P(max_tokens=2)))
@@ -589,7 +589,7 @@ def test_a_server_that_does_not_answer_is_not_asked_before_each_request(monkeypa
 def test_a_server_that_does_not_answer_holds_up_no_other(server):
     with (
         Silent() as silent,
-        rollout.VLLMEngine([silent.url, server.url], routes=RecordingStore()) as engine,
+        serving.VLLMEngine([silent.url, server.url], routes=RecordingStore()) as engine,
         ThreadPoolExecutor(24) as pool,
     ):
         engine.adopt(3)

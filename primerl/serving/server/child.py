@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from primerl._common.progress import report
-from primerl._common.vllm_names import FOLDER_BACKEND
-from primerl.rollout.engines.vllm.server.arguments import (
+from primerl.rollout.processes import launch, supervisor
+from primerl.serving.names import FOLDER_BACKEND
+from primerl.serving.server.arguments import (
     argument_names,
     check_vllm_version,
     enables_adapters,
@@ -22,13 +23,12 @@ from primerl.rollout.engines.vllm.server.arguments import (
     server_command,
     server_environment,
 )
-from primerl.rollout.engines.vllm.server.readiness import (
+from primerl.serving.server.readiness import (
     PortTaken,
     free_port,
     log_tail,
     wait_until_ready,
 )
-from primerl.rollout.processes import launch, supervisor
 
 PORT_TRIES = 5
 _ANY_HOST = ("0.0.0.0", "::")
@@ -51,8 +51,8 @@ def serve_vllm(
 ) -> "VLLMServer":
     """A vLLM server of ``model``, started by ``with`` or ``start()``.
 
-        with rollout.serve_vllm("Qwen/Qwen3-0.6B", max_model_len=4096) as server:
-            engine = rollout.VLLMEngine([server])
+        with serving.serve_vllm("Qwen/Qwen3-0.6B", max_model_len=4096) as server:
+            engine = serving.VLLMEngine([server])
 
     It ends with this process, however that ends. Every route but ``/health`` and ``/ping``
     requires the key, administrative routes included.

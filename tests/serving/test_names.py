@@ -2,7 +2,7 @@ import ast
 from pathlib import Path
 
 import primerl
-from primerl._common import vllm_names as names
+from primerl.serving import names
 
 
 def test_worker_extension_has_every_method_that_clients_call():

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from primerl.rollout.engines.replicas import Replicas
-from primerl.rollout.engines.vllm.client.members import Members
+from primerl.serving.client.members import Members
+from primerl.serving.client.replicas import Replicas
 
 URLS = [f"http://r{n}" for n in range(5)]
 SESSIONS = [f"session-{n}" for n in range(200)]

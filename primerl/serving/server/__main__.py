@@ -1,6 +1,6 @@
 """A vLLM server in the foreground, with the key of the environment's ``PRIMERL_API_KEY``.
 
-python -m primerl.rollout.engines.vllm.server MODEL [--host H] [--port N] [vLLM's own flags]
+python -m primerl.serving.server MODEL [--host H] [--port N] [vLLM's own flags]
 """
 
 import argparse
@@ -8,15 +8,15 @@ import os
 import signal
 import sys
 
-from primerl._common.vllm_names import FOLDER_BACKEND
-from primerl.rollout.engines.vllm.server.child import VLLMServer
-from primerl.rollout.engines.vllm.server.middleware import KEY_VARIABLE
+from primerl.serving.names import FOLDER_BACKEND
+from primerl.serving.server.child import VLLMServer
+from primerl.serving.server.middleware import KEY_VARIABLE
 
 
 def main(words: list[str] | None = None) -> int:
     """Serve in the foreground until the server exits or is stopped; returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m primerl.rollout.engines.vllm.server",
+        prog="python -m primerl.serving.server",
         description="A vLLM server for training, in the foreground. All other flags are vLLM's.",
         epilog=f"The key is read from the environment variable {KEY_VARIABLE}.",
         allow_abbrev=False,

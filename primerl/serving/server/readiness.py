@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from primerl._common.vllm_names import HEALTH, WEIGHT_INFO
+from primerl.serving.names import HEALTH, WEIGHT_INFO
 
 POLL_S = 0.1
 PROBE_S = 5.0

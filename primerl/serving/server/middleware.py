@@ -11,7 +11,7 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from primerl._common.vllm_names import HEALTH
+from primerl.serving.names import HEALTH
 
 KEY_VARIABLE = "PRIMERL_API_KEY"
 KEY_FROM, STDIN = "PRIMERL_API_KEY_FROM", "stdin"

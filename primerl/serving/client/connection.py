@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 import attrs
 
-from primerl.rollout.engines.vllm.client.adapters import AdapterUpdates
-from primerl.rollout.engines.vllm.client.dispatcher import Dispatcher
-from primerl.rollout.engines.vllm.client.fleet import Fleet
-from primerl.rollout.engines.vllm.client.members import Members
-from primerl.rollout.engines.vllm.client.settings import Settings
-from primerl.rollout.engines.vllm.client.updates import Updates
 from primerl.rollout.errors import summary
 from primerl.rollout.processes.background_loop import BackgroundLoop
+from primerl.serving.client.adapters import AdapterUpdates
+from primerl.serving.client.dispatcher import Dispatcher
+from primerl.serving.client.fleet import Fleet
+from primerl.serving.client.members import Members
+from primerl.serving.client.settings import Settings
+from primerl.serving.client.updates import Updates
 from primerl.types import PolicyVersion
 
 FIRST_LOOK_S = 2.0  # how long a new connection waits for the servers' versions

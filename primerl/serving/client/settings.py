@@ -3,7 +3,7 @@
 import attrs
 
 from primerl.rollout.engines.protocol import RouteStore
-from primerl.rollout.engines.vllm.protocol.labels import Labels
+from primerl.serving.protocol.labels import Labels
 
 ON_UPDATE = {
     "recompute": "mode=keep&clear_cache=true",

@@ -1,4 +1,4 @@
-"""Names that a client of a vLLM server, the server's workers and a weight transport share."""
+"""Routes of vLLM, and names that the client and the worker extension share."""
 
 # Routes of vLLM 0.32.
 DETOKENIZE = "/detokenize"
@@ -18,7 +18,7 @@ LOAD_ADAPTER = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 
 # Methods of the worker extension, called through COLLECTIVE_RPC.
-WORKER_EXTENSION = "primerl.weights.vllm.receiver.WeightReceiver"
+WORKER_EXTENSION = "primerl.serving.worker.receiver.WeightReceiver"
 PREPARE_ADAPTER = "prepare_adapter"
 PREPARE_WEIGHTS = "prepare_weights"
 READ_ADAPTER = "read_adapter"

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from primerl.weights.vllm.reload_refusals import reload_refusal
+from primerl.serving.worker.reload_refusals import reload_refusal
 
 
 def parallel(*, enable_eplb):

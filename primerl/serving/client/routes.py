@@ -11,17 +11,17 @@ from typing import TypeVar
 import attrs
 import numpy as np
 
-from primerl._common.vllm_names import SERVED_ROUTES
 from primerl.rollout.engines.contract import BadCompletion
 from primerl.rollout.engines.protocol import RouteStore, is_instant
-from primerl.rollout.engines.replicas import Replica
-from primerl.rollout.engines.vllm.client.calls import rpc_results
-from primerl.rollout.engines.vllm.client.fleet import Fleet
-from primerl.rollout.engines.vllm.client.http import ServerFailed
-from primerl.rollout.engines.vllm.protocol.responses import Choice
-from primerl.rollout.engines.vllm.protocol.routes import RoutesDecoder, most_characters
-from primerl.rollout.engines.vllm.protocol.splitter import RoutesSplitter
 from primerl.rollout.errors import summary
+from primerl.serving.client.calls import rpc_results
+from primerl.serving.client.fleet import Fleet
+from primerl.serving.client.http import ServerFailed
+from primerl.serving.client.replicas import Replica
+from primerl.serving.names import SERVED_ROUTES
+from primerl.serving.protocol.responses import Choice
+from primerl.serving.protocol.routes import RoutesDecoder, most_characters
+from primerl.serving.protocol.splitter import RoutesSplitter
 from primerl.types import Completion, SamplingParams
 
 ASK_S = 10.0  # timeout of asking a server what it loads

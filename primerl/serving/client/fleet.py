@@ -8,19 +8,19 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from primerl._common import vllm_names as names
-from primerl.rollout.engines.replicas import Replica, Replicas
-from primerl.rollout.engines.vllm.client.http import (
+from primerl.rollout.errors import summary
+from primerl.serving import names
+from primerl.serving.client.http import (
     Extraction,
     Http,
     Refused,
     ServerFailed,
     Unreachable,
 )
-from primerl.rollout.engines.vllm.client.members import Members
-from primerl.rollout.engines.vllm.client.settings import Settings
-from primerl.rollout.engines.vllm.protocol import responses
-from primerl.rollout.errors import summary
+from primerl.serving.client.members import Members
+from primerl.serving.client.replicas import Replica, Replicas
+from primerl.serving.client.settings import Settings
+from primerl.serving.protocol import responses
 from primerl.types import PolicyVersion
 
 POLL_S = 0.15  # interval of asking each server for its version

@@ -12,13 +12,13 @@ from typing import Any
 
 import attrs
 
-from primerl._common import vllm_names as names
-from primerl.rollout.engines.replicas import FAILED, Replica
-from primerl.rollout.engines.vllm.client.calls import call_all, rpc
-from primerl.rollout.engines.vllm.client.fleet import Fleet
-from primerl.rollout.engines.vllm.client.http import ServerFailed, Unreachable
-from primerl.rollout.engines.vllm.client.settings import ON_UPDATE
 from primerl.rollout.errors import summary
+from primerl.serving import names
+from primerl.serving.client.calls import call_all, rpc
+from primerl.serving.client.fleet import Fleet
+from primerl.serving.client.http import ServerFailed, Unreachable
+from primerl.serving.client.replicas import FAILED, Replica
+from primerl.serving.client.settings import ON_UPDATE
 from primerl.types import PolicyVersion
 
 REPAIR_S = 10.0  # timeout of a request that repairs a server in the background

@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from primerl._common import vllm_names as names
-from primerl.rollout.engines.replicas import Replica
-from primerl.rollout.engines.vllm.client.calls import rpc
-from primerl.rollout.engines.vllm.client.http import NotFound
-from primerl.rollout.engines.vllm.client.updates import Rendezvous, Updates
+from primerl.serving import names
+from primerl.serving.client.calls import rpc
+from primerl.serving.client.http import NotFound
+from primerl.serving.client.replicas import Replica
+from primerl.serving.client.updates import Rendezvous, Updates
 from primerl.types import PolicyVersion
 
 

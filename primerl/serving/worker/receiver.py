@@ -1,7 +1,7 @@
 """Runs inside vLLM's process: loads published weights and reports what it loaded.
 
 This file alone depends on vLLM's internals; it was written against vLLM 0.32. ``serve_vllm``
-loads it by ``--worker-extension-cls primerl.weights.vllm.receiver.WeightReceiver`` and
+loads it by ``--worker-extension-cls primerl.serving.worker.receiver.WeightReceiver`` and
 ``--weight-transfer-config '{"backend": "primerl"}'``.
 """
 
@@ -30,7 +30,12 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from primerl._common.digests import TensorDigest, digest_of, digest_of_all
-from primerl._common.vllm_names import FOLDER_BACKEND, NCCL_BACKEND
+from primerl.serving.names import FOLDER_BACKEND, NCCL_BACKEND
+from primerl.serving.worker.held_adapters import HeldAdapters
+from primerl.serving.worker.preparation import GRACE_S, Preparation
+from primerl.serving.worker.reload_refusals import reload_refusal
+from primerl.serving.worker.tensors_in_use import ServedTensors, served_names, tied_parameters
+from primerl.serving.worker.tracked_tensors import TrackedTensors
 from primerl.weights.transports.broadcast_group import (
     BackgroundCall,
     Communicator,
@@ -40,11 +45,6 @@ from primerl.weights.transports.broadcast_group import (
 )
 from primerl.weights.transports.folder_reader import FolderReader
 from primerl.weights.verification.served_tensors import as_builtins
-from primerl.weights.vllm.held_adapters import HeldAdapters
-from primerl.weights.vllm.preparation import GRACE_S, Preparation
-from primerl.weights.vllm.reload_refusals import reload_refusal
-from primerl.weights.vllm.tensors_in_use import ServedTensors, served_names, tied_parameters
-from primerl.weights.vllm.tracked_tensors import TrackedTensors
 
 _JOIN_S = 300.0
 
@@ -313,7 +313,7 @@ def _padded_experts(model: torch.nn.Module, device: torch.device) -> int:
 
 
 class WeightReceiver:
-    """Methods that vLLM's workers get, called by the names of ``primerl._common.vllm_names``."""
+    """Methods that vLLM's workers get, called by the names of ``primerl.serving.names``."""
 
     device: torch.device
     model_runner: Any

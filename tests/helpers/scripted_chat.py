@@ -32,7 +32,7 @@ class ScriptedChat:
     def kill(self):
         self._do(self._kill())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(60)
         self._loop.close()
 
     def __enter__(self):
@@ -43,7 +43,7 @@ class ScriptedChat:
             self.kill()
 
     def _do(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     async def _kill(self):
         # asyncio loses sockets that it has accepted, but not made connections of, as it closes.

@@ -77,7 +77,7 @@ class ScriptedVLLM:
         if self.up:
             self._do(self._kill())
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(5)
+            self._thread.join(60)
             self._loop.close()
             self.up = False
 
@@ -95,7 +95,7 @@ class ScriptedVLLM:
         self.kill()
 
     def _do(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     async def _start(self):
         self._gate, self._door = asyncio.Event(), asyncio.Event()

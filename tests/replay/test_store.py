@@ -152,7 +152,7 @@ def test_concurrent_puts_of_shared_rows(store):
     found = []
 
     def put_one(seed):
-        ready.wait(10)
+        ready.wait(60)
         for _ in range(5):
             found.append(put(store, shared=6))
             found.append(put(store, seed=seed))

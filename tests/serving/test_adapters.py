@@ -167,7 +167,7 @@ def test_a_version_that_comes_while_a_request_waits_to_be_sent_is_its_version(ma
         engine.load_weights(update("/adapters/1"), version=1)
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(run, engine.generate([3, 4], P))
-            assert server.asked.wait(10)
+            assert server.asked.wait(60)
             engine.load_weights(update("/adapters/2"), version=2)
             server.may_say.set()
             assert asked.result(30).versions.tolist() == [2, 2]
@@ -180,7 +180,7 @@ def test_a_server_that_is_lost_while_a_request_waits_does_not_sample_with_its_ba
         engine.load_weights(update(), version=1)
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(run, engine.generate([3, 4], P))
-            assert server.asked.wait(10)
+            assert server.asked.wait(60)
             server.faults["/v1/models"] = [DROP] * 5
             until(lambda: not engine._connection.fleet.replicas.live())
             server.may_say.set()

@@ -9,7 +9,7 @@ from primerl.serving.worker.preparation import Preparation
 
 
 def until_done(preparation, ticket, work):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (found := preparation.ask(ticket, work)) is None:
         assert time.monotonic() < deadline
     return found
@@ -20,7 +20,7 @@ def test_the_call_returns_at_once_and_the_work_is_done_once():
 
     def work():
         times.append(threading.current_thread())
-        go.wait(10)
+        go.wait(60)
         return {"version": 3}
 
     preparation = Preparation()
@@ -60,7 +60,7 @@ def test_another_ticket_waits_for_the_work_of_the_first():
 
     def work(name):
         running.append(name)
-        go.wait(10)
+        go.wait(60)
         return {"name": name}
 
     preparation = Preparation()

@@ -549,7 +549,7 @@ def test_a_server_leaves_nothing_in_the_folder_for_temporary_files(
                 processes = family(server)
                 for one in processes:
                     one.kill()
-                psutil.wait_procs(processes, timeout=10)
+                psutil.wait_procs(processes, timeout=60)
 
     left = [path for path in folder.glob("**/*") if path.is_file()]
     failed = how != "close"

@@ -182,7 +182,7 @@ def test_cancelling_a_call_cancels_its_request(chat, engine):
             await call
 
     asyncio.run(cancelled())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while chat.running and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not chat.running

@@ -24,7 +24,7 @@ async def connected(handlers, *, back=None, **options):
     finally:
         here.close()
         there.close()
-        await asyncio.wait(serving, timeout=10)
+        await asyncio.wait(serving, timeout=60)
 
 
 def test_values_arrive_unchanged_and_calls_go_both_ways():

@@ -4,6 +4,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# One terminal for all: what a narrow one wraps could not be found in the output.
+os.environ["COLUMNS"] = "100"
 
 import ast
 import asyncio
@@ -56,10 +58,32 @@ def pytest_configure(config):
     """A temporary folder of this process's own; pytest's folders stay where they are."""
     mark_processes()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    if not home_can_be_written():  # these two libraries have a variable for it
+        caches = tempfile.mkdtemp(prefix="tests-caches-")
+        os.environ["HF_HOME"] = os.environ["MPLCONFIGDIR"] = caches
+        config.add_cleanup(lambda: shutil.rmtree(caches, ignore_errors=True))
     folder = tempfile.mkdtemp(prefix="tests-")
     os.chmod(folder, 0o711)  # sandboxes of another user have their folders in it
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def home_can_be_written():
+    try:
+        cache = Path.home() / ".cache"
+        cache.mkdir(exist_ok=True)
+    except OSError:
+        return False
+    except RuntimeError:  # there is no home, and temporary folders are used
+        return True
+    return os.access(cache, os.W_OK)
+
+
+@pytest.fixture
+def home():
+    """A home folder in which verifiers can keep files."""
+    if not home_can_be_written():
+        pytest.skip("verifiers keeps files in ~/.cache, which can't be written here")
 
 
 def pytest_runtest_setup(item):

@@ -95,6 +95,12 @@ class _RowsOfParquet:
 
     def __init__(self, path: Path) -> None:
         datasets = optional.require("datasets", extra="data")
+        cache = Path(datasets.config.HF_DATASETS_CACHE)
+        if not _can_be_written(cache):
+            raise ValueError(
+                f"{path}: a copy of a Parquet file is kept in {cache}, which can't be written: set "
+                "HF_HOME to a folder that can"
+            )
         self._path = path
         self._rows = datasets.Dataset.from_parquet(str(path))
         for index in range(len(self)):
@@ -105,6 +111,15 @@ class _RowsOfParquet:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return _conversation(_without_nulls(self._rows[index]), f"{self._path}, row {index}")
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Whether files can be made in a folder, which is made if there is none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def _files(path: Path) -> Iterator[Path]:

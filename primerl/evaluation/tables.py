@@ -44,7 +44,9 @@ def _table(*headings: str) -> Any:
     table = rich.Table(box=require("rich.box", extra="recipes").SIMPLE)
     for index, heading in enumerate(headings):
         number = index and heading not in ("measure", "interval")
-        table.add_column(heading, justify="right" if number else "left")
+        # On a narrow terminal, only these wrap: measures and numbers stay whole.
+        whole = heading not in ("environment", "interval")
+        table.add_column(heading, justify="right" if number else "left", no_wrap=whole)
     return table
 
 

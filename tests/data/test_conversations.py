@@ -76,6 +76,14 @@ def test_files_and_folders_one_after_the_other(tmp_path):
     assert questions(conversations) == [f"question {number}" for number in range(4)]
 
 
+def test_parquet_without_a_place_for_its_copy_is_refused(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path / "chats.parquet", [row(0)])
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "file" / "cache")
+    with pytest.raises(ValueError, match="chats.parquet: .* can't be written: set HF_HOME"):
+        data.Conversations(path)
+
+
 def test_parquet_reads_as_the_same_lines_do(tmp_path):
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     rows = [

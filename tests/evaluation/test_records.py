@@ -1,5 +1,6 @@
 """Scores of plays, by hand; what failed counts, and what was repeated counts once."""
 
+import io
 import json
 
 import attrs
@@ -154,6 +155,17 @@ def test_records_are_conversations_to_train_on(tmp_path):
 def test_a_line_that_is_no_record_is_refused(broken):
     with pytest.raises(ValueError, match="no record of a play"):
         evaluation.Record.parse(broken)
+
+
+def test_a_narrow_terminal_breaks_no_measure():
+    from rich.console import Console
+
+    plays = [record("t1", reward=1.0, environment="long-name"), record("t2", error="LookupError")]
+    console = Console(width=40, record=True, file=io.StringIO())
+    console.print(evaluation.scores_table(evaluation.scores(plays)))
+    text = console.export_text()
+    for part in ("LookupError", "1 plays", "pass@1", "cut short", "1.000"):
+        assert part in text
 
 
 def test_tables_fit_a_terminal_and_have_every_number():

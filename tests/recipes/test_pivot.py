@@ -159,6 +159,7 @@ def test_mistakes_are_named(tmp_path):
         list(environment(file).tasks)
 
 
+@pytest.mark.usefixtures("home")
 def test_verifiers_own_checks_pass(traces, tmp_path):
     from verifiers.v1.cli.validate import run_validate
     from verifiers.v1.configs.cli.validate import ValidateConfig

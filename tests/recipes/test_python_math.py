@@ -110,6 +110,7 @@ def test_answers_are_read(reply, number):
         assert found == number
 
 
+@pytest.mark.usefixtures("home")
 def test_verifiers_own_checks_pass(tmp_path):
     from verifiers.v1.cli.validate import run_validate
     from verifiers.v1.configs.cli.validate import ValidateConfig

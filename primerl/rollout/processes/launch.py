@@ -57,6 +57,7 @@ def make_folder(prefix: str, *, within: str | None = None) -> str:
     folder = os.path.abspath(tempfile.mkdtemp(prefix=prefix, dir=within))
     os.chmod(folder, 0o700)  # whatever the umask says
     with open(os.path.join(folder, supervisor.MARKER), "xb") as marker:
+        os.fchmod(marker.fileno(), 0o600)
         marker.write(os.fsencode(folder))
     return folder
 

@@ -384,6 +384,7 @@ def ports_in_files():
     return [path.read_text() for path in Path("/tmp").glob("vf-port-*")]
 
 
+@pytest.mark.usefixtures("home")
 def test_tools_with_state_wrong_calls_and_deadlines(tokenizer):
     environment = rollout.verifiers("guessing", tokenizer=tokenizer)
     three, nine = environment.tasks

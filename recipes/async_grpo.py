@@ -8,7 +8,7 @@ On a laptop's CPU, with a chat model of 135M parameters and no network (20 steps
 
 Copy this file and edit it: ``build_environment`` is the problem, ``backward`` the algorithm.
 GPUs: ``torchrun --nproc-per-node 8``. Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues.
-``diff recipes/sync_grpo.py recipes/async_grpo.py`` shows what asynchrony takes.
+``sync_grpo.py`` is the same algorithm in one process, without what only long runs need.
 """
 
 import contextlib

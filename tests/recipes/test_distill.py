@@ -6,6 +6,7 @@ import json
 import random
 import string
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -68,7 +69,9 @@ def run(recipe, folder, run_dir, *, steps, **options):
     """Run a recipe on swapping letters, in this process; returns its metrics and summary."""
     settings = {"model": str(folder / "student"), "steps": steps, "groups_per_step": 64}
     settings |= {"group_size": 1, "max_tokens": 4, "eval_tasks": 64, "eval_every": 0}
-    settings |= {"dtype": "float32", "run_dir": str(run_dir), **options}
+    settings |= {"run_dir": str(run_dir), **options}
+    if "dtype" in attrs.fields_dict(recipe.Args):
+        settings["dtype"] = "float32"
     recipe.main(recipe.Args(**settings))
     return lines(run_dir), json.loads((run_dir / "summary.json").read_text())
 

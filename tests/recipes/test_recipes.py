@@ -146,11 +146,11 @@ def test_help_has_the_comment_of_each_argument(root, tmp_path, name, monkeypatch
 @pytest.mark.parametrize(
     ("name", "given", "extras"),
     [
-        *((name, {}, []) for name in ["async_grpo", "distill", "sft", "sync_grpo"]),
-        *((name, {"engine": "vllm"}, ["vllm"]) for name in ["async_grpo", "distill", "sync_grpo"]),
-        *((name, {"env": "e"}, ["verifiers"]) for name in ["async_grpo", "sft", "sync_grpo"]),
+        *((name, {}, []) for name in ["async_grpo", "distill", "sft"]),
+        *((name, {"engine": "vllm"}, ["vllm"]) for name in ["async_grpo", "distill"]),
+        *((name, {"env": "e"}, ["verifiers"]) for name in ["async_grpo", "sft"]),
         ("distill", {"env": ("e", "f")}, ["verifiers"]),
-        ("sync_grpo", {"engine": "vllm", "engine_urls": ("http://a",)}, []),
+        ("async_grpo", {"engine": "vllm", "engine_urls": ("http://a",)}, []),
         ("sft", {"lora_rank": 4, "data": ("a.parquet",)}, ["lora", "data"]),
         ("evaluate", {}, ["verifiers"]),
         ("evaluate", {"engine": "vllm"}, ["verifiers", "vllm"]),
@@ -321,22 +321,6 @@ def test_a_copy_of_async_grpo_runs_against_the_built_wheel(root, tiny_chat_model
     assert check_run_folder(elsewhere / "run")["staleness_max"] <= 2
 
 
-def test_async_grpo_is_a_short_diff_of_sync_grpo(root):
-    import difflib
-
-    sync, asynchronous = (
-        (root / "recipes" / f"{name}.py").read_text().splitlines()
-        for name in ("sync_grpo", "async_grpo")
-    )
-    changed = [
-        line
-        for line in difflib.unified_diff(sync, asynchronous, n=0, lineterm="")
-        if line[0] == "+" and not line.startswith("+++")
-    ]
-
-    assert len(changed) <= 5
-
-
 @pytest.mark.thorough
 def test_a_choice_that_there_is_not_is_refused_by_the_command_line(root, tmp_path):
     recipe = root / "recipes/async_grpo.py"
@@ -436,8 +420,8 @@ def test_every_number_is_checked_before_anything_starts(root, name):
         *((name, "seed", 2**32) for name in RECIPES),
         ("async_grpo", "eval_tasks", -1),
         ("async_grpo", "eval_every", -1),
-        ("sync_grpo", "minibatches", 0),
-        ("sync_grpo", "cp", 0),
+        ("async_grpo", "minibatches", 0),
+        ("async_grpo", "cp", 0),
     ],
 )
 def test_numbers_that_make_no_run_are_refused(root, name, field, wrong):

@@ -68,6 +68,14 @@ def writable_places():
     return [place for place in PLACES if os.access(place, os.W_OK)]
 
 
+@pytest.fixture(autouse=True)
+def _readable():
+    """What a test makes, the user of its sandboxes can read."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture
 def folders():
     """A folder two levels below each place, with a file in it and a secret above."""

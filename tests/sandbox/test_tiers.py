@@ -199,17 +199,25 @@ def test_landlocked_sandboxes_do_not_see_each_other():
 
 # ---- tiers that run a program for each order ----
 
-# Takes the place of docker: notes how it was called, and runs the guest here, without isolation.
-ENGINE = """import json, os, sys
+# Takes the place of docker: notes how it was called, and runs the guest here, without isolation, with
+# its name in its command line, by which ``rm`` ends all of it.
+ENGINE = """import json, os, signal, sys
 with open({log!r}, "a") as file: file.write(json.dumps(sys.argv[1:]) + "\\n")
 command = sys.argv[1:]
 if command[0] == "info": sys.exit({info})
-if command[0] == "rm": sys.exit(0)
+if command[0] == "rm":
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        try:
+            words = open(f"/proc/{{pid}}/cmdline").read()
+            if command[-1] in words and pid != os.getpid(): os.kill(pid, signal.SIGKILL)
+        except OSError: pass
+    sys.exit(0)
 mounts = [command[i + 1].split(":") for i, part in enumerate(command) if part == "--volume"]
 folders = {{target: source for source, target, *_ in mounts}}
 home = folders.get("/sandbox") or {home!r}
 program = command[-1].replace("/.engine", folders["/.engine"])
 program = program.replace("guest.main()", f"from primerl.sandbox.engine import interpreter as i; i.ENVIRONMENT['HOME'] = {{home!r}}; guest.main()")
+program = f"# {{command[command.index('--name') + 1]}}\\n{{program}}"
 os.execv(sys.executable, [sys.executable, "-I", "-c", program])
 """
 

@@ -123,7 +123,8 @@ def test_what_was_played_is_not_repeated_after_an_interruption(recipe, tmp_path)
     everything = plays(tmp_path / "run")
     assert everything[:5] == first
     assert len(everything) == len(set(everything)) == 8
-    assert len(asked) - asked_before == 3
+    # The request that was cancelled may have reached the server late.
+    assert len(asked) - asked_before in (3, 4)
     assert summary(tmp_path / "run")["scores"]["reverse-words"]["plays"] == 8
 
 

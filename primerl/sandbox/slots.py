@@ -169,7 +169,7 @@ class Slot:
     def _usage(self) -> tuple[float, int]:
         """Seconds of CPU and bytes of memory of all its processes, while it is alive."""
         with contextlib.suppress(OSError):
-            for row in Path(f"/proc/self/fdinfo/{self._handle}").read_text().splitlines():
+            for row in Path(f"/proc/self/fdinfo/{self._handle}").read_text("utf-8").splitlines():
                 if row.startswith("Pid:") and int(row.split()[1]) > 0:  # not -1: it has ended
                     return usage(row.split()[1])
         return 0.0, 0

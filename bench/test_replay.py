@@ -214,7 +214,7 @@ def test_group(benchmark, model, kind):
 @pytest.mark.parametrize("kind", ["inline", "files"])
 def test_a_step_of_the_demo(benchmark, kind, monkeypatch):
     if kind == "files":
-        monkeypatch.setattr("primerl.replay.inline.INLINE_BYTES", 0)
+        monkeypatch.setattr("primerl.replay.references.INLINE_BYTES", 0)
     demo = load_demo()
     model, _ = demo.build_policy(0)
     torch.set_num_threads(1)  # like the demo; waiting threads would count as work

@@ -6,7 +6,7 @@ from torch import nn
 
 from primerl import replay
 from primerl._common.expert_modules import expert_modules
-from primerl.replay.chunks import column_bytes
+from primerl.replay.codec import column_bytes
 from primerl.weights.transports import delta
 
 _SAMPLE = 2**20

@@ -14,11 +14,9 @@ from primerl.replay.shapes import RouteShape
 from primerl.replay.store import BadRoutes, Store
 
 if TYPE_CHECKING:
-    from primerl.replay.counts import RouteCounts
     from primerl.replay.fetching import fetch
-    from primerl.replay.forcing import forced
-    from primerl.replay.layers import shape
-    from primerl.replay.recorder import CapturedRoutes, capture
+    from primerl.replay.forcing import RouteCounts, forced
+    from primerl.replay.recorder import CapturedRoutes, capture, shape
 
 __all__ = [
     "BadRoutes",
@@ -39,11 +37,11 @@ __all__ = [
 
 _LAZY = {
     "CapturedRoutes": "recorder",
-    "RouteCounts": "counts",
+    "RouteCounts": "forcing",
     "capture": "recorder",
     "fetch": "fetching",
     "forced": "forcing",
-    "shape": "layers",
+    "shape": "recorder",
 }
 
 

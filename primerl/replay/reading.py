@@ -9,9 +9,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from primerl.replay.codec import Span
-from primerl.replay.inline import decode_inline, is_inline, parse_inline
 from primerl.replay.recordings import READ_AT_ONCE, Reader, RecordedRoutes, read_recording
-from primerl.replay.references import KEY_VARIABLE, FilePlace, ServedPlace, parse_reference
+from primerl.replay.references import (
+    KEY_VARIABLE,
+    FilePlace,
+    ServedPlace,
+    decode_inline,
+    is_inline,
+    parse_inline,
+    parse_reference,
+)
 from primerl.replay.server import open_member, remove
 from primerl.types import Sample
 

@@ -1,10 +1,11 @@
-"""What a model's expert routes look like: its layers with experts, and how many they choose."""
+"""The shape of a model's expert routes, and sets of experts that a model of it can't choose."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
 import attrs
+import numpy as np
 
 
 def _indices(values: Iterable[SupportsIndex]) -> tuple[int, ...]:
@@ -43,3 +44,75 @@ class RouteShape:
             raise ValueError(
                 f"k={self.k} of {self.experts} experts; expected 1 <= k <= experts <= 32768"
             )
+
+
+def ordered_sets(
+    ids: np.ndarray, *, experts: int, first_token: int, layers: Sequence[int]
+) -> np.ndarray:
+    """``ids[t, layers, k]`` as int16, each set in increasing order.
+
+    Args:
+        ids: integers, -1 in all k places where nothing was recorded.
+        experts: of a layer.
+        first_token: the number of row 0, for errors.
+        layers: the numbers of the layers, for errors.
+
+    Raises:
+        ValueError: an expert twice in a set, an id that is no expert's, or -1 in only some places.
+    """
+    if _are_ordered_sets(ids, experts):
+        return ids.astype(np.int16)
+    missing_sets(ids, experts=experts, first_token=first_token, layers=layers)
+    ordered = np.sort(ids, axis=-1).astype(np.int16)
+    repeated = ordered[..., 1:] == ordered[..., :-1]
+    repeated &= ordered[..., 1:] >= 0
+    if repeated.any():
+        token, layer, _ = np.argwhere(repeated)[0]
+        raise expert_twice(ids[token, layer], layers[layer], first_token + int(token))
+    return ordered
+
+
+def _are_ordered_sets(ids: np.ndarray, experts: int) -> bool:
+    """Whether nothing is missing, wrong or out of order: found by few operations, for few ids."""
+    if not ids.size:
+        return True
+    rising = ids[..., 1:] > ids[..., :-1]
+    return bool(rising.all() and ids.min() >= 0 and ids.max() < experts)
+
+
+def missing_sets(
+    ids: np.ndarray, *, experts: int, first_token: int, layers: Sequence[int]
+) -> np.ndarray | None:
+    """Where nothing was recorded, ``bool[t, layers]``; None if that is nowhere.
+
+    Raises:
+        ValueError: an id that is no expert's, or -1 in only some places.
+    """
+    lowest = ids.min(initial=0)
+    if lowest < -1 or ids.max(initial=0) >= experts:
+        token, layer, place = np.argwhere((ids < -1) | (ids >= experts))[0]
+        raise ValueError(
+            f"layer {layers[layer]} of token {first_token + token} has expert "
+            f"{ids[token, layer, place]}; expected ids from 0 to {experts - 1}, or -1 in all "
+            "places for a token that was not recorded"
+        )
+    if lowest == 0:
+        return None
+    absent = ids < 0
+    partly = absent.any(-1) & ~absent.all(-1)
+    if partly.any():
+        token, layer = np.argwhere(partly)[0]
+        raise ValueError(
+            f"layer {layers[layer]} of token {first_token + token} has -1 in only some places: "
+            f"{ids[token, layer].tolist()}; expected all or none"
+        )
+    missing: np.ndarray = absent[..., 0]
+    return missing
+
+
+def expert_twice(ids: np.ndarray, layer: int, token: int) -> ValueError:
+    """The error for a set ``ids[k]`` that has an expert twice."""
+    return ValueError(
+        f"layer {layer} of token {token} has an expert twice: {ids.tolist()}; expected {len(ids)} "
+        "different ones"
+    )

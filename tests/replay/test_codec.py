@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primerl.replay import codec
-from primerl.replay.chunks import _comparators
+from primerl.replay.codec import _comparators
 
 PROLOGUE = "<8sQIIIII"
 

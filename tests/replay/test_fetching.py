@@ -14,7 +14,7 @@ SHAPE = replay.RouteShape(layers=(1, 2), decoder_layers=3, experts=8, k=2)
 @pytest.fixture
 def files(monkeypatch):
     """A store that makes a file of however few routes."""
-    monkeypatch.setattr("primerl.replay.inline.INLINE_BYTES", 0)
+    monkeypatch.setattr("primerl.replay.references.INLINE_BYTES", 0)
     with replay.Store(SHAPE) as opened:
         yield opened
 
@@ -206,7 +206,7 @@ def test_a_sample_of_another_model_is_counted_and_the_others_have_theirs(store, 
 def test_inline_and_stored_turns_are_joined_in_the_order_of_their_recording(monkeypatch):
     with replay.Store(SHAPE) as store:
         inline = put(store, 2, 3)
-        monkeypatch.setattr("primerl.replay.inline.INLINE_BYTES", 0)
+        monkeypatch.setattr("primerl.replay.references.INLINE_BYTES", 0)
         stored = put(store, 0, 4, marked=1), put(store, 4, 3, marked=2)
         turns = [*stored[0], *inline, *stored[1]]
         ((batch,),) = packing.pack([sample(3, 5, turns)], max_tokens=8, ranks=1)

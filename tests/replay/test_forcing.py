@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from primerl import loss, parallel, replay, testing
-from primerl.replay.layers import expert_layers
+from primerl.replay.recorder import expert_layers
 from primerl.testing.families import tiny_family
 
 # The families of transformers whose layers have experts, and which can be built here.

@@ -76,7 +76,7 @@ def test_inline_routes_of_buffered_rollouts_are_trained_with():
 
 def test_stored_routes_of_buffered_rollouts_went_with_their_store(monkeypatch, caplog):
     with monkeypatch.context() as patch:
-        patch.setattr("primerl.replay.inline.INLINE_BYTES", 0)
+        patch.setattr("primerl.replay.references.INLINE_BYTES", 0)
         state = interrupted()
     _, rows, lost = trained_after(state)
 

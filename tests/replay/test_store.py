@@ -15,7 +15,7 @@ from conftest import make_sample
 
 from primerl._common import shared_folder
 from primerl._common.shared_folder import SharedFolder, shared_memory
-from primerl.replay import RouteShape, eviction, server
+from primerl.replay import RouteShape, server
 from primerl.replay import store as stores
 from primerl.replay.reading import discard, read
 from primerl.replay.recordings import runs_of
@@ -55,8 +55,8 @@ def sizes_of(store):
 
 @pytest.fixture(autouse=True)
 def files_for_all(monkeypatch):
-    """The few routes of these tests would travel within their references: see test_inline.py."""
-    monkeypatch.setattr("primerl.replay.inline.INLINE_BYTES", 0)
+    """The few routes of these tests would travel within their references: see test_references.py."""
+    monkeypatch.setattr("primerl.replay.references.INLINE_BYTES", 0)
 
 
 @pytest.fixture
@@ -218,8 +218,8 @@ def test_what_a_killed_process_was_writing_is_evicted_too():
 
 def test_a_full_store_is_not_looked_through_for_each_file(monkeypatch):
     looked = []
-    evict = eviction._evict
-    monkeypatch.setattr(eviction, "_evict", lambda *args: looked.append(1) or evict(*args))
+    evict = stores._evict
+    monkeypatch.setattr(stores, "_evict", lambda *args: looked.append(1) or evict(*args))
     with Store(SHAPE, max_bytes=64 * PAGE) as store:
         for seed in range(192):
             put(store, seed=seed)
@@ -366,10 +366,10 @@ CHILD = """
 import pathlib, sys, time
 import cloudpickle
 import numpy as np
-from primerl.replay import RouteShape, inline
+from primerl.replay import RouteShape, references
 from primerl.replay.store import Store
 
-inline.INLINE_BYTES = 0
+references.INLINE_BYTES = 0
 
 def put(store):
     return store.put(np.array([[[0, 1], [2, 3]]]), start=0, versions=np.zeros(1, int))

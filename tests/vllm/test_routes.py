@@ -262,7 +262,7 @@ def two_turns(server, model):
 def test_the_routes_of_two_turns_are_in_the_store(
     routes_server, routed_model, inline_bytes, monkeypatch
 ):
-    monkeypatch.setattr("primerl.replay.inline.INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr("primerl.replay.references.INLINE_BYTES", inline_bytes)
     found, right = two_turns(routes_server, routed_model(seed=5))
 
     assert right[:-1].all()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primerl.replay import BadRoutes, RouteShape, Store, discard, read
-from primerl.replay.inline import INLINE_BYTES
+from primerl.replay.references import INLINE_BYTES
 
 SHAPE = RouteShape(layers=(1, 3), decoder_layers=4, experts=8, k=2)
 STORE = "0123456789abcdef"
@@ -124,7 +124,7 @@ def test_a_reference_and_a_file_say_the_same(depth, first, experts, k, tokens, m
         references = []
         for most in (1 << 14, 0):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("primerl.replay.inline.INLINE_BYTES", most)
+                patch.setattr("primerl.replay.references.INLINE_BYTES", most)
                 references += store.put(rows, start=10, versions=versions)
         assert [kind_of(one) for one in references] == ["inline", "shm"]
         held, stored = (read(one, span=span) for one in references)

@@ -15,8 +15,7 @@ from conftest import make_sample
 
 from primerl.replay import RouteShape, reading, references
 from primerl.replay.reading import discard, read
-from primerl.replay.server import content_path, open_member, remove
-from primerl.replay.serving import SpanServer
+from primerl.replay.server import SpanServer, content_path, open_member, remove
 from primerl.replay.store import BadRoutes, Store
 
 SHAPE = RouteShape(layers=(0, 1), decoder_layers=2, experts=256, k=4)
@@ -44,7 +43,7 @@ def served():
 
 @pytest.fixture(autouse=True)
 def with_key_and_files(monkeypatch, served):
-    monkeypatch.setattr("primerl.replay.inline.INLINE_BYTES", 0)
+    monkeypatch.setattr("primerl.replay.references.INLINE_BYTES", 0)
     monkeypatch.setenv("PRIMERL_API_KEY", KEY)
 
 
@@ -322,7 +321,7 @@ def served_pid(parent=None):
 OWNER = """
 import time
 from primerl.replay import RouteShape
-from primerl.replay.serving import SpanServer
+from primerl.replay.server import SpanServer
 from primerl.replay.store import Store
 shape = RouteShape(layers=(0, 1), decoder_layers=2, experts=256, k=4)
 with Store(shape, max_bytes=1000, host="127.0.0.1") as store:

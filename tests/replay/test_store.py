@@ -55,7 +55,7 @@ def sizes_of(store):
 
 @pytest.fixture(autouse=True)
 def files_for_all(monkeypatch):
-    """The few routes of these tests would travel within their references: see test_references.py."""
+    """Files for all routes: those of these tests are few enough to travel in references."""
     monkeypatch.setattr("primerl.replay.references.INLINE_BYTES", 0)
 
 

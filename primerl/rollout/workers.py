@@ -13,8 +13,8 @@ from typing import Any, Literal
 from primerl._common.progress import report
 from primerl.rollout.collection.buffer import ON_STALE
 from primerl.rollout.collection.concurrency import AdaptiveConcurrency
+from primerl.rollout.collection.counters import default_limit
 from primerl.rollout.collection.plan import Plan
-from primerl.rollout.collection.refusals import default_limit
 from primerl.rollout.collection.staleness import check_schedule
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, Task

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import attrs
 
+from primerl.rollout.collection.counters import Refusals
 from primerl.rollout.collection.recording import decode_group, encode_group
-from primerl.rollout.collection.refusals import Refusals
 from primerl.rollout.collection.staleness import (
     may_start,
     must_wait,

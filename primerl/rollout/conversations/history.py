@@ -14,12 +14,6 @@ from primerl.rollout.conversations.stitching import stitch
 from primerl.rollout.engines.protocol import Engine
 from primerl.types import Sample, SamplingParams
 
-ORIGINS = ("start", "extends", "fork", "edited", "unbridged")
-"""How a request relates to those before it: it begins a conversation; continues one, token for
-token; continues one at a place from which another goes on, too; has a history that the agent
-altered; or one whose next turn the renderer can't add to the tokens that were sampled. The last
-three begin a branch."""
-
 
 class Unrenderable(ValueError):
     """The renderer has no tokens for a conversation, such as one whose roles do not alternate."""
@@ -137,6 +131,10 @@ class History:
         self.params = attrs.evolve(params, stop_token_ids=tuple(stops))
         self.calls: list[Call] = []
         self.origins: Counter[str] = Counter()
+        """How requests relate to those before them. ``"start"``: one begins a conversation.
+        ``"extends"``: it continues one, token for token. ``"fork"``: it continues one from where
+        another request went on, too. ``"edited"``: the agent altered the history. ``"unbridged"``:
+        the renderer can't add the turn to what was sampled. The last three begin a branch."""
         self.resent = 0
         """Requests that were sent before, and were sampled again."""
         self._engine = engine

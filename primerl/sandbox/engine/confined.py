@@ -24,7 +24,6 @@ from primerl.sandbox.engine import (
     removal,
     seccomp,
     skeleton,
-    users,
 )
 
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
@@ -47,7 +46,7 @@ class Confined:
         os.mkdir(self._folder, 0o711)
         self._filter = seccomp.program(platform.machine(), sockets=False, attributes=False)
         self._alive: dict[int, str] = {}
-        self.user = users.free(0)
+        self.user = skeleton.unused_user(0)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         # What an ended sandbox leaves becomes this process's child, and is killed.
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
@@ -72,7 +71,7 @@ class Confined:
     def become(self, control: socket.socket, settings: dict[str, Any], number: int) -> None:
         """Turn this process into the first one of a sandbox, and serve its orders."""
         folder = f"{self._folder}/{number}"
-        init.introduce(control, lambda: _set_up(settings, folder, users.free(number)))
+        init.introduce(control, lambda: _set_up(settings, folder, skeleton.unused_user(number)))
         family = processes.Descendants()
         init.main(
             control,

@@ -8,7 +8,7 @@ import signal
 import socket
 from typing import Any
 
-from primerl.sandbox.engine import init, interpreter, kernel, landlock, seccomp, skeleton, users
+from primerl.sandbox.engine import init, interpreter, kernel, landlock, seccomp, skeleton
 
 FLAGS = (
     kernel.CLONE_NEWUSER
@@ -42,7 +42,9 @@ class Namespaces:
     def __init__(self, config: dict[str, Any]) -> None:
         self._filter = seccomp.program(platform.machine(), sockets=True)
         self._landlock = landlock.version() > 0
-        self.user = users.free(0)  # other than 0 only for real root, which must not own a sandbox
+        self.user = skeleton.unused_user(
+            0
+        )  # other than 0 only for real root, which must not own a sandbox
         skeleton.enter_namespaces(as_root=self.user != 0)
         # Written to through a shared mapping, /dev/zero gives memory that nothing counts.
         devices = [name for name in skeleton.DEVICES if name != "zero" or self._landlock]

@@ -16,7 +16,6 @@ import sys
 import types
 from typing import Any
 
-PLAIN = (type(None), bool, int, float, str, bytes)
 LONGEST_LINE = 8 << 20
 _MOST_OBJECTS = 1_000_000
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from primerl._common.optional import require
 from primerl._common.ranks import whole_tensors
-from primerl.attention.admission import adapter_configs, refuse_virtual_tokens
 
 _BASE = ".base_layer."
 _ADAPTER = re.compile(r"\.lora_(?:A|B)\.[^.]+\.")
@@ -24,6 +23,28 @@ _SAVED = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 def has_adapters(model: nn.Module) -> bool:
     """Whether any layer of the model has an adapter."""
     return any(_ADAPTER_PARAMETER.search(name) for name, _ in model.named_parameters())
+
+
+def refuse_virtual_tokens(model: nn.Module) -> None:
+    """Refuse ``peft`` adapters that prepend virtual tokens or keys, such as of prompt tuning.
+
+    The rows of a pack would no longer match its labels, all documents would share what precedes the
+    first, and no engine could be served such an adapter.
+    """
+    for name, config in adapter_configs(model).items():
+        if getattr(config, "is_prompt_learning", False):
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            raise ValueError(
+                f"the model's adapter {name!r} is of peft's type {kind} ({type(config).__name__}), "
+                "which puts tokens of its own before each sequence; packed documents cannot be "
+                "trained with it. Use peft.LoraConfig, or train the model's own weights"
+            )
+
+
+def adapter_configs(model: nn.Module) -> dict[str, Any]:
+    """The configurations of a model's ``peft`` adapters, by name."""
+    found = getattr(model, "peft_config", None)
+    return found if isinstance(found, dict) else {}
 
 
 def refuse_other_adapters(model: nn.Module) -> None:

@@ -28,28 +28,6 @@ PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention",
 SINKS = ("sinks", "attention_sink_bias", "learnable_sink")
 
 
-def refuse_virtual_tokens(model: nn.Module) -> None:
-    """Refuse ``peft`` adapters that prepend virtual tokens or keys, such as of prompt tuning.
-
-    The rows of a pack would no longer match its labels, all documents would share what precedes the
-    first, and no engine could be served such an adapter.
-    """
-    for name, config in adapter_configs(model).items():
-        if getattr(config, "is_prompt_learning", False):
-            kind = getattr(config.peft_type, "value", config.peft_type)
-            raise ValueError(
-                f"the model's adapter {name!r} is of peft's type {kind} ({type(config).__name__}), "
-                "which puts tokens of its own before each sequence; packed documents cannot be "
-                "trained with it. Use peft.LoraConfig, or train the model's own weights"
-            )
-
-
-def adapter_configs(model: nn.Module) -> dict[str, Any]:
-    """The configurations of a model's ``peft`` adapters, by name."""
-    found = getattr(model, "peft_config", None)
-    return found if isinstance(found, dict) else {}
-
-
 def require_positions(model: nn.Module) -> None:
     """Refuse a model that numbers positions itself, across documents."""
     unwrap: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)  # of PEFT

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from primerl._common.adapters import refuse_virtual_tokens
 from primerl._common.forward_passes import attempt
 from primerl.attention import attend_by_document, require_documents
-from primerl.attention.admission import refuse_virtual_tokens
 from primerl.loss.arguments import checked
 from primerl.loss.linear_head import (
     FLOOR,

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from primerl._common.adapters import refuse_virtual_tokens
 from primerl._common.forward_passes import recomputation_method
-from primerl.attention.admission import refuse_virtual_tokens
 
 M = TypeVar("M", bound=nn.Module)
 

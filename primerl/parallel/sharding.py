@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from primerl._common.adapters import refuse_virtual_tokens
 from primerl._common.expert_modules import expert_modules
 from primerl._common.ranks import local_part
-from primerl.attention.admission import refuse_unpackable, refuse_virtual_tokens
+from primerl.attention.admission import refuse_unpackable
 from primerl.parallel.context_parallel.sharing import share_context
 from primerl.parallel.device_mesh import Mesh
 from primerl.parallel.device_mesh import mesh as make_mesh

@@ -4,6 +4,7 @@ Processes are those that inherited ``MARK``, and children of this process: also 
 ended and that nobody has waited for.
 """
 
+import logging
 import os
 import tempfile
 import threading
@@ -40,10 +41,17 @@ class Leftovers:
         self._processes = _process_ids()
         self._files = set(os.listdir(tempfile.gettempdir()))
         self._environment = dict(os.environ)
+        self._handlers = _log_handlers()
 
     def found(self):
         """One line for each leftover; variables are restored."""
-        return [*self._living_threads(), *self._new_processes(), *self._new_files(), *self._edits()]
+        return [
+            *self._living_threads(),
+            *self._new_processes(),
+            *self._new_files(),
+            *self._edits(),
+            *self._new_handlers(),
+        ]
 
     def _living_threads(self):
         new = [one for one in threading.enumerate() if one not in self._threads and not one.daemon]
@@ -67,6 +75,12 @@ class Leftovers:
         new = set(os.listdir(tempfile.gettempdir())) - self._files
         return [f"file {name}" for name in sorted(new) if not name.startswith(OWN_FILES)]
 
+    def _new_handlers(self):
+        new = _log_handlers() - self._handlers
+        for name, handler in new:
+            logging.getLogger(name).removeHandler(handler)
+        return [f"{handler!r} of the logger {name}" for name, handler in new]
+
     def _edits(self):
         now = dict(os.environ)
         names = {name for name, _ in self._environment.items() ^ now.items()} - OWN_VARIABLES
@@ -76,6 +90,12 @@ class Leftovers:
             else:
                 del os.environ[name]
         return [f"environment variable {name}" for name in sorted(names)]
+
+
+def _log_handlers():
+    """The handlers of this project's loggers."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("primerl")]
+    return {(name, handler) for name in names for handler in logging.getLogger(name).handlers}
 
 
 def _process_ids():

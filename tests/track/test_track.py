@@ -422,6 +422,7 @@ def test_an_alarm_is_printed(capsys):
     view = track.LiveView("test", steps=2)
     view(0, {"loss": 1.0, "alarm": "mismatch_kl has risen"})
     view(1, {"loss": 1.0, "alarm": None})
+    view.close()
 
     assert capsys.readouterr().out.count("mismatch_kl has risen") == 1
 
@@ -619,6 +620,7 @@ def test_the_time_left_is_that_of_the_last_steps(capsys):
     view = track.LiveView("a run", steps=1000)
     for step in range(30):
         view(step, {"step_s": 100.0 if step < 20 else 2.0})
+    view.close()
 
     assert capsys.readouterr().out.splitlines()[-1].endswith("elapsed, 32:20 left")
 

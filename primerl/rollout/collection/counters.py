@@ -58,9 +58,7 @@ class Refusals:
 
     def describe_rewards(self) -> str:
         """The most frequent rewards of their rollouts."""
-        most = [
-            f"{reward:g} ({times}x)" for reward, times in self.rewards.most_common(_SHOWN)
-        ]
+        most = [f"{reward:g} ({times}x)" for reward, times in self.rewards.most_common(_SHOWN)]
         others = len(self.rewards) - len(most)
         return "rewards: " + ", ".join(most) + (f" and {others} others" if others else "")
 

@@ -179,7 +179,7 @@ def test_a_wrong_key_is_refused(client):
 LIMITS = {
     "max_turns": AgentLimits(max_turns=2),
     "max_tokens": AgentLimits(max_tokens=24),
-    "timeout": AgentLimits(timeout_s=0.5),
+    "timeout": AgentLimits(timeout_s=3.0),
 }
 
 

@@ -76,9 +76,13 @@ def run_with_updates(engine, models, *, requests=12, tokens=60):
             )
             for p, t in zip(asked, temperatures, strict=True)
         ]
-        await asyncio.sleep(0.01)  # let them be submitted
+
+        def sampled():
+            running = engine._batcher.requests.values()
+            return max((len(request.token_ids) for request in running), default=0)
+
         for version, model in enumerate(models[1:], start=1):
-            while max(len(r.token_ids) for r in engine._batcher.requests.values()) < 15 * version:
+            while sampled() < 15 * version and not all(task.done() for task in tasks):
                 await asyncio.sleep(0.001)
             transport = weights.SharedMemory(model, engine)
             await asyncio.to_thread(transport.publish, version)

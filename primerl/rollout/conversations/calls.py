@@ -64,7 +64,7 @@ class Call:
 
     @property
     def prompt_ids(self) -> Int32[np.ndarray, " t"]:
-        """What the engine saw."""
+        """The tokens that the engine saw."""
         return self.token_ids[: -len(self.completion.token_ids)]
 
 

@@ -1,11 +1,9 @@
 """A server of spans of a folder's files over HTTP, for trainers on other hosts.
 
-    python -I -S server.py FOLDER HOST PORT OWNER
+    python -I -S server.py FOLDER HOST PORT
 
-The owner starts it by ``SpanServer``. It is a program of its own, of the standard library alone, so
-that no bytes pass through the owner's heap.
-The first line of standard input is the key; the first line of its output is the port. It ends when
-standard input does, or when its parent is no longer OWNER, in whatever way that ended.
+``SpanServer`` starts this program, of the standard library alone, so that no bytes pass through the
+owner's heap. The first line of standard input is the key; the first line of its output is the port.
 
 ``GET /name`` with ``Range: bytes=first-last`` answers 206 with these bytes and their place among
 all, ``DELETE /name`` removes a file. Both need ``Authorization: Bearer <key>``.
@@ -16,14 +14,9 @@ import errno
 import hmac
 import os
 import re
-import select
-import signal
 import socket
 import stat
-import subprocess
 import sys
-import threading
-import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -165,119 +158,16 @@ class _Handler(BaseHTTPRequestHandler):
         """Write no log: nobody reads it."""
 
 
-def _end_with(owner: int) -> None:
-    while os.getppid() == owner:
-        time.sleep(_POLL_S)
-    os._exit(0)
-
-
-def _end_with_input() -> None:
-    while os.read(0, 1):
-        pass
-    os._exit(0)
-
-
-def main(folder: str, host: str, port: str, owner: str) -> None:
-    """Serve until the owner ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which ends it
+def main(folder: str, host: str, port: str) -> None:
+    """Serve until the supervisor ends this process."""
     key = bytearray()
     while byte := os.read(0, 1).strip(b"\n"):
         key += byte
     if not key:
         sys.exit("no key: the server would be open to everyone")
-    threading.Thread(target=_end_with, args=(int(owner),), daemon=True).start()
-    threading.Thread(target=_end_with_input, daemon=True).start()
     server = _Server((host, int(port)), Path(folder), bytes(key))
     os.write(1, f"{server.server_address[1]}\n".encode())
     server.serve_forever()
-
-
-_START_S = 30.0
-_STOP_S = 5.0
-_ANY_HOST = ("0.0.0.0", "::")
-# It may not see what this process may: it is given its key over a pipe, and needs nothing else.
-_INHERITED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
-
-
-class SpanServer:
-    """Serves spans of a folder's files in a child process, which ends with this one.
-
-    Args:
-        folder: of the files.
-        host: the interface to listen on.
-        port: any free one if it is 0.
-        key: that clients have to send.
-
-    Raises:
-        RuntimeError: on entering: it could not be started.
-    """
-
-    def __init__(self, folder: Path, *, host: str, port: int, key: str) -> None:
-        self._folder = folder
-        self._host = host
-        self._port = port
-        self._key = key
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> "SpanServer":
-        arguments = [str(self._folder), self._host, str(self._port), str(os.getpid())]
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            env={name: os.environ[name] for name in _INHERITED if name in os.environ},
-        )
-        try:
-            self._port = self._started_port(self._process)
-        except BaseException:
-            self._stop(self._process)
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._process is not None:
-            self._stop(self._process)
-
-    @property
-    def address(self) -> str:
-        """``http://host:port``, with this host's name if it listens on all interfaces."""
-        host = socket.gethostname() if self._host in _ANY_HOST else self._host
-        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
-
-    def _started_port(self, process: "subprocess.Popen[bytes]") -> int:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        try:
-            process.stdin.write(self._key.encode() + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it ended, which is noticed next
-        ready, _, _ = select.select([process.stdout], [], [], _START_S)
-        line = process.stdout.readline() if ready else b""
-        if not line.strip().isdigit():
-            process.kill()
-            reason = process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
-            raise RuntimeError(
-                f"no server of routes on {self._host}:{self._port}: "
-                f"{reason or f'it did not start within {_START_S:g} s'}"
-            )
-        return int(line)
-
-    def _stop(self, process: "subprocess.Popen[bytes]") -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdin.close()  # which ends it
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-        process.stderr.close()
 
 
 if __name__ == "__main__":

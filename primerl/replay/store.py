@@ -36,8 +36,9 @@ from primerl.replay.references import (
     parse_inline,
     served_reference,
 )
-from primerl.replay.server import NAME, SpanServer, content_path
+from primerl.replay.server import NAME, content_path
 from primerl.replay.shapes import RouteShape
+from primerl.replay.span_server import SpanServer
 from primerl.types import Sample
 
 _ROUTES = re.compile(r"\.?[0-9a-f]{32}")  # also what a killed process was writing

@@ -1,3 +1,4 @@
+import contextlib
 import http.client
 import os
 import pickle
@@ -10,12 +11,14 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from conftest import make_sample
 
-from primerl.replay import RouteShape, reading, references
+from primerl.replay import RouteShape, reading, references, server
 from primerl.replay.reading import discard, read
-from primerl.replay.server import SpanServer, content_path, open_member, remove
+from primerl.replay.server import content_path, open_member, remove
+from primerl.replay.span_server import SpanServer
 from primerl.replay.store import BadRoutes, Store
 
 SHAPE = RouteShape(layers=(0, 1), decoder_layers=2, experts=256, k=4)
@@ -305,23 +308,18 @@ def test_the_key_is_in_no_command_line_environment_or_name(served):
     assert KEY not in repr(references.parse_reference(put(served)[0]))
 
 
-def served_pid(parent=None):
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-            command = (stat.parent / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        is_server = any(word.endswith(b"replay/server.py") for word in command)
-        if int(fields[1]) == (parent or os.getpid()) and is_server:
-            return int(stat.parent.name)
+def served_pid(owner=None):
+    """The process of the server, below its two supervisors."""
+    for process in psutil.Process(owner).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.cmdline()[3:4] == [server.__file__]:
+                return process.pid
     raise AssertionError("no server is running")
 
 
 OWNER = """
 import time
 from primerl.replay import RouteShape
-from primerl.replay.server import SpanServer
 from primerl.replay.store import Store
 shape = RouteShape(layers=(0, 1), decoder_layers=2, experts=256, k=4)
 with Store(shape, max_bytes=1000, host="127.0.0.1") as store:
@@ -360,10 +358,8 @@ def test_addresses_by_which_other_hosts_find_it(tmp_path):
 
 
 def test_a_server_without_a_key_does_not_start(tmp_path):
-    from primerl.replay import server
-
     done = subprocess.run(
-        [sys.executable, "-I", "-S", server.__file__, tmp_path, "127.0.0.1", "0", str(os.getpid())],
+        [sys.executable, "-I", "-S", server.__file__, tmp_path, "127.0.0.1", "0"],
         input=b"\n",
         capture_output=True,
         timeout=DEADLINE_S,

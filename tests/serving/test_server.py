@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl import rollout, serving
-from primerl.rollout.processes import launch, supervisor
+from primerl._common.processes import launch, supervisor
 from primerl.serving.server import __main__ as vllm_server
 from primerl.serving.server import arguments as vllm_arguments
 from primerl.serving.server import child as vllm_child
@@ -732,7 +732,7 @@ def gone(pid, timeout_s=15.0):
 
 PARENT = """
 import subprocess, sys
-from primerl.rollout.processes import launch
+from primerl._common.processes import launch
 folder = launch.make_folder("", within=sys.argv[1])
 child = launch.start([sys.executable, *sys.argv[2:]], folder=folder, grace_s=1.0)
 print(child.pid, flush=True)

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Mapping
 
 import attrs
 
+from primerl._common.processes.launch import LaunchContext
 from primerl.rollout.collection.rollouts import attempt
 from primerl.rollout.engines.remote import EngineAddress, RemoteEngines
 from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.processes.channel import Channel, Handlers
 from primerl.rollout.processes.child import Child, ProcessDied
-from primerl.rollout.processes.launch import LaunchContext
 from primerl.types import PolicyVersion, Rollout, SamplingParams
 
 CLOSE_S = 5.0  # for cancelled rollouts to clean up

@@ -10,6 +10,8 @@ from typing import Any
 
 import attrs
 
+from primerl._common.processes import launch
+from primerl._common.processes.supervisor import remove_folder
 from primerl.rollout.agents.limits import AgentLimits
 from primerl.rollout.agents.tools import Runtime
 from primerl.rollout.conversations.messages import clipped
@@ -17,8 +19,6 @@ from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Task, reward_of
 from primerl.rollout.gateways.server import Gateway, gateway
 from primerl.rollout.gateways.sessions import Session
-from primerl.rollout.processes import launch
-from primerl.rollout.processes.supervisor import remove_folder
 from primerl.types import Rollout, SamplingParams
 
 KILL_S = 5.0

@@ -19,11 +19,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from primerl.rollout.processes import launch
+from primerl._common.processes import launch
+from primerl._common.processes.launch import LaunchContext
+from primerl._common.processes.supervisor import alive, remove_folder
 from primerl.rollout.processes.channel import Channel, ChannelClosed, Handlers
-from primerl.rollout.processes.launch import LaunchContext
 from primerl.rollout.processes.pickling import load_arguments
-from primerl.rollout.processes.supervisor import alive, remove_folder
 
 START_S = 120.0
 STOP_S = 10.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import primerl
 from primerl._common.optional import install_command
-from primerl.rollout.processes.launch import inherited
+from primerl._common.processes.launch import inherited
 from primerl.serving.names import WORKER_EXTENSION
 from primerl.serving.server.middleware import KEY_FROM, STDIN
 from primerl.serving.server.refusals import refuse_arguments

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from primerl._common.processes import launch, supervisor
 from primerl._common.progress import report
-from primerl.rollout.processes import launch, supervisor
 from primerl.serving.names import FOLDER_BACKEND
 from primerl.serving.server.arguments import (
     argument_names,

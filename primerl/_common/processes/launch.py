@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from primerl.rollout.processes import supervisor
+from primerl._common.processes import supervisor
 
 # A child is not a rank of the trainer's process group.
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

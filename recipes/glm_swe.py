@@ -257,27 +257,6 @@ def model_folder(args: Args, scale: Scale) -> str:
     return str(folder)
 
 
-def print_swaps(scale: Scale) -> None:
-    """What stands in here for the parts of the run on a cluster."""
-    import rich
-    import rich.box
-    import rich.table
-    from rich.markup import escape
-
-    def shown(value: Any) -> str:
-        if isinstance(value, tuple):
-            value = ", ".join(getattr(one, "__name__", str(one)) for one in value) or "none"
-        return escape(str(value))
-
-    cluster = SCALES["glm5"]
-    table = rich.table.Table("", "here", "at glm5", title="swapped", box=rich.box.SIMPLE_HEAD)
-    for name in attrs.fields_dict(Scale):
-        here, there = getattr(scale, name), getattr(cluster, name)
-        if here != there:
-            table.add_row(name, shown(here), shown(there))
-    rich.print(table)
-
-
 def build_environment(args: Args, scale: Scale, tokenizer: Any) -> tuple[Any, Any, Any]:
     """The problem: an environment, tasks to train on, and tasks held out for evaluation."""
     environment = rollout.verifiers(
@@ -500,7 +479,7 @@ def main(args: Args) -> None:
     sinks = [track.LiveView("GLM SWE", steps=args.steps)] if world.is_first else []
     parallel.settle_cpu()
     if world.is_first:
-        print_swaps(scale)
+        print(planning.differences(scale, SCALES["glm5"], names=("here", "at glm5")))
     folder = model_folder(args, scale)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     environment, train_tasks, eval_tasks = build_environment(args, scale, tokenizer)

@@ -36,7 +36,7 @@ See ``docs/planning.md``.
 
 from primerl.planning.pairs import Refusal, refused_pairs
 from primerl.planning.ranks import imagined_ranks
-from primerl.planning.report import Plan
+from primerl.planning.report import Plan, differences
 from primerl.planning.server import ServerPlan, plan_server
 from primerl.planning.sizes import ModelSize, model_size
 from primerl.planning.traffic import Traffic, plan_traffic
@@ -57,6 +57,7 @@ __all__ = [
     "Traffic",
     "TrainerLayout",
     "TrainerPlan",
+    "differences",
     "imagined_ranks",
     "model_size",
     "plan_server",

@@ -126,6 +126,30 @@ def _gb(size: int) -> str:
     return f"{size / 1e9:.2f}"
 
 
+def differences(here: Any, there: Any, *, names: tuple[str, str]) -> str:
+    """A table of the fields in which two ``attrs`` values of one class differ, as text.
+
+    Args:
+        here: a value, such as the settings of a rehearsal.
+        there: another value of the same class, such as the settings of the run on a cluster.
+        names: of the two, for the columns.
+    """
+    fields = attrs.fields_dict(type(here))
+    pairs = {name: (getattr(here, name), getattr(there, name)) for name in fields}
+    rows = [[name, _shown(a), _shown(b)] for name, (a, b) in pairs.items() if a != b]
+    out = io.StringIO()
+    console = require("rich.console", extra="recipes")
+    page = console.Console(file=out, highlight=False)  # as wide as the terminal
+    page.print(_table("swapped", ["", *names], rows))
+    return out.getvalue()
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        value = ", ".join(getattr(one, "__name__", str(one)) for one in value) or "none"
+    return str(value)
+
+
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> Any:
     escape = require("rich.markup", extra="recipes").escape
     table = require("rich.table", extra="recipes").Table(

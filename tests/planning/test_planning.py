@@ -3,6 +3,7 @@
 import functools
 import json
 
+import attrs
 import pytest
 import torch
 import transformers
@@ -278,3 +279,18 @@ def test_glm5_on_twelve_and_sixteen_nodes(glm5):
         # Each layer's input, at least: rows, hidden size, 16 bits.
         assert rank.activations >= 78 * 131072 // 4 * 6144 * 2
     assert "256 experts, which 48 ranks cannot hold" in impossible.refusal
+
+
+def test_differences_of_two_settings():
+    @attrs.frozen
+    class Settings:
+        nodes: int
+        keep: tuple = ()
+        dtype: str = "bfloat16"
+
+    text = planning.differences(Settings(1), Settings(28, (len, abs)), names=("here", "there"))
+
+    rows = [line.split() for line in text.splitlines()]
+    assert ["nodes", "1", "28"] in rows
+    assert ["keep", "none", "len,", "abs"] in rows
+    assert "dtype" not in text

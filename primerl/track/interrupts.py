@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from primerl._common.interrupts import StoppedError
+from primerl.track.live import close_views
 
 EXIT_CODE = 130  # what shells report of SIGINT
 TERMINATED = 143  # and of SIGTERM
@@ -25,15 +26,19 @@ def interruptible() -> Iterator[None]:
         @track.interruptible()
         def main(args: Args) -> None: ...
 
-    In place of a traceback, the line has the notes of the ``KeyboardInterrupt``, such as how to
-    resume the run. Of torchrun's ranks, the first prints it.
+    Whatever ends it, a live view is closed and its terminal restored. In place of a traceback, the
+    line has the notes of the ``KeyboardInterrupt``, such as how to resume the run. Of torchrun's
+    ranks, the first prints it.
 
     Raises:
         SystemExit: in place of ``KeyboardInterrupt``, with the exit code 130; after SIGTERM, 143.
     """
     with _sigterm_raises():
         try:
-            yield
+            try:
+                yield
+            finally:
+                close_views()
         except KeyboardInterrupt as interrupt:
             told = isinstance(interrupt, StoppedError)
             by = interrupt.which.name if isinstance(interrupt, StoppedError) else "Ctrl-C"

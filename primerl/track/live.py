@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
@@ -62,7 +62,7 @@ class LiveView:
         self._table: Any = None
         self._phase = ""
         self._reply: tuple[str, str, float] | None = None
-        self._progress = ProgressHandler(self._show_progress)
+        self._progress = ProgressHandler(self)
         self._console = console or Console(file=sys.stdout)
         self._live: Any = None
         if self._console.is_terminal:
@@ -121,7 +121,8 @@ class LiveView:
                 self._live.update(self._table, refresh=True)
             self._live.stop()
 
-    def _show_progress(self, phase: str, text: str) -> None:
+    def show_progress(self, phase: str, text: str) -> None:
+        """Show what is done now, until the next step."""
         now = time.monotonic()
         if self._live is not None:
             from rich.console import Group
@@ -159,15 +160,15 @@ class LiveView:
 
 
 class ProgressHandler(logging.Handler):
-    """Passes on what is reported as progress, ``show(phase, text)``.
+    """Passes reports of progress to a view.
 
     Until it is closed, or another is made: an earlier view may belong to a run that failed before
     it began.
     """
 
-    def __init__(self, show: Callable[[str, str], None]) -> None:
+    def __init__(self, view: LiveView) -> None:
         super().__init__(logging.INFO)
-        self._show = show
+        self.view = view
         logger = logging.getLogger(PROGRESS)
         logger.setLevel(logging.INFO)
         for earlier in logger.handlers[:]:
@@ -177,12 +178,19 @@ class ProgressHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a record."""
-        self._show(getattr(record, "phase", ""), record.getMessage())
+        self.view.show_progress(getattr(record, "phase", ""), record.getMessage())
 
     def close(self) -> None:
         """Show no more."""
         logging.getLogger(PROGRESS).removeHandler(self)
         super().close()
+
+
+def close_views() -> None:
+    """Close the view that shows progress, of a run that may have failed before it began."""
+    for handler in logging.getLogger(PROGRESS).handlers[:]:
+        if isinstance(handler, ProgressHandler):
+            handler.view.close()
 
 
 def sparkline(values: list[float], *, width: int = 40) -> str:

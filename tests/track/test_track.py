@@ -1,5 +1,7 @@
 import importlib.util
+import io
 import json
+import logging
 import math
 import os
 import subprocess
@@ -12,6 +14,7 @@ import pytest
 from conftest import make_group, make_sample
 
 from primerl import advantage, testing, track
+from primerl._common import progress
 from primerl.types import Group, Rollout
 
 
@@ -614,6 +617,24 @@ def test_what_could_steer_a_terminal_is_made_visible():
     from primerl.track.live import visible
 
     assert visible("\x1b[31m\r\n\t\u202e\ud800 [b]é東") == "\\x1b[31m\\r\\n\\t\\u202e\\ud800 [b]é東"
+
+
+def test_a_script_that_fails_before_its_run_closes_the_view():
+    from rich.console import Console
+
+    screen = io.StringIO()
+
+    @track.interruptible()
+    def main():
+        track.LiveView("a run", steps=2, console=Console(file=screen, force_terminal=True))
+        progress.report("loading the model")
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        main()
+    assert "loading the model" in screen.getvalue()
+    assert screen.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is shown again
+    assert not logging.getLogger(progress.NAME).handlers
 
 
 def test_the_time_left_is_that_of_the_last_steps(capsys):

@@ -349,6 +349,13 @@ def test_the_environment_has_no_torchrun_variables_and_finds_this_package(monkey
     assert str(Path(rollout.__file__).parents[2]) in result["PYTHONPATH"].split(os.pathsep)
 
 
+def test_nothing_is_compiled_where_the_path_of_torch_has_a_space(monkeypatch):
+    assert "TORCH_COMPILE_DISABLE" not in environment(monkeypatch, on_cpu=True)
+    monkeypatch.setattr(sys, "prefix", "/home/me/my work/.venv")
+    assert environment(monkeypatch, on_cpu=True)["TORCH_COMPILE_DISABLE"] == "1"
+    assert "TORCH_COMPILE_DISABLE" not in environment(monkeypatch, on_cpu=False)
+
+
 def test_environment_defaults_on_a_cpu(monkeypatch):
     chosen = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -213,6 +213,9 @@ def server_environment(
         ours["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB; vLLM would take most of the memory
     if on_cpu:
         ours |= CPU_VARIABLES
+    if on_cpu and any(map(str.isspace, sys.prefix)):
+        # Code that vLLM compiles is linked with torch's, and the linker gets half of its path.
+        ours["TORCH_COMPILE_DISABLE"] = "1"
     environment = ours | user
     package = Path(primerl.__file__).parents[1]
     if package.name not in ("site-packages", "dist-packages"):  # run from its source

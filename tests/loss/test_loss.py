@@ -1,4 +1,4 @@
-"""Logprobs of tokens; the other parts of the loss are in tests/test_loss_*.py."""
+"""Logprobs of tokens; the other parts of the loss are in tests/loss/test_loss_*.py."""
 
 import math
 

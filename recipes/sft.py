@@ -16,6 +16,7 @@ import contextlib
 import math
 import textwrap
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -112,7 +113,9 @@ def extras(args: Args) -> list[str]:
         needed.append("verifiers")
     if args.lora_rank:
         needed.append("lora")
-    if any(path.endswith(".parquet") for path in (*args.data, *args.eval_data)):
+    paths = [Path(path) for path in (*args.data, *args.eval_data)]
+    files = [file for path in paths for file in (path.iterdir() if path.is_dir() else [path])]
+    if any(file.suffix == ".parquet" for file in files):
         needed.append("data")
     return needed
 

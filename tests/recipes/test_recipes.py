@@ -165,6 +165,15 @@ def test_a_recipe_names_the_optional_dependencies_of_its_arguments(root, name, g
     assert recipe.extras(recipe.Args(**NEEDED[name] | given)) == extras
 
 
+def test_a_folder_with_parquet_files_needs_datasets(root, tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    recipe = load(root, "sft")
+    args = recipe.Args(model="m", data=(str(tmp_path),))
+    assert recipe.extras(args) == []
+    (tmp_path / "b.parquet").touch()
+    assert recipe.extras(args) == ["data"]
+
+
 @pytest.fixture(scope="module")
 def demo_run(root, tmp_path_factory):
     """One run of the demo, by one process, that records its groups beside its folder."""

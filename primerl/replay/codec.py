@@ -227,7 +227,7 @@ def _from_planes(planes: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _compress(blocks: Sequence[np.ndarray]) -> bytes:
-    """A frame in which each block has a Huffman code of its own."""
+    """A frame with a separate Huffman code for each block."""
     compressor = zstandard.ZstdCompressor(compression_params=_HUFFMAN)
     stream = compressor.compressobj(size=sum(block.nbytes for block in blocks))
     parts = []
@@ -239,7 +239,7 @@ def _compress(blocks: Sequence[np.ndarray]) -> bytes:
 
 def _decompress(data: bytes | memoryview, *, sizes: tuple[int, int]) -> np.ndarray:
     try:
-        # What the frame says of its size is what zstandard would allocate.
+        # zstandard allocates the size that the frame states.
         size = zstandard.frame_content_size(data)
         if size not in sizes:
             raise ValueError(f"routes are damaged: a chunk of {size} bytes, expected {sizes}")
@@ -250,6 +250,8 @@ def _decompress(data: bytes | memoryview, *, sizes: tuple[int, int]) -> np.ndarr
 
 
 Span = tuple[int, int]
+
+# ---- all chunks, behind a head ----
 
 _MAGIC = b"routes\0\1"
 _PROLOGUE = struct.Struct("<8sQIIIII")

@@ -1,4 +1,4 @@
-"""References to recorded routes: where they lie, and what may be opened by such a name.
+"""References to recorded routes: where routes lie, and which files a reference may open.
 
     shm:FOLDER/NAME          a store in this host's shared memory
     file:/path/FOLDER/NAME   a store on a filesystem that hosts share
@@ -132,6 +132,8 @@ def _served_place(reference: str) -> ServedPlace:
     return ServedPlace(found["host"].strip("[]"), int(found["port"]), found["name"], key)
 
 
+# ---- routes within their reference ----
+
 INLINE_BYTES = 1024
 """More routes get a file. Whatever its size, to write, read and remove one takes 0.5 ms; this many
 bytes in a reference take 10 us, and are as many as those of a sample's tokens and logprobs."""
@@ -159,7 +161,7 @@ class InlineRoutes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def shape(self) -> RouteShape:
-        """Of the model's routes."""
+        """The shape of the model's routes."""
         return self.layout.shape
 
 

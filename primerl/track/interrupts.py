@@ -26,9 +26,9 @@ def interruptible() -> Iterator[None]:
         @track.interruptible()
         def main(args: Args) -> None: ...
 
-    Whatever ends it, a live view is closed and its terminal restored. In place of a traceback, the
-    line has the notes of the ``KeyboardInterrupt``, such as how to resume the run. Of torchrun's
-    ranks, the first prints it.
+    A live view is closed, and its terminal restored, however the script ends. In place of a
+    traceback, the line has the notes of the ``KeyboardInterrupt``, such as how to resume the run.
+    Of torchrun's ranks, the first prints it.
 
     Raises:
         SystemExit: in place of ``KeyboardInterrupt``, with the exit code 130; after SIGTERM, 143.

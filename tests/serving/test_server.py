@@ -949,6 +949,7 @@ def test_a_folder_is_usable_with_any_umask(tmp_path):
         os.umask(before)
 
     assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / supervisor.MARKER).stat().st_mode & 0o777 == 0o600  # root reads any file
     supervisor.remove_folder(str(folder))
     assert not folder.exists()
 

@@ -227,7 +227,7 @@ class _Loop:
         return reply.message
 
     async def _answers(self, message: Message) -> AsyncIterator[Message]:
-        """The results of a reply's calls, and what is wrong with those that can't be executed."""
+        """The results of a reply's calls, and the faults of calls that can't be executed."""
         if self._run.stop != "stop":
             return
         for call in message.get("tool_calls", ()):

@@ -48,7 +48,7 @@ class Call:
 
     @property
     def path(self) -> list["Call"]:
-        """The calls whose tokens the prompt holds, from the first one to this one."""
+        """The calls whose tokens the prompt holds, in order; this call is the last."""
         path, call = [self], self.parent
         while call is not None:
             path.append(call)

@@ -23,8 +23,8 @@ class Conversation:
 
     A turn appends only new tokens: the chat template's text between the last reply and the next,
     then the sampled tokens of the reply. Tokenizing a decoded reply again would train on tokens
-    that the policy never sampled. Of an engine that records expert routes, each turn asks for those
-    that the turns before it have not recorded, and the sample refers to those of all turns.
+    that the policy never sampled. If the engine records expert routes, each turn asks only for the
+    routes that earlier turns have not recorded, and the sample refers to the routes of all turns.
 
     Args:
         engine: samples the replies.

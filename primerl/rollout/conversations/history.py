@@ -170,7 +170,7 @@ class History:
         tail, new, rendered = messages[count:], None, None
         if known is not None and tail and not _has_reply(tail):
             new = self._tokens_after(known, tail, tools)
-            if new is None:  # the rendering may begin with what was sampled nevertheless
+            if new is None:  # a whole rendering may still begin with the sampled tokens
                 rendered = self._render(messages, tools)
                 new = known.tokens_after(rendered)
         origin = self._origin(place, known, tail, bridged=new is not None)

@@ -250,3 +250,39 @@ def test_a_message_that_is_changed_in_place_is_another():
 
     assert history.origins["edited"] == 1
     assert "changed" in TOKENIZER.decode(engine.requests[-1][0])
+
+
+class WithoutBridge:
+    """Renders whole conversations only, and replies as ``shown`` makes them."""
+
+    get_stop_token_ids = RENDERER.get_stop_token_ids
+    parse_response = RENDERER.parse_response
+
+    def __init__(self, shown):
+        self._shown = shown
+
+    def render(self, messages, **options):
+        replies = [one["role"] == "assistant" for one in messages]
+        shown = [
+            {**one, "content": self._shown(one["content"])} if reply else one
+            for one, reply in zip(messages, replies, strict=True)
+        ]
+        return RENDERER.render(shown, **options)
+
+    def bridge_to_next_turn(self, *_, **__):
+        return None
+
+
+@pytest.mark.parametrize(("shown", "origin"), [(str, "extends"), (str.upper, "unbridged")])
+def test_without_a_bridge_a_turn_goes_on_if_its_rendering_begins_with_the_sampled_tokens(
+    shown, origin
+):
+    engine = RecordingEngine(TOKENIZER, lambda *_: "Yes.")
+    history = History(engine, WithoutBridge(shown), PARAMS)
+    (first,) = ask(history, [user()])
+
+    ask(history, [user(), first.message, user("b")])
+
+    assert history.origins == {"start": 1, origin: 1}
+    assert len(history.samples()) == (1 if origin == "extends" else 2)
+    assert trained(history.samples()) == engine.sampled

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import logging
 import os
 import secrets
 import shutil
@@ -11,15 +12,33 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
+_LOG = logging.getLogger(__name__)
 _DEV_SHM = Path("/dev/shm")
 _POLL_S = 0.01
 _USERS = ".users"
 _REMOVED = ".removed-"  # part of the name of a folder that is being removed
 
 
-def shared_memory() -> Path:
-    """``/dev/shm``, or the folder for temporary files where there is none."""
-    return _DEV_SHM if os.path.isdir(_DEV_SHM) else Path(tempfile.gettempdir())
+def shared_memory(*, room: int = 0) -> Path:
+    """``/dev/shm``, or the folder for temporary files where there is none, or it is too small.
+
+    Args:
+        room: bytes that must be free. Containers often have 64 MB.
+    """
+    temporary = Path(tempfile.gettempdir())
+    if not os.path.isdir(_DEV_SHM):
+        return temporary
+    free = shutil.disk_usage(_DEV_SHM).free
+    if free < room:
+        _LOG.warning(
+            "%s has %d MB left, and %d are needed: files go to %s instead, which is slower",
+            _DEV_SHM,
+            free // 10**6,
+            room // 10**6,
+            temporary,
+        )
+        return temporary
+    return _DEV_SHM
 
 
 class SharedFolder:
@@ -33,13 +52,15 @@ class SharedFolder:
         within: another place than the shared memory, such as a filesystem that hosts share. The
             host's name is then part of the folder's: locks may not be seen by other hosts, so each
             removes only what its own processes have left.
+        room: bytes that its files will take: without them in the shared memory, the folder is in
+            the one for temporary files.
 
     Raises:
         RuntimeError: the folder belongs to somebody else.
     """
 
-    def __init__(self, name: str, *, within: Path | None = None) -> None:
-        place = shared_memory() if within is None else within
+    def __init__(self, name: str, *, within: Path | None = None, room: int = 0) -> None:
+        place = shared_memory(room=room) if within is None else within
         # With a sign that no host's name has: one may begin with another's.
         host = "" if within is None else f"{socket.gethostname()}@"
         prefix = f"primerl-{os.getuid()}-{host}"

@@ -1,4 +1,5 @@
-"""Real vLLM servers, which the session shares: each takes half a minute of a core to start.
+"""Real vLLM servers, which the session shares: each takes half a minute of a core to start, and
+2 GB, so tests of other servers wait until those are closed.
 
 What issue 5 wants to be shown on real vLLM, and where it is:
 
@@ -11,6 +12,7 @@ What issue 5 wants to be shown on real vLLM, and where it is:
 - 10, the contract of engines: test_engine.py
 """
 
+import contextlib
 import functools
 import os
 import re
@@ -212,91 +214,97 @@ class ServerByHand:
         self._process.wait()
 
 
-@pytest.fixture(scope="session")
-def servers(request, tmp_path_factory):
-    """By name, the servers that any of the tests needs: started at once.
+def needed(request, *names):
+    """Which of the fixtures any test of the session needs."""
+    return {name for item in request.session.items for name in item.fixturenames} & {*names}
 
-    Each takes half a minute, most of it on one core. No test runs meanwhile.
-    """
-    needed = {name for item in request.session.items for name in item.fixturenames}
+
+@contextlib.contextmanager
+def started(*servers):
+    """Start servers at once, and close them: each takes half a minute, most of it on one core."""
+    try:
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda one: one.start(), servers))
+        yield
+    finally:
+        for one in servers:
+            one.close()
+
+
+@pytest.fixture(scope="session")
+def server(smollm2):
+    """SmolLM2 in float32, with whatever weights a test left. Leave it serving, and unpaused."""
+    server = serving.serve_vllm(smollm2, env=SERVER_ENV, **SERVER_ARGS)
+    with started(server):
+        yield server
+
+
+@pytest.fixture(scope="session")
+def servers_with_routes(request, serve_routes, tmp_path_factory):
+    """By name, the servers of ``routed`` that any of the tests needs."""
     made = {}
-    if "server" in needed:
-        made["server"] = serving.serve_vllm(
-            request.getfixturevalue("smollm2"), env=SERVER_ENV, **SERVER_ARGS
-        )
-    if "pair" in needed:
-        model = request.getfixturevalue("tied_experts")
-        made["first"] = serving.serve_vllm(
-            model,
-            weight_transfer="primerl_faulty",
-            worker_extension_cls="receivers.FaultyReceiver",
-            api_key=KEY,
-            env=FAULTY_ENV,
-            **SERVER_ARGS,
-        )
-        log_path = tmp_path_factory.mktemp("by_hand") / "log"
-        made["second"] = ServerByHand(model, log_path, *flags(SERVER_ARGS))
-    if "lora_server" in needed:
-        made["lora"] = serving.serve_vllm(
-            request.getfixturevalue("dense"),
-            enable_lora=True,
-            max_lora_rank=8,
-            weight_transfer="primerl_faulty",
-            worker_extension_cls="receivers.FaultyReceiver",
-            env=FAULTY_ENV,
-            **SERVER_ARGS,
-        )
-    if "routes_server" in needed:
-        made["routes"] = request.getfixturevalue("serve_routes")()
-    if "loading_server" in needed:
+    names = needed(request, "routes_server", "loading_server")
+    if "routes_server" in names:
+        made["routes_server"] = serve_routes()
+    if "loading_server" in names:
         stored = tmp_path_factory.mktemp("keys_and_values")
-        made["loading"] = request.getfixturevalue("serve_routes")(
+        made["loading_server"] = serve_routes(
             kv_transfer_config={
                 "kv_connector": "ExampleConnector",
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"shared_storage_path": str(stored)},
             }
         )
-    try:
-        with ThreadPoolExecutor() as threads:
-            list(threads.map(lambda one: one.start(), made.values()))
+    with started(*made.values()):
         yield made
-    finally:
-        for one in made.values():
-            one.close()
 
 
 @pytest.fixture(scope="session")
-def server(servers):
-    """SmolLM2 in float32, with whatever weights a test left. Leave it serving, and unpaused."""
-    return servers["server"]
+def routes_server(servers_with_routes):
+    """``routed``, with whatever weights a test left; it returns expert routes."""
+    return servers_with_routes["routes_server"]
 
 
 @pytest.fixture(scope="session")
-def pair(servers):
+def loading_server(servers_with_routes):
+    """``routed``, with routes; it stores keys and values of prompts, and loads those it finds."""
+    return servers_with_routes["loading_server"]
+
+
+@pytest.fixture(scope="session")
+def servers_with_faults(request, tied_experts, dense, tmp_path_factory):
+    """By name, those of ``pair`` and ``lora_server`` that any of the tests needs."""
+    faulty = {
+        "weight_transfer": "primerl_faulty",
+        "worker_extension_cls": "receivers.FaultyReceiver",
+        "env": FAULTY_ENV,
+        **SERVER_ARGS,
+    }
+    made = {}
+    names = needed(request, "pair", "lora_server")
+    if "pair" in names:
+        made["first"] = serving.serve_vllm(tied_experts, api_key=KEY, **faulty)
+        log_path = tmp_path_factory.mktemp("by_hand") / "log"
+        made["second"] = ServerByHand(tied_experts, log_path, *flags(SERVER_ARGS))
+    if "lora_server" in names:
+        made["lora_server"] = serving.serve_vllm(dense, enable_lora=True, max_lora_rank=8, **faulty)
+    with started(*made.values()):
+        yield made
+
+
+@pytest.fixture(scope="session")
+def pair(servers_with_faults):
     """Two servers of ``tied_experts``.
 
     The first can be told to receive with a fault; the second was started from the command line.
     """
-    return servers["first"], servers["second"]
+    return servers_with_faults["first"], servers_with_faults["second"]
 
 
 @pytest.fixture(scope="session")
-def lora_server(servers):
+def lora_server(servers_with_faults):
     """``dense``, with room for adapters of rank 8."""
-    return servers["lora"]
-
-
-@pytest.fixture(scope="session")
-def routes_server(servers):
-    """``routed``, with whatever weights a test left; it returns expert routes."""
-    return servers["routes"]
-
-
-@pytest.fixture(scope="session")
-def loading_server(servers):
-    """``routed``, with routes; it stores keys and values of prompts, and loads those it finds."""
-    return servers["loading"]
+    return servers_with_faults["lora_server"]
 
 
 @pytest.fixture(scope="session")

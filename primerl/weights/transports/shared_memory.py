@@ -1,5 +1,6 @@
 """Publishing to engines on the trainer's host, through memory."""
 
+import itertools
 import time
 import uuid
 import weakref
@@ -37,8 +38,10 @@ class SharedMemory:
 
     An engine in this process copies from the trainer's tensors in place, so nothing is staged and
     the trainer waits for one copy. Servers (``VLLMEngine``) map a file in the host's shared memory,
-    in a private folder that is removed when this process ends. Parameters and saved buffers are
-    sent (those that steer a router among them), a tensor that is shared under two names once.
+    in a private folder that is removed when this process ends. If the shared memory has no room for
+    two versions, as in many containers, that folder is on disk, among the temporary ones.
+    Parameters and saved buffers are sent (those that steer a router among them), a tensor that is
+    shared under two names once.
 
     A model that is sharded over ranks is gathered for each publication, so all ranks make a
     transport and call ``publish``. Only rank 0 has engines.
@@ -78,7 +81,10 @@ class SharedMemory:
         self._timeout_s = timeout_s
         publisher = None
         if servers:
-            place = SharedFolder(f"publications-{uuid.uuid4().hex}")
+            stored = itertools.chain(model.parameters(), model.buffers())
+            size = sum(tensor.numel() * tensor.element_size() for tensor in stored)
+            # Servers read a version until they have the next.
+            place = SharedFolder(f"publications-{uuid.uuid4().hex}", room=2 * size)
             weakref.finalize(self, place.close)
             publisher = Publisher(place.path, encoding=encoding, in_memory=True)
         self._servers = FolderTransport(

@@ -1,6 +1,8 @@
 import json
 import os
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,25 @@ def test_shared_memory_serves_both_kinds_of_engine_and_leaves_nothing(servers):
     assert mine
     del transport
     assert not all(path.exists() for path in mine)
+
+
+def test_weights_that_the_shared_memory_has_no_room_for_go_to_the_disk(
+    servers, tmp_path, monkeypatch, caplog
+):
+    model = testing.tiny_model("llama")
+    small = shutil.disk_usage(tmp_path)._replace(free=int(1.9 * model.num_parameters() * 4))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: small)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    transport = weights.SharedMemory(model, servers)
+    transport.publish(1)
+
+    (folder,) = tmp_path.glob("primerl-*-publications-*")
+    assert any(folder.glob("*.safetensors"))
+    assert f"files go to {tmp_path} instead" in caplog.text
+    assert all(same_bits(tensors, sent(model)) for tensors in held(servers))
+    del transport
+    assert not any(tmp_path.iterdir())
 
 
 def test_publishing_to_an_engine_in_this_process_returns_a_receipt_too():

@@ -10,26 +10,19 @@ that its run calls too, with whatever ``mesh`` it is given:
         parallel.shard(model, mesh, dtype=torch.bfloat16, matmul=fp8.GroupedMatmul())
         return optim.CPUAdamW(model.parameters(), lr=args.lr)  # the optimizer, not a fused one
 
-    def dry_run(args):
-        def build():
-            return models.empty_model("recipes/configs/glm5")
-
-        model = build()
-        plan = planning.Plan(
-            model=planning.model_size(model),
-            trainers=planning.plan_trainers(
-                build,
-                lambda model, mesh: prepare(model, mesh, args),
-                [planning.TrainerLayout(nodes=12, gpus_per_node=8, ep=8, cp=4)],
-                tokens=131072,  # of a micro-batch
-                gpu_bytes=141 * 10**9,
-            ),
-            servers={"decode": planning.plan_server(model, gpus=32, ep=32, ...)},
-            traffic=planning.plan_traffic(model, step_tokens=256 * 131072, published=...),
-            refused_pairs=planning.refused_pairs(),
-        )
-        print(plan.text())
-        raise SystemExit(1 if plan.impossible else 0)
+    plan = planning.plan_run(
+        lambda: models.empty_model("recipes/configs/glm5"),
+        lambda model, mesh: prepare(model, mesh, args),
+        layouts=[planning.TrainerLayout(nodes=16, gpus_per_node=8, ep=8, cp=4)],
+        servers=[8, 32],  # GPUs
+        tokens=131072,  # of a rollout, and of a micro-batch
+        step_tokens=256 * 131072,
+        gpu_bytes=141 * 10**9,
+        max_num_seqs=96,
+        form=fp8.BLOCK_FP8,
+    )
+    print(plan.text())
+    raise SystemExit(1 if plan.refusal else 0)
 
 See ``docs/planning.md``.
 """
@@ -37,6 +30,7 @@ See ``docs/planning.md``.
 from primerl.planning.pairs import Refusal, refused_pairs
 from primerl.planning.ranks import imagined_ranks
 from primerl.planning.report import Plan, differences
+from primerl.planning.run import plan_run
 from primerl.planning.server import ServerPlan, plan_server
 from primerl.planning.sizes import ModelSize, model_size
 from primerl.planning.traffic import Traffic, plan_traffic
@@ -60,6 +54,7 @@ __all__ = [
     "differences",
     "imagined_ranks",
     "model_size",
+    "plan_run",
     "plan_server",
     "plan_traffic",
     "plan_trainers",

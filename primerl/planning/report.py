@@ -33,6 +33,14 @@ class Plan:
         servers = [f"{name}: {one.refusal}" for name, one in self.servers.items() if one.refusal]
         return trainers + servers
 
+    @property
+    def refusal(self) -> str | None:
+        """Why the first layout or the first server, which a run takes, can't be; None: both fit."""
+        for one in (*self.trainers[:1], *[*self.servers.values()][:1]):
+            if one.refusal:
+                return one.refusal
+        return None
+
     def json(self) -> str:
         """All values, for other programs."""
         return json.dumps({**attrs.asdict(self), "impossible": self.impossible}, indent=2)

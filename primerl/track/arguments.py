@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 def command_line(
     kind: type[Arguments],
     *,
+    presets: Mapping[str, Mapping[str, Arguments]] | None = None,
     description: str | None = None,
     extras: Callable[[Any], Iterable[str]] = lambda _: (),
 ) -> Arguments:
@@ -37,6 +38,10 @@ def command_line(
         kind: an ``attrs`` class with a field for each flag, and the fields ``run_dir`` and
             ``resume`` (https://brentyi.github.io/tyro/). A comment above a field is its help, if it
             begins with ``#:``; other comments also explain the fields after theirs.
+        presets: values that other flags override, by the name of a field and its value: with
+            ``{"scale": {"small": Args(), "large": Args(scale="large", lr=1e-6)}}``, the flags
+            ``--scale large --steps 3`` change the steps of the second. Without ``--scale``, the
+            field's own default is taken. A resumed run has its own values.
         description: for ``--help``.
         extras: the optional dependency groups that a run with these arguments needs besides
             ``recipes``. With ``verifiers``, the environments in the field ``env`` are looked for
@@ -49,16 +54,20 @@ def command_line(
             it holds a finished run, and no more steps are planned than it took.
         SystemExit: after ``--help``, or for flags that do not fit.
     """
+    words = sys.argv[1:]
+    default = _preset(presets or {}, words)
     if importlib.util.find_spec("tyro") is None:
-        _require_extras(_guessed(kind, sys.argv[1:]), extras)
+        _require_extras(_guessed(kind, default, words), extras)
     tyro: Any = importlib.import_module("tyro")
-    folder = _resumed_folder(sys.argv[1:])
-    if folder is None:
+    resumed = _value("resume", words)
+    if resumed is not None:
+        default = _begun(kind, Path(resumed))
+    if default is None:
         args = tyro.cli(kind, description=description)
     else:
-        args = tyro.cli(kind, description=description, default=_begun(kind, folder))
-        if hasattr(args, "steps"):
-            require_unfinished(folder, args.steps)
+        args = tyro.cli(kind, description=description, default=default)
+    if resumed is not None and hasattr(args, "steps"):
+        require_unfinished(Path(resumed), args.steps)
     _require_extras(args, extras)
     return args  # type: ignore[no-any-return]
 
@@ -80,7 +89,7 @@ def _require_extras(args: Any, extras: Callable[[Any], Iterable[str]]) -> None:
     require_all(needed, environments=[env] if isinstance(env, str) else env or ())
 
 
-def _guessed(kind: Any, words: list[str]) -> Namespace:
+def _guessed(kind: Any, preset: Any, words: list[str]) -> Namespace:
     """The arguments as texts, without tyro: enough to tell what else is missing."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     defaults = {}
@@ -88,6 +97,8 @@ def _guessed(kind: Any, words: list[str]) -> Namespace:
         default = field.default
         if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
             default = default.factory()
+        if preset is not None:
+            default = getattr(preset, field.name)
         several = isinstance(default, tuple) or str(field.type).startswith("tuple")
         defaults[field.name] = None if default is attrs.NOTHING else default
         if several:
@@ -99,12 +110,22 @@ def _guessed(kind: Any, words: list[str]) -> Namespace:
     return Namespace(**defaults | said)
 
 
-def _resumed_folder(words: list[str]) -> Path | None:
+def _preset(presets: Mapping[str, Mapping[str, Arguments]], words: list[str]) -> Arguments | None:
+    """The preset that a flag names; None where no flag does, or tyro has to refuse its value."""
+    for name, values in presets.items():
+        chosen = _value(name, words)
+        if chosen in values:
+            return values[chosen]
+    return None
+
+
+def _value(field: str, words: list[str]) -> str | None:
+    """What follows the flag of a field on the command line."""
     remaining = iter(words)
     for word in remaining:
         name, given, value = word.partition("=")
-        if name == "--resume":
-            return Path(value if given else next(remaining, ""))
+        if name == _flag(field):
+            return value if given else next(remaining, "")
     return None
 
 

@@ -3,6 +3,7 @@
 import signal
 import sys
 
+import attrs
 import pytest
 from torch.distributed.run import get_args_parser
 
@@ -26,7 +27,7 @@ def launched(words):
 def recipe_arguments(recipe, launch, monkeypatch):
     """What the recipe makes of the words that torchrun gives it."""
     monkeypatch.setattr(sys, "argv", [launch.training_script, *launch.training_script_args])
-    return track.command_line(recipe.Args)
+    return track.command_line(recipe.Args, presets={"scale": recipe.SCALES})
 
 
 def served(words, monkeypatch):
@@ -51,7 +52,7 @@ def served(words, monkeypatch):
     return found
 
 
-def served_by_recipe(recipe, scale, tiny_model, model, monkeypatch):
+def served_by_recipe(recipe, tiny_model, model, monkeypatch):
     """vLLM's arguments by name, of the server that the recipe itself would start."""
     found = []
 
@@ -62,8 +63,8 @@ def served_by_recipe(recipe, scale, tiny_model, model, monkeypatch):
         raise StartedError
 
     monkeypatch.setattr(serving, "serve_vllm", start)
-    args = recipe.Args(server_model=model)
-    with pytest.raises(StartedError), recipe.open_engine(args, scale, str(tiny_model)):
+    args = attrs.evolve(recipe.SCALES["glm5"], server_model=model)
+    with pytest.raises(StartedError), recipe.open_engine(args, str(tiny_model)):
         pass
     return found[0]
 

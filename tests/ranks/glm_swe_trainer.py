@@ -16,6 +16,7 @@ from primerl.types import TrainingSample
 def load(path):
     spec = importlib.util.spec_from_file_location("glm_swe", path)
     recipe = importlib.util.module_from_spec(spec)
+    sys.modules["glm_swe"] = recipe  # where tyro looks for the comments of arguments
     spec.loader.exec_module(recipe)
     return recipe
 
@@ -39,12 +40,12 @@ def samples():
 
 def step(recipe, folder, world, **sizes):
     """One policy step as the recipe makes it: its loss, its gradient's norm and its weights."""
-    scale, args = recipe.SCALES["debug"], recipe.Args()
+    args = recipe.Args()
     mesh = parallel.mesh(**sizes)
     model = models.empty_model(folder)
-    recipe.prepare(model, mesh, scale)
+    recipe.prepare(model, mesh, args)
     models.load_shards(model, folder)
-    optimizer = recipe.make_optimizer(model, args, scale)
+    optimizer = recipe.make_optimizer(model, args)
     packed = []
     if world.is_first:
         packed = packing.pack(samples(), max_tokens=128, ranks=mesh.batches)

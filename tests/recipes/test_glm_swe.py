@@ -45,7 +45,7 @@ def test_its_trainer_on_two_ranks_makes_the_step_of_one_process(root, recipe, tm
 
 def test_a_server_of_another_checkpoint_than_the_trainers_is_refused(recipe, tmp_path):
     folder = testing.tiny_chat_model(tmp_path / "model", "glm4_moe")
-    engine = recipe.open_engine(recipe.Args(scale="glm5"), recipe.SCALES["glm5"], str(folder))
+    engine = recipe.open_engine(recipe.SCALES["glm5"], str(folder))
     with pytest.raises(ValueError, match="pass --server-model, the FP8 checkpoint"), engine:
         pass
 

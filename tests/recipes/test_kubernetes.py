@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 
+import attrs
 import pytest
 import yaml
 from cluster_commands import launched, recipe_arguments, served, served_by_recipe
@@ -104,8 +105,8 @@ def test_the_trainer_runs_as_its_scale_says(start_trainer, trainer, server, reci
     assert int(launch.nnodes) == scale.nodes[0]
     assert int(launch.nproc_per_node) == gpus == scale.gpus_per_node
     assert launch.training_script == "recipes/glm_swe.py"
-    assert recipe_arguments(recipe, launch, monkeypatch) == recipe.Args(
-        scale="glm5",
+    assert recipe_arguments(recipe, launch, monkeypatch) == attrs.evolve(
+        scale,
         model=settings["MODEL"],
         run_dir=settings["RUN_DIR"],
         shared_folder=settings["SHARED_FOLDER"],
@@ -149,7 +150,7 @@ def test_servers_are_those_of_the_scale(manifests, server, recipe, tmp_path, mon
     assert command[0] == "python"
     assert model == settings["FP8_MODEL"]
     scale = recipe.SCALES["glm5"]
-    assert arguments == served_by_recipe(recipe, scale, tiny, model, monkeypatch)
+    assert arguments == served_by_recipe(recipe, tiny, model, monkeypatch)
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert int(arguments["--data-parallel-size"]) == gpus == scale.server_gpus[0]
     assert int(settings["SERVERS"]) == server["replicas"] == 28 - scale.nodes[0]

@@ -155,8 +155,8 @@ def test_help_has_the_comment_of_each_argument(root, tmp_path, name, monkeypatch
         ("evaluate", {}, ["verifiers"]),
         ("evaluate", {"engine": "vllm"}, ["verifiers", "vllm"]),
         ("glm_swe", {}, ["verifiers"]),
-        ("glm_swe", {"scale": "glm5"}, ["verifiers", "vllm"]),
-        ("glm_swe", {"scale": "glm5", "dry_run": True}, []),
+        ("glm_swe", {"engine": "vllm"}, ["verifiers", "vllm"]),
+        ("glm_swe", {"engine": "vllm", "dry_run": True}, []),
     ],
 )
 def test_a_recipe_names_the_optional_dependencies_of_its_arguments(root, name, given, extras):

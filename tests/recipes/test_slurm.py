@@ -1,6 +1,7 @@
 """The jobs in recipes/slurm, with stand-ins for Slurm and for what they start."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import attrs
 import pytest
 from cluster_commands import launched, recipe_arguments, served, served_by_recipe
 from glm_swe_trainer import load
@@ -266,10 +268,11 @@ def test_glm_swe_runs_as_its_scale_says(root, job, recipe, tmp_path, monkeypatch
     assert (int(launch.nnodes), int(launch.nproc_per_node)) == (scale.nodes[0], scale.gpus_per_node)
     assert launch.rdzv_endpoint == "t00:29500"
     assert launch.training_script == "recipes/glm_swe.py"
-    (tmp_path / "run" / "args.json").write_text("{}")  # of the run that is resumed
+    begun = json.dumps(attrs.asdict(scale))
+    (tmp_path / "run" / "args.json").write_text(begun)
     monkeypatch.chdir(tmp_path)
-    assert recipe_arguments(recipe, launch, monkeypatch) == recipe.Args(
-        scale="glm5",
+    assert recipe_arguments(recipe, launch, monkeypatch) == attrs.evolve(
+        scale,
         model=str(models[0]),
         steps=500,
         run_dir="run",
@@ -283,7 +286,7 @@ def test_glm_swe_runs_as_its_scale_says(root, job, recipe, tmp_path, monkeypatch
     model, arguments = served(words["x"], monkeypatch)
     assert words["x"] == words["y"]
     assert model == str(models[1])
-    assert arguments == served_by_recipe(recipe, scale, tiny, model, monkeypatch)
+    assert arguments == served_by_recipe(recipe, tiny, model, monkeypatch)
     assert int(arguments["--data-parallel-size"]) == scale.server_gpus[0]
 
 

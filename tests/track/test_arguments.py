@@ -13,6 +13,7 @@ from primerl import track
 @attrs.frozen
 class Args:
     model: str
+    size: Literal["small", "large"] = "small"
     lr: float = attrs.field(default=0.1, validator=track.number(at_least=0))
     dtype: Literal["float32", "bfloat16"] = "float32"
     urls: tuple[str, ...] = ()
@@ -28,6 +29,10 @@ def extras(args):
     return [*needed, "lora"] if args.lr else needed
 
 
+SIZES = {
+    "small": Args(model="tiny"),
+    "large": Args(model="huge", size="large", lr=0.0, env="e"),
+}
 BEGUN = Args(
     model="m", lr=0.5, dtype="bfloat16", urls=("http://a", "http://b"), vllm={"a": "1"}, env="e"
 )
@@ -35,9 +40,9 @@ BEGUN = Args(
 
 @pytest.fixture
 def given(monkeypatch):
-    def read(*words):
+    def read(*words, presets=None):
         monkeypatch.setattr("sys.argv", ["script.py", *map(str, words)])
-        return track.command_line(Args, extras=extras)
+        return track.command_line(Args, presets=presets, extras=extras)
 
     return read
 
@@ -50,6 +55,35 @@ def folder(tmp_path):
 
 def test_a_new_run_has_the_flags_and_the_defaults(given):
     assert given("--model", "n", "--lr", "0.2") == Args(model="n", lr=0.2)
+
+
+@pytest.mark.parametrize("words", [["--size", "large"], ["--size=large"]])
+def test_a_flag_picks_a_preset_that_other_flags_override(given, words):
+    large = SIZES["large"]
+
+    assert given("--lr", "0.2", *words, presets={"size": SIZES}) == attrs.evolve(large, lr=0.2)
+    assert given(*words, "--vllm", "a", "True", presets={"size": SIZES}).vllm == {"a": True}
+    assert given("--model", "n", presets={"size": SIZES}) == Args(model="n")
+
+
+@pytest.mark.parametrize("words", [["--size", "medium"], ["--size"]])
+def test_a_preset_that_there_is_not_is_refused_as_any_value(given, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        given("--model", "m", *words, presets={"size": SIZES})
+    assert ended.value.code == 2
+    assert "--size" in capsys.readouterr().err
+
+
+def test_a_resumed_run_has_its_own_arguments_and_no_preset(given, folder):
+    resumed = given("--resume", folder, "--size", "large", presets={"size": SIZES})
+    assert resumed == attrs.evolve(BEGUN, size="large", resume=str(folder))
+
+
+def test_extras_of_a_preset_are_named_without_tyro(given, monkeypatch):
+    for module in ("tyro", "verifiers"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match="tyro, verifiers;"):
+        given("--size", "large", presets={"size": SIZES})
 
 
 def test_without_flags_all_are_the_defaults(monkeypatch):

@@ -9,7 +9,8 @@ with all parts but a tiny model; then the plan of the run on 28 nodes, for which
 
 Copy this file and edit it: ``SCALES`` has the flags of each place to run, ``build_environment`` is
 the problem, ``prepare`` makes the trainer, ``backward`` is the algorithm.
-``recipes/slurm/glm_swe.sbatch`` starts it on a cluster. Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues.
+``recipes/slurm/glm_swe.sbatch`` starts it on a cluster. Ctrl-C and SIGTERM save;
+``--resume RUN_DIR`` continues.
 """
 
 import contextlib

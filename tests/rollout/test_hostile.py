@@ -11,6 +11,8 @@ import threading
 import time
 
 import attrs
+import hostile
+import hostile_server
 import numpy as np
 import pytest
 from waiting import until
@@ -19,7 +21,6 @@ from primerl import rollout, serving, testing
 from primerl.rollout.conversations.calls import shared_tokens
 from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
 from primerl.serving.server import readiness as vllm_readiness
-from primerl.testing import hostile, hostile_server
 from primerl.types import LOGPROB_ROUNDING, Completion, Rollout, Sample, SamplingParams
 
 VOCABULARY, CONTEXT = 64, 128
@@ -86,9 +87,9 @@ def require_clean(groups, *, newest):
 # ---- engines ----
 
 
-@pytest.mark.parametrize("fault", testing.engine_faults())
+@pytest.mark.parametrize("fault", hostile.engine_faults())
 def test_an_engine_that_breaks_the_contract(fault):
-    engine = testing.HostileEngine(fault, scripted(), every=3)
+    engine = hostile.HostileEngine(fault, scripted(), every=3)
 
     groups, stats = collect(engine, play)
 
@@ -100,7 +101,7 @@ def test_an_engine_that_breaks_the_contract(fault):
 
 @pytest.mark.parametrize("fault", ["unpublished_version", "token_id_beyond_vocabulary", "empty"])
 def test_an_engine_in_the_trainers_process(fault):
-    engine = testing.HostileEngine(fault, scripted(), every=3)
+    engine = hostile.HostileEngine(fault, scripted(), every=3)
 
     groups, stats = collect(engine, play, isolation="process")
 
@@ -109,7 +110,7 @@ def test_an_engine_in_the_trainers_process(fault):
 
 
 def test_an_environment_that_catches_a_bad_completion_is_not_trusted():
-    engine = testing.HostileEngine("empty", scripted(), every=4)
+    engine = hostile.HostileEngine("empty", scripted(), every=4)
 
     async def careless(task, engine, params):
         try:
@@ -123,7 +124,7 @@ def test_an_environment_that_catches_a_bad_completion_is_not_trusted():
 
 
 def test_an_isolated_environment():
-    engine = testing.HostileEngine("positive_logprob", scripted(), every=3)
+    engine = hostile.HostileEngine("positive_logprob", scripted(), every=3)
 
     groups, stats = collect(engine, rollout.isolated(play, processes=1), steps=1)
 
@@ -131,10 +132,10 @@ def test_an_isolated_environment():
     assert set(stats["errors"]) == {"BadCompletion"}
 
 
-@pytest.mark.parametrize("fault", testing.engine_faults())
+@pytest.mark.parametrize("fault", hostile.engine_faults())
 def test_check_engine_finds_the_fault(fault):
     within = scripted(version=3)
-    engine = testing.HostileEngine(fault, within)
+    engine = hostile.HostileEngine(fault, within)
 
     with pytest.raises(AssertionError, match="HostileEngine fails"):
         testing.check_engine(
@@ -146,7 +147,7 @@ def test_check_engine_finds_the_fault(fault):
 
 
 def test_check_engine_finds_intermittent_faults():
-    engine = testing.HostileEngine("slightly_positive_logprob", scripted(), every=11)
+    engine = hostile.HostileEngine("slightly_positive_logprob", scripted(), every=11)
 
     with pytest.raises(AssertionError, match="every_answer failed: [0-9]+ completions break it"):
         testing.check_engine(engine, max_tokens=4, concurrency=4)
@@ -186,11 +187,11 @@ def test_no_fault_is_found_without_faults():
     require_clean(groups, newest=6)
     assert stats["errors"] == {}
     with pytest.raises(ValueError, match="no fault 'x', only too_many_tokens"):
-        testing.HostileEngine("x", scripted())
+        hostile.HostileEngine("x", scripted())
     with pytest.raises(ValueError, match="no fault 'x'"):
-        testing.HostileEnvironment("x", play)
+        hostile.HostileEnvironment("x", play)
     with pytest.raises(ValueError, match="no fault 'x'"):
-        testing.HostileServer("x")
+        hostile_server.HostileServer("x")
 
 
 class Hesitates(testing.ScriptedEngine):
@@ -232,9 +233,9 @@ def test_an_engine_that_cannot_report_its_version_is_logged_and_asked_again(capl
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("fault", testing.environment_faults())
+@pytest.mark.parametrize("fault", hostile.environment_faults())
 def test_an_environment_that_returns_an_impossible_sample(fault):
-    environment = testing.HostileEnvironment(fault, play, every=3)
+    environment = hostile.HostileEnvironment(fault, play, every=3)
 
     groups, stats = collect(scripted(), environment)
 
@@ -269,10 +270,10 @@ def megabytes():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("fault", testing.server_faults())
+@pytest.mark.parametrize("fault", hostile_server.server_faults())
 def test_a_server_with_invalid_responses(fault):
     hostile_server._gzip_bomb()
-    with testing.HostileServer(fault, every=3) as server, engine_of(server) as engine:
+    with hostile_server.HostileServer(fault, every=3) as server, engine_of(server) as engine:
         before = megabytes()
         groups, stats = collect(engine, play, publish=lambda v: engine.load_weights({}, version=v))
 
@@ -293,7 +294,7 @@ def test_a_server_with_invalid_responses(fault):
 
 def test_a_version_that_was_never_published_does_not_block_publishing():
     with (
-        testing.HostileServer("unpublished_version") as server,
+        hostile_server.HostileServer("unpublished_version") as server,
         engine_of(server, retries=0) as engine,
     ):
         follower = serving.VLLMEngine(server.url, run=engine._settings.labels.run)
@@ -315,7 +316,7 @@ def test_responses_of_other_routes_are_bounded(fault):
     hostile_server._gzip_bomb()
     before = megabytes()
     for route in ("/collective_rpc", "/metrics"):
-        with testing.HostileServer(None) as server, engine_of(server) as engine:
+        with hostile_server.HostileServer(None) as server, engine_of(server) as engine:
             server.fault, server.route = fault, route
             began = time.monotonic()
             try:
@@ -334,7 +335,7 @@ def test_responses_of_other_routes_are_bounded(fault):
 @pytest.mark.parametrize("fault", ["long_label", *hostile_server.BODY_FAULTS])
 def test_a_server_whose_state_cannot_be_read_is_not_used(fault, caplog):
     hostile_server._gzip_bomb()
-    with testing.HostileServer(None) as server, engine_of(server) as engine:
+    with hostile_server.HostileServer(None) as server, engine_of(server) as engine:
         assert [row["serving"] for row in engine.replicas()] == [True]
         server.fault, server.route = fault, "/weight_info"
         until(lambda: [row["serving"] for row in engine.replicas()] == [False])
@@ -343,7 +344,7 @@ def test_a_server_whose_state_cannot_be_read_is_not_used(fault, caplog):
 
 
 def test_a_watcher_that_fails_takes_its_replica_out_of_service(monkeypatch, caplog):
-    with testing.HostileServer(None) as server, engine_of(server) as engine:
+    with hostile_server.HostileServer(None) as server, engine_of(server) as engine:
         fleet = engine._connected().fleet
         number = fleet.labels.number
         broken = True
@@ -361,7 +362,7 @@ def test_a_watcher_that_fails_takes_its_replica_out_of_service(monkeypatch, capl
 
 
 def test_check_engine_passes_without_a_fault():
-    with testing.HostileServer(None) as server, engine_of(server) as engine:
+    with hostile_server.HostileServer(None) as server, engine_of(server) as engine:
         assert engine.vocab_size is None
         outcomes = testing.check_engine(
             engine, update=lambda version: engine.load_weights({}, version=version)
@@ -371,7 +372,7 @@ def test_check_engine_passes_without_a_fault():
 
 
 def test_faults_have_distinct_names():
-    names = [*testing.server_faults(), *(f"sample {one}" for one in hostile.SAMPLE_FAULTS)]
+    names = [*hostile_server.server_faults(), *(f"sample {one}" for one in hostile.SAMPLE_FAULTS)]
     assert len(set(names)) == len(names)
 
 
@@ -430,7 +431,7 @@ def test_responses_of_tool_servers_are_bounded(fault):
             await http.get(url)
 
     before = megabytes()
-    with testing.HostileServer(fault, route="/mcp") as server:
+    with hostile_server.HostileServer(fault, route="/mcp") as server:
         with pytest.raises(Exception, match="a tool server answered") as caught:
             asyncio.run(ask(f"{server.url}/mcp"))
     assert type(caught.value).__name__ == "ReadError"

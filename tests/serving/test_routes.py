@@ -9,6 +9,7 @@ import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import hostile_server
 import numpy as np
 import pytest
 from character_codes import CharacterCodes
@@ -20,7 +21,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primerl import rollout, serving, testing
+from primerl import rollout, serving
 from primerl.rollout.engines.contract import BadCompletion
 from primerl.serving.client import routes as client_routes
 from primerl.serving.client.routes import row_versions
@@ -469,7 +470,7 @@ def test_large_routes_of_many_requests_at_once(server, make, monkeypatch):
 
 
 def test_an_endless_value_is_refused_early():
-    with testing.HostileServer("endless_routes") as server:
+    with hostile_server.HostileServer("endless_routes") as server:
         engine = serving.VLLMEngine(server.url, down_timeout_s=5.0, routes=RecordingStore())
         with engine:
             engine.adopt(3)

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
+from hostile import COMPLETION_FAULTS, Request
 
 from primerl.rollout.engines.contract import Limits
 from primerl.serving import names
-from primerl.testing.hostile import COMPLETION_FAULTS, Request
 from primerl.types import Completion, SamplingParams
 
 CHUNK = b" " * (1 << 16)

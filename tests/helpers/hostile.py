@@ -45,7 +45,7 @@ Corrupt = Callable[[Completion, Request], Any]
 class HostileEngine:
     """Breaks one rule of the contract of engines in every ``every``-th completion.
 
-        engine = testing.HostileEngine("positive_logprob", testing.ScriptedEngine(), every=10)
+        engine = HostileEngine("positive_logprob", testing.ScriptedEngine(), every=10)
 
     Args:
         fault: one of ``engine_faults()``.

@@ -7,6 +7,7 @@ that computes each document alone, in one process. A family that passes is admit
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -16,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
 from primerl._common.expert_modules import expert_modules
 from primerl._common.optional import require
 from primerl.attention.admission import is_sparse
 from primerl.parity.checks import CONTEXT_METHODS, Finding, MeshPlan
 from primerl.parity.reference import MUON_FAMILIES
-from primerl.parity.table import page, terminal_table, versions
 from primerl.testing.families import tiny_family
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2", "glm_moe_dsa")
@@ -84,10 +85,6 @@ def all_kinds(world: int) -> list[MeshPlan]:
     return plans
 
 
-SURVEY = [MeshPlan(recompute=True), MeshPlan(ep=2, recompute=True), MeshPlan(cp=2, recompute=True)]
-"""The meshes of the table of all families, of two ranks."""
-
-
 def applicable(
     family: str, plans: Sequence[MeshPlan]
 ) -> tuple[list[MeshPlan], list[tuple[MeshPlan, str]]]:
@@ -117,12 +114,6 @@ def applicable(
         if changes:
             lost.append((plan, "; ".join(lacking[name] for name in changes)))
     return list(dict.fromkeys(kept)), lost
-
-
-def all_families() -> list[str]:
-    """Every ``model_type`` for which transformers has a causal language model."""
-    auto = require("transformers.models.auto.modeling_auto", extra="transformers")
-    return sorted(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def compare(
@@ -217,9 +208,7 @@ def main(
     ep: int = 1,
     cp: int = 1,
     matrix: bool = False,
-    table: Path | None = None,
     timeout_s: float = 60.0,
-    findings: Path | None = None,
 ) -> int:
     """Is a family trained on several ranks as plain code in one process trains it?
 
@@ -235,25 +224,19 @@ def main(
         ep: ranks among which experts are divided.
         cp: ranks among which the rows of each micro-batch are divided.
         matrix: compare on all kinds of meshes; by default seven families.
-        table: write a Markdown table of these families; by default of all in transformers.
         timeout_s: how long ranks wait for each other, in seconds.
-        findings: a file (JSON Lines) of findings; cases that it has are not repeated.
     """
     console = require("rich.console", extra="recipes").Console(width=120)
     started = time.monotonic()
     plans = parts(replicate=replicate, ep=ep, cp=cp)
-    if table is not None:
-        world, plans, families = 2, SURVEY, families or tuple(all_families())
-    elif matrix:
+    if matrix:
         plans, families = all_kinds(world), families or FAMILIES
     if not families:
         print("name a family: a model_type, such as qwen3_moe, or a model folder")  # noqa: T201
         return 2
     planned = {family: applicable(family, plans) for family in families}
     tasks = [Task(family=family, meshes=kept) for family, (kept, _) in planned.items()]
-    found = compare(tasks, world=world, timeout_s=timeout_s, findings=findings)
-    if table is not None:
-        table.write_text(page(found))
+    found = compare(tasks, world=world, timeout_s=timeout_s)
     for task in tasks:
         for plan, reason in planned[task.family][1]:
             without = Finding(family=task.name, mesh=plan.name, check="not applicable", note=reason)
@@ -262,6 +245,41 @@ def main(
     console.print(terminal_table(found))
     console.print(f"{versions()}; {time.monotonic() - started:.0f} s")
     return _concluded(found)
+
+
+def terminal_table(findings: Sequence[Finding]) -> Any:
+    """A ``rich`` table of measured and allowed differences and the results."""
+    table_of = require("rich.table", extra="recipes")
+    escape = require("rich.markup", extra="recipes").escape
+    table = table_of.Table(box=require("rich.box", extra="recipes").SIMPLE_HEAD)
+    for heading in ("family", "mesh", "check"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("measured", justify="right")
+    table.add_column("allowed", justify="right")
+    table.add_column("result")
+    colors = {"pass": "green", "FAIL": "red", "refused": "yellow", "not applicable": "dim"}
+    before = ("", "")
+    for one in findings:
+        same = before[0] == one.family, before == (one.family, one.mesh)
+        before = one.family, one.mesh
+        table.add_row(
+            "" if same[0] else escape(one.family),
+            "" if same[1] else one.mesh,
+            one.check,
+            "" if one.measured is None else f"{one.measured:.1e}",
+            "" if one.allowed is None else f"{one.allowed:.0e}",
+            f"[{colors[one.result]}]{one.result}[/]{escape(one.note and f': {one.note}')}",
+        )
+    return table
+
+
+def versions() -> str:
+    """The versions that the findings were made with."""
+    transformers = require("transformers", extra="transformers")
+    return (
+        f"torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"Python {platform.python_version()}"
+    )
 
 
 def _concluded(findings: Sequence[Finding]) -> int:

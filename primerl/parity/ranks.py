@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from primerl import parallel
+from primerl._common.ranks import exchange
 from primerl.attention.admission import refuse_unpackable
 from primerl.parity import training as parity_training
 from primerl.parity.checks import Finding, MeshPlan, differences, on_mesh
@@ -26,8 +27,6 @@ from primerl.parity.training import make_batches, model_documents, score
 from primerl.testing.families import BUILD_ERRORS, refuse_full_size, tiny_family
 
 T = TypeVar("T")
-MAX_ERROR = 400
-"""Bytes of a rank's error message that the others receive."""
 
 
 def main(plan_file: str, findings_file: str) -> None:
@@ -133,10 +132,7 @@ def _agreed(compute: Callable[[], T], control: dist.ProcessGroup) -> tuple[T | N
     except (*BUILD_ERRORS, dist.DistError) as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         message = (kind or "refused: ") + " ".join(str(error).split())
-    text = message.encode()[:MAX_ERROR].ljust(MAX_ERROR, b"\0")
-    every = [torch.zeros(MAX_ERROR, dtype=torch.uint8) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, torch.frombuffer(bytearray(text), dtype=torch.uint8), group=control)
-    words = [bytes(one.numpy()).rstrip(b"\0").decode(errors="replace") for one in every]
+    words = exchange(message, control)
     if not any(words):
         return result, ""
     own = [w for w in words if w and "gloo" not in w]  # not those that only lost their connection

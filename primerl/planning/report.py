@@ -36,10 +36,8 @@ class Plan:
     @property
     def refusal(self) -> str | None:
         """Why the first layout or the first server, which a run takes, can't be; None: both fit."""
-        for one in (*self.trainers[:1], *[*self.servers.values()][:1]):
-            if one.refusal:
-                return one.refusal
-        return None
+        trainer = next((one.refusal for one in self.trainers), None)
+        return trainer or next((one.refusal for one in self.servers.values()), None)
 
     def json(self) -> str:
         """All values, for other programs."""

@@ -69,8 +69,8 @@ def plan_run(
     published = next(iter(plans.values())).published
     return Plan(
         model=model_size(model),
-        trainers=trainers,
+        trainers=trainers,  # type: ignore[arg-type]  # mypy does not infer what tuple converts
         servers=plans,
         traffic=plan_traffic(model, step_tokens=step_tokens, published=published),
-        refused_pairs=refused_pairs(),
+        refused_pairs=refused_pairs(),  # type: ignore[arg-type]
     )

@@ -16,13 +16,12 @@ from primerl.rollout.collection.concurrency import AdaptiveConcurrency
 from primerl.rollout.collection.groups import run_group
 from primerl.rollout.collection.playing import play_tasks
 from primerl.rollout.collection.recording import load_groups, save_groups
-from primerl.rollout.conversations.calls import Call
-from primerl.rollout.conversations.conversation import Conversation
+from primerl.rollout.conversations.calls import Call, link_calls, stitch
+from primerl.rollout.conversations.conversation import Conversation, single_turn
 from primerl.rollout.conversations.history import History
-from primerl.rollout.conversations.stitching import link_calls, stitch
 from primerl.rollout.engines.contract import BadCompletion
 from primerl.rollout.engines.protocol import Engine, RouteStore
-from primerl.rollout.environments.environment import Environment, RewardError, route, single_turn
+from primerl.rollout.environments.environment import Environment, RewardError, route
 from primerl.rollout.environments.isolation import isolated
 from primerl.rollout.environments.verifiers_adapter import verifiers
 from primerl.rollout.renderers.loading import load_renderer

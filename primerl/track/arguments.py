@@ -114,7 +114,7 @@ def _preset(presets: Mapping[str, Mapping[str, Arguments]], words: list[str]) ->
     """The preset that a flag names; None where no flag does, or tyro has to refuse its value."""
     for name, values in presets.items():
         chosen = _value(name, words)
-        if chosen in values:
+        if chosen is not None and chosen in values:
             return values[chosen]
     return None
 

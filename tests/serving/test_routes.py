@@ -26,8 +26,7 @@ from primerl.rollout.engines.contract import BadCompletion
 from primerl.serving.client import routes as client_routes
 from primerl.serving.client.routes import row_versions
 from primerl.serving.protocol import routes as routes_module
-from primerl.serving.protocol.routes import RoutesDecoder, most_characters
-from primerl.serving.protocol.splitter import RoutesSplitter
+from primerl.serving.protocol.routes import RoutesDecoder, RoutesSplitter, most_characters
 from primerl.types import SamplingParams as P
 
 # ---- splitting ----

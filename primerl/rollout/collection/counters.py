@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from primerl.rollout.collection.rollouts import Progress
+from primerl.rollout.collection.groups import Progress
 from primerl.rollout.environments.environment import Task
 from primerl.types import Group
 

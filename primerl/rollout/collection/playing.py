@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from primerl._common.progress import report
-from primerl.rollout.collection.groups import CANCEL_S, Deadline, finish_by, results_of
-from primerl.rollout.collection.rollouts import play
+from primerl.rollout.collection.groups import CANCEL_S, Deadline, finish_by, play, results_of
 from primerl.rollout.engines.health import EngineFailed, EngineHealth
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, Task

@@ -15,11 +15,11 @@ from primerl.rollout.collection.groups import (
     ENGINE,
     FAILED,
     GroupFailed,
+    Progress,
     cancel_once,
     run_group,
 )
 from primerl.rollout.collection.plan import Plan
-from primerl.rollout.collection.rollouts import Progress
 from primerl.rollout.collection.verification import UNVERIFIED
 from primerl.rollout.engines.health import EngineFailed, EngineHealth
 from primerl.rollout.engines.protocol import Engine

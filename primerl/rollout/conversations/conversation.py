@@ -1,14 +1,17 @@
-"""One conversation of an environment with the policy, as a growing sequence of tokens."""
+"""One conversation of an environment with the policy, as a growing sequence of tokens.
+
+The simplest environment, of one turn, is here too.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from primerl.rollout.conversations.calls import Call, sample_call
+from primerl.rollout.conversations.calls import Call, sample_call, stitch
 from primerl.rollout.conversations.messages import Message
-from primerl.rollout.conversations.stitching import stitch
 from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.environments.environment import Environment, Reward, Task, reward_of
 from primerl.rollout.renderers.template import TemplateRenderer
 from primerl.types import Rollout, Sample, SamplingParams
 
@@ -118,3 +121,27 @@ class Conversation:
             last = self.token_ids[-1]
             return self._renderer.tokens_appended(last, messages, opening=self._opening)
         return self._renderer.render(messages, add_generation_prompt=True).token_ids
+
+
+def single_turn(tokenizer: Any, *, reward: Reward) -> Environment:
+    """An environment of one prompt and one reply.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        reward: ``(task, reply) -> number``, or a coroutine function of the same form.
+
+    The task's ``"prompt"`` is a string, or a list of chat messages. A string becomes a user's
+    message if the tokenizer has a chat template, and is the prompt itself if not.
+
+    A reward function that fails stops the run with a ``RewardError`` that names the task: it is a
+    mistake in the experiment, which retrying would hide.
+    """
+
+    async def environment(task: Task, engine: Engine, params: SamplingParams) -> Rollout:
+        if "prompt" not in task:
+            raise ValueError(f"the task has no 'prompt', only {sorted(task)}")
+        chat = Conversation(engine, tokenizer, params)
+        reply = await chat.turn(task["prompt"])
+        return chat.rollout(reward=await reward_of(reward, task, reply))
+
+    return environment

@@ -8,9 +8,8 @@ from typing import Any
 
 import attrs
 
-from primerl.rollout.conversations.calls import Call, sample_call, shared_tokens
+from primerl.rollout.conversations.calls import Call, sample_call, shared_tokens, stitch
 from primerl.rollout.conversations.messages import Message, Tools, message_key, valid_unicode
-from primerl.rollout.conversations.stitching import stitch
 from primerl.rollout.engines.protocol import Engine
 from primerl.types import Sample, SamplingParams
 

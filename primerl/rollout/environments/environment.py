@@ -1,4 +1,4 @@
-"""Environments: ``async (task, engine, params) -> Rollout``, the simplest, and several as one."""
+"""Environments: ``async (task, engine, params) -> Rollout``, their rewards, and several as one."""
 
 import asyncio
 import inspect
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from primerl.rollout.conversations.conversation import Conversation
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.errors import located
 from primerl.types import Rollout, SamplingParams
@@ -20,30 +19,6 @@ Reward = Callable[[Task, str], float | Awaitable[float]]
 
 class RewardError(RuntimeError):
     """A reward function raised, or returned something other than a finite number."""
-
-
-def single_turn(tokenizer: Any, *, reward: Reward) -> Environment:
-    """An environment of one prompt and one reply.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        reward: ``(task, reply) -> number``, or a coroutine function of the same form.
-
-    The task's ``"prompt"`` is a string, or a list of chat messages. A string becomes a user's
-    message if the tokenizer has a chat template, and is the prompt itself if not.
-
-    A reward function that fails stops the run with a ``RewardError`` that names the task: it is a
-    mistake in the experiment, which retrying would hide.
-    """
-
-    async def environment(task: Task, engine: Engine, params: SamplingParams) -> Rollout:
-        if "prompt" not in task:
-            raise ValueError(f"the task has no 'prompt', only {sorted(task)}")
-        chat = Conversation(engine, tokenizer, params)
-        reply = await chat.turn(task["prompt"])
-        return chat.rollout(reward=await reward_of(reward, task, reply))
-
-    return environment
 
 
 async def reward_of(reward: Callable[..., Any], task: Task, played: Any) -> float:

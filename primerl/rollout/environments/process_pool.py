@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 import attrs
 
 from primerl._common.processes.launch import LaunchContext
-from primerl.rollout.collection.rollouts import attempt
+from primerl.rollout.collection.groups import attempt
 from primerl.rollout.engines.remote import EngineAddress, RemoteEngines
 from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.processes.channel import Channel, Handlers

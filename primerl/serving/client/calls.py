@@ -109,13 +109,13 @@ async def probe(
             "routes_start": fleet.no_routes(token_ids),
             "priority": requests.FIRST,
         }
-        scored = await fleet.ask(
-            replica,
+        scored = await fleet.http.complete(
+            replica.url,
             requests.score_body(token_ids, **how),
             max_bytes=responses.most_bytes(1, scored=len(token_ids)),
         )
-        answer = await fleet.ask(
-            replica,
+        answer = await fleet.http.complete(
+            replica.url,
             requests.generate_body(token_ids, params, **how),
             max_bytes=responses.most_bytes(max_new_tokens),
         )

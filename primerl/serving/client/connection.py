@@ -1,6 +1,5 @@
 """The connection of one copy of an engine to its servers."""
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine
@@ -54,11 +53,6 @@ class Connection:
     def run(self, ask: Callable[[Fleet], Coroutine[Any, Any, T]]) -> T:
         """What the fleet answers, on the connection's event loop."""
         result: T = self.loop.submit(ask(self.fleet)).result()
-        return result
-
-    async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine, for a caller on another event loop."""
-        result: T = await asyncio.wrap_future(self.loop.submit(coroutine))
         return result
 
     def close(self) -> None:

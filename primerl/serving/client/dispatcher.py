@@ -176,8 +176,8 @@ class Dispatcher:
     ) -> responses.Response:
         try:
             async with self._fleet.holding(replica):
-                return await self._fleet.ask(
-                    replica, body, max_bytes=max_bytes, extraction=expected
+                return await self._fleet.http.complete(
+                    replica.url, body, max_bytes=max_bytes, extraction=expected
                 )
         except Unreachable as error:
             self._fleet.lost(replica, str(error))

@@ -267,7 +267,7 @@ class VLLMEngine:
         connection = self._connected()
         try:
             async with asyncio.timeout(self._settings.request_timeout_s):
-                return await connection.run_async(request)
+                return await asyncio.wrap_future(connection.loop.submit(request))
         except TimeoutError:
             raise RuntimeError(
                 f"a request took longer than {self._settings.request_timeout_s:g} s: "
@@ -278,7 +278,8 @@ class VLLMEngine:
         # Reading `context_length` in a thread would block that thread after a cancellation.
         if self._context_length is None:
             connection = await asyncio.to_thread(self._connected)
-            self._context_length = await connection.run_async(connection.fleet.context())
+            found = connection.loop.submit(connection.fleet.context())
+            self._context_length = await asyncio.wrap_future(found)
 
     def _check(self, tokens: np.ndarray, max_tokens: int) -> None:
         if not len(tokens):

@@ -4,14 +4,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
-from uuid import uuid4
 
 from primerl.rollout.errors import summary
 from primerl.serving import names
 from primerl.serving.client.http import (
-    Extraction,
     Http,
     Refused,
     ServerFailed,
@@ -268,35 +266,6 @@ class Fleet:
                     f"{what} for {timeout_s:g} s: {self.replicas.describe()}"
                 ) from None
         return found
-
-    # ---- requests ----
-
-    async def ask(
-        self,
-        replica: Replica,
-        body: Mapping[str, Any],
-        *,
-        max_bytes: int,
-        extraction: Extraction | None = None,
-    ) -> responses.Response:
-        """One replica's response to a completion request, without what ``extraction`` takes."""
-        request_id = uuid4().hex
-        body = {"request_id": request_id, **body}
-        content = await self.http.post(
-            replica.url,
-            names.GENERATE,
-            body,
-            keep=True,
-            max_bytes=max_bytes,
-            extraction=extraction,
-        )
-        return responses.read_response(
-            content,
-            replica.url,
-            request_id=request_id,
-            prompt_length=len(body["token_ids"]),
-            adapter=body.get("model"),
-        )
 
     @contextlib.asynccontextmanager
     async def holding(self, replica: Replica) -> AsyncIterator[None]:

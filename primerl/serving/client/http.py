@@ -11,9 +11,13 @@ import asyncio
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, NoReturn, Protocol, runtime_checkable
+from uuid import uuid4
 
 import aiohttp
 import msgspec
+
+from primerl.serving import names
+from primerl.serving.protocol import responses
 
 CONNECT_S = 5.0
 KEEP_ALIVE_S = 2.0  # less than the server's 5 s, which might close a connection as it is used
@@ -106,6 +110,33 @@ class Http:
         session = self._kept if keep else self._single
         content = b"" if body is None else msgspec.json.encode(body)
         return await self._request(session, "POST", url, path, content, max_bytes, extraction)
+
+    async def complete(
+        self,
+        url: str,
+        body: Mapping[str, Any],
+        *,
+        max_bytes: int,
+        extraction: Extraction | None = None,
+    ) -> responses.Response:
+        """A server's response to a completion request, without what ``extraction`` takes.
+
+        Raises:
+            BadCompletion: the response is not vLLM's, or answers another request.
+            RuntimeError: as ``post`` raises.
+        """
+        request_id = uuid4().hex
+        body = {"request_id": request_id, **body}
+        content = await self.post(
+            url, names.GENERATE, body, keep=True, max_bytes=max_bytes, extraction=extraction
+        )
+        return responses.read_response(
+            content,
+            url,
+            request_id=request_id,
+            prompt_length=len(body["token_ids"]),
+            adapter=body.get("model"),
+        )
 
     async def close(self) -> None:
         """Close all connections."""

@@ -20,8 +20,7 @@ from primerl.serving.client.http import ServerFailed
 from primerl.serving.client.replicas import Replica
 from primerl.serving.names import SERVED_ROUTES
 from primerl.serving.protocol.responses import Choice
-from primerl.serving.protocol.routes import RoutesDecoder, most_characters
-from primerl.serving.protocol.splitter import RoutesSplitter
+from primerl.serving.protocol.routes import RoutesDecoder, RoutesSplitter, most_characters
 from primerl.types import Completion, SamplingParams
 
 ASK_S = 10.0  # timeout of asking a server what it loads

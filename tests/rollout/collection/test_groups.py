@@ -7,8 +7,7 @@ import pytest
 from conftest import FakeEngine, make_sample
 
 from primerl import rollout
-from primerl.rollout.collection.groups import GroupFailed
-from primerl.rollout.collection.rollouts import Progress
+from primerl.rollout.collection.groups import GroupFailed, Progress
 from primerl.types import Rollout, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=3)

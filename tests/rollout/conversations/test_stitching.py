@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 
 from primerl import advantage, packing
-from primerl.rollout.conversations.calls import Call
-from primerl.rollout.conversations.stitching import link_calls, stitch
+from primerl.rollout.conversations.calls import Call, link_calls, stitch
 from primerl.types import Completion, Group, Rollout
 
 

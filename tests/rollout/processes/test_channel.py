@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from conftest import make_group
 
-from primerl.rollout.processes.channel import Channel, ChannelClosed
-from primerl.rollout.processes.messages import encode
+from primerl.rollout.processes.channel import Channel, ChannelClosed, encode
 
 
 @contextlib.asynccontextmanager

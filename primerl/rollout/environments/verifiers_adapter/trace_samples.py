@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from primerl.rollout.conversations.calls import Call
-from primerl.rollout.conversations.stitching import stitch
+from primerl.rollout.conversations.calls import Call, stitch
 from primerl.types import Completion, Sample
 
 

@@ -83,15 +83,15 @@ def failing(world, folder, found):
     transport = weights.Disk(model, *engines, folder=folder / "f" if world.is_first else None)
     found["failure"] = raised(lambda: transport.publish(1))
 
-    real = publisher.write_full
+    real = publisher.write_tensors
 
-    def full_disk(where, version, layout, tensors, **settings):
+    def full_disk(path, layout, tensors, *, spare=None):
         next(tensors)
         raise OSError("the disk is full")
 
-    publisher.write_full = full_disk
+    publisher.write_tensors = full_disk
     found["mid_gather"] = raised(lambda: transport.publish(2))
-    publisher.write_full = real
+    publisher.write_tensors = real
     transport.publish(3)
     found["after"] = not world.is_first or servers.workers["http://replica0"].version == 3
     servers.close()

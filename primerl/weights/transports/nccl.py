@@ -20,8 +20,13 @@ from primerl.weights.transports.broadcast_group import (
     connect_nccl,
     new_unique_id,
 )
-from primerl.weights.transports.folder_transport import check_engines
-from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts, on_all_ranks
+from primerl.weights.transports.receipts import (
+    Fetcher,
+    Receipt,
+    check_engines,
+    check_receipts,
+    on_all_ranks,
+)
 
 _POLL_S = 0.001
 

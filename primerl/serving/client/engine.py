@@ -57,7 +57,6 @@ class VLLMEngine:
         on_update: what an update does to requests in flight: ``"recompute"`` (their KV cache is
             recomputed, so that each token is sampled by exactly its version), ``"keep"`` (the cache
             stays) or ``"drain"`` (they finish under the old weights, while new requests wait).
-        version: reported until weights are published.
         run: names this run's weights on the servers; random by default.
         request_timeout_s: how long a request may take, retries included.
         down_timeout_s: how long requests wait while no server can be used. Before the first
@@ -88,7 +87,6 @@ class VLLMEngine:
         *,
         api_key: str | None = None,
         on_update: Literal["recompute", "keep", "drain"] = "recompute",
-        version: PolicyVersion = 0,
         run: str | None = None,
         request_timeout_s: float = 600.0,
         down_timeout_s: float = 60.0,
@@ -97,8 +95,6 @@ class VLLMEngine:
         vocab_size: int | None = None,
         adapter: str | None = None,
     ) -> None:
-        if version < 0:
-            raise ValueError(f"version is {version}, expected at least 0")
         self._members = Members(servers)
         self._settings = Settings(
             labels=Labels(secrets.token_hex(4) if run is None else run, adapter),
@@ -110,7 +106,7 @@ class VLLMEngine:
             routes=routes,
             vocab_size=vocab_size,
         )
-        self._known_version = version
+        self._known_version: PolicyVersion = 0
         self._context_length: int | None = None
         self._connection: Connection | None = None
         self._closed = False
@@ -382,7 +378,7 @@ class VLLMEngine:
             lambda fleet: call_route(fleet, path, body, timeout_s=timeout_s, max_bytes=max_bytes)
         )
 
-    def refuse_other_tokenizer(self, tokenizer: Any, *, timeout_s: float = 60.0) -> None:
+    def refuse_other_tokenizer(self, tokenizer: Any) -> None:
         """Raise unless each token id is the same text on all live servers as in ``tokenizer``.
 
         The servers are asked for the text of all token ids. With which token they end replies, they
@@ -395,7 +391,7 @@ class VLLMEngine:
         tokens = list(range(len(tokenizer)))
         text = tokenizer.decode(tokens)
         body = {"tokens": tokens}
-        answers = self.call(DETOKENIZE, body, timeout_s=timeout_s, max_bytes=1 << 26)
+        answers = self.call(DETOKENIZE, body, max_bytes=1 << 26)
         for url, answer in answers.items():
             if not isinstance(answer, dict) or answer.get("prompt") != text:
                 raise ValueError(

@@ -366,16 +366,13 @@ class WeightReceiver:
         return {"vocab_size": int(self.model_runner.model_config.get_vocab_size())}
 
     def served_routes(self) -> dict[str, bool]:
-        """Whether the server returns expert routes, and whether a connector loads keys and values.
+        """Whether a connector loads keys and values.
 
         What is ``loaded`` was computed elsewhere, so the routes of those tokens are not known here:
         a request that asks for them ends vLLM 0.32. Those of the last token of a prompt always are.
         """
         connector = self.vllm_config.kv_transfer_config
-        return {
-            "returned": bool(self.vllm_config.aux_output_config.enabled),
-            "loaded": connector is not None and connector.kv_connector is not None,
-        }
+        return {"loaded": connector is not None and connector.kv_connector is not None}
 
     def read_weights(self, names: list[str], turn: int = 0) -> list[dict[str, Any]]:
         """Digests of what this worker computes with, for the published tensors ``names``."""

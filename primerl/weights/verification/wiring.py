@@ -88,7 +88,6 @@ def wiring_test(
     canary: Canary,
     *,
     version: int,
-    seed: int = 0,
     restore: bool = True,
 ) -> WiringReport:
     """Perturb each group of tensors, publish, and check that engines change as the trainer does.
@@ -107,7 +106,6 @@ def wiring_test(
         transport: that publishes it.
         canary: that probes all engines.
         version: of the weights as they are.
-        seed: of the noise.
         restore: False to leave engines with the last noise where all groups arrived: you publish
             ``version`` next, and check it.
 
@@ -119,7 +117,7 @@ def wiring_test(
     _require_passed(canary, version, "before any perturbation")
     left = False
     try:
-        rows = _perturb_each(model, transport, canary, version=version, seed=seed)
+        rows = _perturb_each(model, transport, canary, version=version)
         left = not restore and all(one.arrived is not False for one in rows)
     finally:
         if not left:
@@ -168,7 +166,7 @@ class _Measured:
 
 
 def _perturb_each(
-    model: nn.Module, transport: Any, canary: Canary, *, version: int, seed: int
+    model: nn.Module, transport: Any, canary: Canary, *, version: int
 ) -> list[GroupWiring]:
     """Publish each group with noise; the engines are left with that of the last."""
     # In reverse, so that what a prefix cache keeps of perturbed weights is of no sequence that is
@@ -181,7 +179,7 @@ def _perturb_each(
         own = re.compile(rf"\.lora_[^.]+\.{re.escape(transport.adapter)}\.")
         groups = {group: tensors for group, tensors in groups.items() if own.search(group)}
     for group, tensors in groups.items():
-        with _perturbed(model, tensors, sequences, before, seed=seed) as (scale, predicted):
+        with _perturbed(model, tensors, sequences, before) as (scale, predicted):
             seen = {}
             if scale is not None:
                 transport.publish(version)
@@ -196,8 +194,6 @@ def _perturbed(
     tensors: list[tuple[str, Tensor]],
     sequences: list[tuple[int, ...]],
     before: _Measured,
-    *,
-    seed: int,
 ) -> Iterator[tuple[float | None, np.ndarray]]:
     """The group with visible noise for the body: its scale (None if none is) and the change."""
     kept = [_local(tensor).clone() for _, tensor in tensors]
@@ -207,7 +203,7 @@ def _perturbed(
         found = None
         for scale in SCALES:
             for (name, tensor), original in zip(tensors, kept, strict=True):
-                _add_noise(_local(tensor), original, scale, seed=zlib.crc32(name.encode()) + seed)
+                _add_noise(_local(tensor), original, scale, seed=zlib.crc32(name.encode()))
             expected = trainer_logprobs(model, sequences)
             predicted = np.concatenate([row[1:] for row in expected]) - before.scores
             enough = max(FAINT if scale == SCALES[-1] else VISIBLE, least)

@@ -6,7 +6,7 @@ from torch import nn
 
 from primerl._common.adapters import adapter_config, adapter_tensors, write_adapter
 from primerl._common.files import saved_folder
-from primerl._common.ranks import is_first_rank
+from primerl._common.ranks import on_first_rank_gathering
 
 
 def save_adapters(
@@ -24,12 +24,15 @@ def save_adapters(
     Raises:
         ValueError: the model has no such adapter, rank 0 has no folder, or the folder holds what is
             no saved adapter.
+        RuntimeError: rank 0 could not write, on every other rank.
     """
     config = adapter_config(model, adapter)
-    tensors = dict(adapter_tensors(model, adapter))
-    if not is_first_rank():
-        return
-    if folder is None:
-        raise ValueError("folder is None; rank 0 writes the adapter, so pass it a path")
-    with saved_folder(folder, marker="adapter_config.json") as partial:
-        write_adapter(partial, config, tensors)
+    tensors = adapter_tensors(model, adapter)
+
+    def write() -> None:
+        if folder is None:
+            raise ValueError("folder is None; rank 0 writes the adapter, so pass it a path")
+        with saved_folder(folder, marker="adapter_config.json") as partial:
+            write_adapter(partial, config, dict(tensors))
+
+    on_first_rank_gathering(write, tensors)

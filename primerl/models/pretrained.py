@@ -19,7 +19,7 @@ from primerl._common.checkpoint_tensors import (
 from primerl._common.files import saved_folder
 from primerl._common.optional import require
 from primerl._common.progress import report
-from primerl._common.ranks import is_first_rank
+from primerl._common.ranks import on_first_rank_gathering
 from primerl._common.tensor_files import write_tensors
 
 SHARD_BYTES = 5 * 10**9
@@ -76,23 +76,25 @@ def save_pretrained(
     Raises:
         ValueError: rank 0 has no folder, the folder exists and is not a saved model, or the model's
             tensors cannot be named layer by layer.
+        RuntimeError: rank 0 could not write, on every other rank.
     """
     layout = checkpoint_layout(model, quantize=quantize)
-    if not is_first_rank():
-        for _ in checkpoint_tensors(model, quantize=quantize):
-            pass  # this rank only helps to gather
-        return
-    if folder is None:
-        raise ValueError("folder is None; rank 0 writes the model, so pass it a path")
-    with saved_folder(folder, marker="config.json") as partial:
-        writer: Any = model
-        writer.save_pretrained(partial, state_dict={})  # all that is not a tensor
-        for path in partial.glob("*.safetensors"):
-            path.unlink()
-        if quantize is not None:
-            _note_quantization(partial / "config.json", quantize.config)
-        _write_shards(partial, layout, checkpoint_tensors(model, quantize=quantize))
-        tokenizer.save_pretrained(partial)
+    tensors = checkpoint_tensors(model, quantize=quantize)
+
+    def write() -> None:
+        if folder is None:
+            raise ValueError("folder is None; rank 0 writes the model, so pass it a path")
+        with saved_folder(folder, marker="config.json") as partial:
+            writer: Any = model
+            writer.save_pretrained(partial, state_dict={})  # all that is not a tensor
+            for path in partial.glob("*.safetensors"):
+                path.unlink()
+            if quantize is not None:
+                _note_quantization(partial / "config.json", quantize.config)
+            _write_shards(partial, layout, tensors)
+            tokenizer.save_pretrained(partial)
+
+    on_first_rank_gathering(write, tensors)
 
 
 def _note_quantization(path: Path, quantization: dict[str, Any]) -> None:

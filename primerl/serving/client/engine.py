@@ -26,6 +26,7 @@ from primerl.serving.names import (
     SERVED_DTYPE,
     WEIGHT_RECEIPT,
 )
+from primerl.serving.protocol import responses
 from primerl.serving.protocol.labels import Labels
 from primerl.serving.protocol.requests import LEAST_TEMPERATURE
 from primerl.types import Completion, PolicyVersion, SamplingParams
@@ -236,10 +237,7 @@ class VLLMEngine:
         Returns:
             float32[t], at temperature 1; entry 0 is 0.
         """
-        tokens = _int64(token_ids)
-        await self._learn_context()
-        self._check(tokens, 1)
-        return await self._request(self._connected().dispatcher.score(tokens.tolist()))
+        return await self._scored(token_ids, responses.prompt_scores)
 
     async def score_top_k(
         self, token_ids: Sequence[int], *, k: int
@@ -254,10 +252,24 @@ class VLLMEngine:
         """
         if k < 1:
             raise ValueError(f"k is {k}, expected at least 1")
+        read = functools.partial(responses.prompt_top_k, k=k)
+        return await self._scored(token_ids, read, top_k=k)
+
+    async def _scored(
+        self,
+        token_ids: Sequence[int],
+        read: Callable[[responses.Response, Sequence[int]], T],
+        *,
+        top_k: int = 0,
+    ) -> T:
         tokens = _int64(token_ids)
         await self._learn_context()
         self._check(tokens, 1)
-        return await self._request(self._connected().dispatcher.score_top_k(tokens.tolist(), k))
+        asked = tokens.tolist()
+        dispatcher = self._connected().dispatcher
+        return await self._request(
+            dispatcher.score(asked, lambda answer: read(answer, asked), top_k=top_k)
+        )
 
     async def _request(self, request: Coroutine[Any, Any, T]) -> T:
         connection = self._connected()

@@ -37,10 +37,11 @@ from primerl.serving.worker.reload_refusals import reload_refusal
 from primerl.serving.worker.tensors_in_use import ServedTensors, served_names, tied_parameters
 from primerl.serving.worker.tracked_tensors import TrackedTensors
 from primerl.weights.transports.broadcast_group import (
-    BackgroundCall,
     Communicator,
     Membership,
     connect_nccl,
+    connected,
+    in_thread,
     join_group,
 )
 from primerl.weights.transports.folder_reader import FolderReader
@@ -273,10 +274,8 @@ class BroadcastTransfer(LayerwiseTransfer):
         if self._group != update.group:
             self.shutdown()
             place = join_group(update.address, update.port, timeout_s=_JOIN_S)
-            joining = BackgroundCall(
-                lambda: self._connect(place), what="connecting to the trainer by NCCL"
-            )
-            self._communicator = joining.result(timeout_s=_JOIN_S)
+            joining = in_thread(lambda: self._connect(place))
+            self._communicator = connected(joining, to="the trainer", timeout_s=_JOIN_S)
             self._group = update.group
 
     def _receive(self, update: BroadcastUpdate) -> dict[str, Any]:

@@ -14,9 +14,8 @@ import attrs
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from primerl._common.ranks import is_first_rank, on_first_rank
+from primerl._common.ranks import is_first_rank, local_part, on_first_rank, saved_tensors
 from primerl.weights.transports.adapter import Adapter
 from primerl.weights.transports.receipts import Transport
 from primerl.weights.verification.canary import Canary
@@ -140,10 +139,9 @@ def tensor_groups(model: nn.Module) -> dict[str, list[tuple[str, Tensor]]]:
 
     What is shared under two names is in one group.
     """
-    distinct = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     groups: dict[str, list[tuple[str, Tensor]]] = {}
-    for name, tensor in model.state_dict().items():
-        if name in distinct and tensor.is_floating_point():
+    for name, tensor in saved_tensors(model).items():
+        if tensor.is_floating_point():
             pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
             groups.setdefault(pattern, []).append((name, tensor))
     return groups
@@ -196,14 +194,14 @@ def _perturbed(
     before: _Measured,
 ) -> Iterator[tuple[float | None, np.ndarray]]:
     """The group with visible noise for the body: its scale (None if none is) and the change."""
-    kept = [_local(tensor).clone() for _, tensor in tensors]
+    kept = [local_part(tensor).clone() for _, tensor in tensors]
     least = ABOVE_NOISE * before.noise
     predicted = np.zeros(0)
     try:
         found = None
         for scale in SCALES:
             for (name, tensor), original in zip(tensors, kept, strict=True):
-                _add_noise(_local(tensor), original, scale, seed=zlib.crc32(name.encode()))
+                _add_noise(local_part(tensor), original, scale, seed=zlib.crc32(name.encode()))
             expected = trainer_logprobs(model, sequences)
             predicted = np.concatenate([row[1:] for row in expected]) - before.scores
             enough = max(FAINT if scale == SCALES[-1] else VISIBLE, least)
@@ -214,12 +212,7 @@ def _perturbed(
         yield found, predicted
     finally:
         for (_, tensor), original in zip(tensors, kept, strict=True):
-            _local(tensor).copy_(original)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of it that this rank holds, which shares its memory."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            local_part(tensor).copy_(original)
 
 
 def _add_noise(target: Tensor, original: Tensor, scale: float, *, seed: int) -> None:

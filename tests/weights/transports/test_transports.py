@@ -397,8 +397,8 @@ def test_nccl_carries_a_tensor_between_two_communicators():
             torch.cuda.synchronize()
         return tensor.float().cpu()
 
-    other = broadcast_group.BackgroundCall(lambda: member(1), what="rank 1")
-    assert torch.equal(member(0), other.result(timeout_s=60.0))
+    other = broadcast_group.in_thread(lambda: member(1))
+    assert torch.equal(member(0), other.result(timeout=60.0))
 
 
 # ---- a sharded trainer ----

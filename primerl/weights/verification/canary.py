@@ -13,14 +13,21 @@ from torch import nn
 
 from primerl._common.checkpoint_tensors import Quantizer, checkpoint_layout, checkpoint_tensors
 from primerl._common.ranks import is_first_rank, on_first_rank, on_first_rank_gathering
-from primerl.weights.verification.probing import Prober, WeightReader, probed
 from primerl.weights.verification.scoring import (
+    Prober,
     mismatch_kl,
+    probed,
     rounding_noise,
     sequences_for,
     trainer_logprobs,
 )
-from primerl.weights.verification.served_tensors import Comparison, Reading, compare, from_builtins
+from primerl.weights.verification.served_tensors import (
+    Comparison,
+    Reading,
+    WeightReader,
+    compare,
+    from_builtins,
+)
 from primerl.weights.verification.verdicts import (
     NOISE_BOUND,
     ReplicaChecks,

@@ -296,11 +296,23 @@ HIDDEN, WEIGHT, LABELS = torch.zeros(4, 3), torch.zeros(9, 3), torch.zeros(4, dt
     ("arguments", "options", "message"),
     [
         ((HIDDEN[0], WEIGHT, LABELS), {}, r"hidden has shape \(3,\)"),
-        ((HIDDEN, WEIGHT.int(), LABELS), {}, "weight has shape .* and dtype torch.int32"),
-        ((HIDDEN.long(), WEIGHT, LABELS), {}, "hidden has shape .* and dtype torch.int64"),
-        ((HIDDEN, WEIGHT.T, LABELS), {}, r"hidden has shape \(4, 3\) .* but weight \(3, 9\)"),
-        ((HIDDEN.double(), WEIGHT, LABELS), {}, "float64, but weight .* torch.float32"),
-        ((HIDDEN, WEIGHT, LABELS[:3]), {}, r"labels has shape \(3,\), but hidden \(4, 3\)"),
+        (
+            (HIDDEN, WEIGHT.int(), LABELS),
+            {},
+            "weight has dtype torch.int32, expected a floating-point",
+        ),
+        (
+            (HIDDEN.long(), WEIGHT, LABELS),
+            {},
+            "hidden has dtype torch.int64, expected a floating-point",
+        ),
+        ((HIDDEN, WEIGHT.T, LABELS), {}, r"weight has shape \(3, 9\), but hidden .* the same h"),
+        ((HIDDEN.double(), WEIGHT, LABELS), {}, "float64, but weight torch.float32"),
+        (
+            (HIDDEN, WEIGHT, LABELS[:3]),
+            {},
+            r"labels has shape \(3,\), but hidden has",
+        ),
         ((HIDDEN, WEIGHT, LABELS.float()), {}, "labels has dtype torch.float32"),
         ((HIDDEN, WEIGHT, LABELS.bool()), {}, "labels has dtype torch.bool"),
         ((HIDDEN, WEIGHT, LABELS + 9), {}, r"labels\[0\] is 9, outside the vocabulary of 9"),
@@ -308,6 +320,7 @@ HIDDEN, WEIGHT, LABELS = torch.zeros(4, 3), torch.zeros(9, 3), torch.zeros(4, dt
         ((HIDDEN, WEIGHT, LABELS), {"rows": LABELS[:2] > 0}, r"rows has shape \(2,\), but hidden"),
         ((HIDDEN, WEIGHT, LABELS), {"rows": LABELS}, "rows has dtype torch.int64"),
         ((HIDDEN, WEIGHT, LABELS), {"temperature": HIDDEN}, r"temperature has shape \(4, 3\)"),
+        ((HIDDEN, WEIGHT, LABELS), {"temperature": [1.0]}, "temperature is of type list"),
         ((HIDDEN, WEIGHT, LABELS), {"temperature": 0.0}, "temperature is 0.0"),
         ((HIDDEN, WEIGHT, LABELS), {"temperature": math.inf}, "temperature is inf"),
         (
@@ -327,8 +340,8 @@ def test_errors_of_linear_logprobs(arguments, options, message):
     ("arguments", "options", "message"),
     [
         ((WEIGHT[0], LABELS), {}, r"logits has shape \(3,\)"),
-        ((HIDDEN.long(), LABELS), {}, "logits has shape .* and dtype torch.int64"),
-        ((HIDDEN, LABELS[:3]), {}, r"labels has shape \(3,\), but logits \(4, 3\)"),
+        ((HIDDEN.long(), LABELS), {}, "logits has dtype torch.int64"),
+        ((HIDDEN, LABELS[:3]), {}, r"labels has shape \(3,\), but logits has .* the same t"),
         ((HIDDEN, LABELS + 3), {}, r"labels\[0\] is 3, outside the vocabulary of 3"),
         ((HIDDEN, LABELS), {"temperature": torch.ones(3)}, r"temperature has shape \(3,\)"),
         ((HIDDEN, LABELS), {"temperature": math.nan}, "temperature is nan"),

@@ -29,7 +29,7 @@ def peak_held(model):
 def raised(call):
     try:
         call()
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         return str(error)
     return ""
 
@@ -106,9 +106,10 @@ def adapter(world, folder, found):
         folder=folder / "adapter" if world.is_first else None,
     )
     receipt = transport.publish(1)
+    models.save_adapters(adapted(), folder / "alone")
+    found["unsaved"] = raised(lambda: models.save_adapters(adapted(), None))
     found["adapter"] = [receipt.kind, receipt.digest, receipt.tensors]
     if world.is_first:
-        models.save_adapters(adapted(), folder / "alone")
         expected = load_file(folder / "alone" / "adapter_model.safetensors")
         found["same"]["adapter"] = same_bits(holder.tensors, expected)
 

@@ -435,3 +435,5 @@ def test_a_failure_on_rank_0_is_raised_on_every_rank_and_none_hangs(found):
     assert "is truncated" in found[1]["failure"]
     assert "the disk is full" in found[1]["mid_gather"], "in the middle of a gather"
     assert all(rank["after"] for rank in found), "the next publication works"
+    assert found[0]["unsaved"].startswith("folder is None")
+    assert found[1]["unsaved"].startswith("rank 0 failed: ValueError: folder is None")

@@ -320,7 +320,6 @@ HIDDEN, WEIGHT, LABELS = torch.zeros(4, 3), torch.zeros(9, 3), torch.zeros(4, dt
         ((HIDDEN, WEIGHT, LABELS), {"rows": LABELS[:2] > 0}, r"rows has shape \(2,\), but hidden"),
         ((HIDDEN, WEIGHT, LABELS), {"rows": LABELS}, "rows has dtype torch.int64"),
         ((HIDDEN, WEIGHT, LABELS), {"temperature": HIDDEN}, r"temperature has shape \(4, 3\)"),
-        ((HIDDEN, WEIGHT, LABELS), {"temperature": [1.0]}, "temperature is of type list"),
         ((HIDDEN, WEIGHT, LABELS), {"temperature": 0.0}, "temperature is 0.0"),
         ((HIDDEN, WEIGHT, LABELS), {"temperature": math.inf}, "temperature is inf"),
         (

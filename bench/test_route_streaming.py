@@ -101,7 +101,7 @@ def serve(pipe):
             {
                 "weight_version": state["label"],
                 "data": [{"id": "glm", "max_model_len": PROMPT + SAMPLED}],
-                "results": [{"vocab_size": 1000, "returned": True, "loaded": False}],
+                "results": [{"vocab_size": 1000, "loaded": False}],
             }
         )
 

@@ -101,9 +101,8 @@ def _adapted(model: nn.Module, layer: str, own_name: str, tensors: dict[str, Ten
     own = [
         name for name in tensors if name.startswith(f"{layer}.") and _ADAPTER_PARAMETER.search(name)
     ]
-    odd = [name for name in own if not _ADAPTER.search(name) or not name.endswith(".weight")]
-    plain = isinstance(getattr(module, "base_layer", None), nn.Linear)
-    if odd or not plain or getattr(module, "merged", False):
+    odd = [name for name in own if not _is_factor(name)]
+    if odd or not _adds_factors(module):
         raise ValueError(
             f"the adapter of {layer} is not {_PLAIN} ({', '.join(odd) or type(module).__name__})"
         )
@@ -111,6 +110,15 @@ def _adapted(model: nn.Module, layer: str, own_name: str, tensors: dict[str, Ten
         a, b = (tensors[f"{layer}.lora_{which}.{adapter}.weight"] for which in "AB")
         weight = weight + module.scaling[adapter] * (b @ a).to(weight.dtype)
     return weight
+
+
+def _is_factor(name: str) -> bool:
+    return _ADAPTER.search(name) is not None and name.endswith(".weight")
+
+
+def _adds_factors(module: Any) -> bool:
+    linear = isinstance(getattr(module, "base_layer", None), nn.Linear)
+    return linear and not getattr(module, "merged", False)
 
 
 def left_out(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -131,7 +139,7 @@ def adapter_config(model: nn.Module, adapter: str) -> Any:
     Raises:
         ValueError: the model has no such adapter.
     """
-    configs: Any = getattr(model, "peft_config", {})
+    configs = adapter_configs(model)
     if adapter not in configs:
         raise ValueError(
             f"the model has no adapter {adapter!r}; it has {sorted(configs) or 'none'}: add one by "
@@ -180,10 +188,7 @@ def require_servable(model: nn.Module, adapter: str) -> None:
             trained += [name] if parameter.requires_grad else []
         elif f".{adapter}." in f"{name}.":
             layer = name[: name.index(".lora_")]
-            module: Any = model.get_submodule(layer)
-            plain = isinstance(getattr(module, "base_layer", None), nn.Linear)
-            factor = _ADAPTER.search(name) and name.endswith(".weight")
-            if not plain or not factor or getattr(module, "merged", False):
+            if not _is_factor(name) or not _adds_factors(model.get_submodule(layer)):
                 raise ValueError(f"the adapter of {layer} is not {_PLAIN}")
     if trained:
         raise ValueError(

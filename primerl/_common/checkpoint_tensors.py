@@ -17,7 +17,7 @@ from primerl._common.adapters import (
     unadapted,
 )
 from primerl._common.optional import require
-from primerl._common.ranks import whole
+from primerl._common.ranks import saved_tensors, whole
 
 SCALES = "_scale_inv"
 """What ends the name of a quantized tensor's scales, after the tensor's own."""
@@ -84,7 +84,7 @@ def checkpoint_tensors(
         ValueError: an adapter is not low-rank, or can't be added to its weight.
     """
     refuse_other_adapters(model)
-    dtypes = _wire_dtypes(model, dtype, quantize)
+    dtypes = wire_dtypes(model, dtype, quantize)
     tensors = distinct_tensors(model)  # references, no copies
     for names in layers_of(tensors):
         layer = {name: _whole(name, tensors[name], dtypes[name]) for name in names}
@@ -109,7 +109,7 @@ def checkpoint_layout(
             an adapter is one that ``checkpoint_tensors`` refuses.
     """
     refuse_other_adapters(model)
-    dtypes = _wire_dtypes(model, dtype, quantize)
+    dtypes = wire_dtypes(model, dtype, quantize)
     empty = {
         name: torch.empty(tensor.shape, dtype=dtypes[name], device="meta")
         for name, tensor in distinct_tensors(model).items()
@@ -128,11 +128,9 @@ def checkpoint_layout(
 
 
 def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Saved tensors by name, a shared one once."""
-    distinct = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    """Tensors that ``save_pretrained`` saves, by name; a shared one once."""
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    state = model.state_dict()
-    return {name: t for name, t in state.items() if name in distinct and name not in ignored}
+    return {name: t for name, t in saved_tensors(model).items() if name not in ignored}
 
 
 def layers_of(names: Iterable[str]) -> list[list[str]]:
@@ -144,9 +142,10 @@ def layers_of(names: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _wire_dtypes(
+def wire_dtypes(
     model: nn.Module, dtype: torch.dtype | None, quantize: Quantizer | None
 ) -> dict[str, torch.dtype]:
+    """The element type in which each of a model's tensors is gathered, by name."""
     parameters = {name for name, _ in model.named_parameters()}
     own = {
         name: dtype if dtype and name in parameters and t.is_floating_point() else t.dtype

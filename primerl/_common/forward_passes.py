@@ -1,4 +1,4 @@
-"""Repeated forward passes, for code that observes a model from within its layers.
+"""How a model runs forward: passes that are repeated, for code that observes it from within.
 
 A layer runs again in the backward pass where activations are recomputed, and a whole model where
 the result of a first attempt could not be used. Observers must count each pass once.
@@ -69,6 +69,11 @@ def recomputation_method(model: nn.Module, *, enable: bool = True) -> Callable[.
             found: Callable[..., None] = method
             return found
     return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` or the module's own ``compile`` has compiled it."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 @attrs.define(eq=False)

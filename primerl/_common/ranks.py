@@ -119,6 +119,12 @@ def _broadcast(message: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers by name; one that is shared under two names once."""
+    distinct = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return {name: tensor for name, tensor in model.state_dict().items() if name in distinct}
+
+
 def whole_tensors(
     model: nn.Module, wanted: Callable[[str], Any] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -130,9 +136,8 @@ def whole_tensors(
         model: sharded or not.
         wanted: says of a name whether it is; all are by default.
     """
-    distinct = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    for name, tensor in model.state_dict().items():
-        if name in distinct and (wanted is None or wanted(name)):
+    for name, tensor in saved_tensors(model).items():
+        if wanted is None or wanted(name):
             yield name, whole(tensor)
 
 

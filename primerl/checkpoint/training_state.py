@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from primerl._common.ranks import saved_tensors
+
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and saved buffers as ``model/NAME``; one with two names is listed once."""
-    distinct = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    # state_dict leaves out the buffers that are not to be saved
-    return {f"model/{name}": t for name, t in model.state_dict().items() if name in distinct}
+    return {f"model/{name}": tensor for name, tensor in saved_tensors(model).items()}
 
 
 def optimizer_state(

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from primerl._common.adapters import has_adapters
-from primerl._common.forward_passes import recomputes
+from primerl._common.forward_passes import is_compiled, recomputes
 from primerl.fp8.backends.choice import BackendName, require_backend
 from primerl.fp8.format import BLOCK_FP8, Format
 from primerl.fp8.linear import Fp8Linear, WeightGradient, check_weight_gradient
@@ -96,10 +96,7 @@ def _refuse_wrong_order(model: nn.Module) -> None:
     modules = dict(model.named_modules())
     done = {
         "sharded": any(isinstance(one, FSDPModule) for one in modules.values()),
-        "compiled": any(
-            getattr(one, "_compiled_call_impl", None) is not None or hasattr(one, "_orig_mod")
-            for one in modules.values()
-        ),
+        "compiled": any(is_compiled(one) for one in modules.values()),
         "set to recompute activations": recomputes(model),
         "adapted": has_adapters(model),
     }

@@ -11,11 +11,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from primerl._common.values import has_values
+from primerl.loss.arguments import checked
 
 # Elements of a tile. On a CPU a tile stays in cache; an accelerator wants fewer, larger kernels.
 CPU_TILE, TILE = 2**21, 2**25
@@ -24,15 +26,16 @@ CHUNK_TOKENS = 4096
 FLOOR = -1000.0
 
 
+@checked()
 def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
+    hidden: Float[Tensor, "t h"],
+    weight: Float[Tensor, "v h"],
+    labels: Int[Tensor, " t"],
     *,
     temperature: float | Tensor = 1.0,
-    rows: Tensor | None = None,
+    rows: Bool[Tensor, " t"] | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
     """The logprob of each label, and the entropy of the distribution that it was drawn from.
 
     With ``p = softmax(hidden @ weight.T / temperature)``: ``log p[labels]`` and ``-sum p log p``
@@ -41,12 +44,12 @@ def linear_logprobs(
     are computed in the dtype of ``hidden``, everything else in at least float32.
 
     Args:
-        hidden: ``[t, h]``, floating point.
-        weight: ``[v, h]``, of the same dtype: an output head's, or the tied embedding's.
-        labels: ``[t]``, integers in ``0 .. v - 1`` (anything where ``rows`` is false).
+        hidden: the last hidden states.
+        weight: of the same dtype: an output head's, or the tied embedding's.
+        labels: integers in ``0 .. v - 1`` (anything where ``rows`` is false).
         temperature: divides the logits of all rows, or ``[t]``, of each; held constant.
-        rows: ``[t]``, boolean: the rows to compute. The others give 0, without gradient, and their
-            hidden states are not read. None selects all rows.
+        rows: the rows to compute. The others give 0, without gradient, and their hidden states are
+            not read. None selects all rows.
         chunk_tokens: the most rows to compute at once.
 
     Raises:
@@ -54,7 +57,6 @@ def linear_logprobs(
             vocabulary, ``temperature`` is not finite and above 0, or ``chunk_tokens`` is below 1.
     """
     _check_head(hidden, weight, chunk_tokens)
-    check_rows(labels, temperature, rows, like=hidden, name="hidden")
     check_values(labels, temperature, rows, vocabulary=len(weight))
     return head_logprobs(hidden, weight, labels, temperature, rows, chunk_tokens)
 
@@ -69,12 +71,11 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """``linear_logprobs`` of arguments that have been checked; labels may also be ``[t, c]``."""
     hidden, weight, labels, divisor, chosen = _operands(hidden, weight, labels, temperature, rows)
-    columns = labels if labels.ndim == 2 else _column(labels)
     logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, columns, divisor, chunk_tokens
+        hidden, weight, as_columns(labels), divisor, chunk_tokens
     )
     logprobs = logprobs.view(labels.shape)
-    return _in_place(logprobs, rows, chosen), _in_place(entropy, rows, chosen)
+    return in_place(logprobs, rows, chosen), in_place(entropy, rows, chosen)
 
 
 @torch.no_grad()
@@ -103,7 +104,7 @@ def head_top_k(
         best, ids = label.new_zeros(len(label), 0), top_ids.new_zeros(len(label), 0)
         for columns in _slices(len(weight), block):
             z = _logits(hidden, weight, divisor, part, columns)
-            place, inside = _places(_column(labels[part]), columns)
+            place, inside = _places(as_columns(labels[part]), columns)
             label += z.gather(1, place).where(inside, 0.0).squeeze(1)
             total = torch.logaddexp(total, z.logsumexp(1))
             found, where = z.topk(min(k, z.shape[1]))
@@ -111,11 +112,11 @@ def head_top_k(
             best, order = best.topk(min(k, best.shape[1]))
             ids = ids.gather(1, order)
         logprobs[part], top_ids[part] = label - total, ids
-        top_logprobs[part] = best - _column(total)
+        top_logprobs[part] = best - as_columns(total)
     return (
-        _in_place(logprobs, rows, chosen),
-        _in_place(top_ids, rows, chosen),
-        _in_place(top_logprobs, rows, chosen),
+        in_place(logprobs, rows, chosen),
+        in_place(top_ids, rows, chosen),
+        in_place(top_logprobs, rows, chosen),
     )
 
 
@@ -142,7 +143,7 @@ def _operands(
     return hidden, weight, labels, divisor, chosen
 
 
-def _in_place(values: Tensor, rows: Tensor | None, chosen: Tensor | None) -> Tensor:
+def in_place(values: Tensor, rows: Tensor | None, chosen: Tensor | None) -> Tensor:
     """Values of the chosen rows among zeros for the others."""
     if rows is None or chosen is None:
         return values
@@ -174,7 +175,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 chosen[rows] += z.gather(1, place).where(inside, 0.0)
                 top = torch.maximum(highest[rows], z.amax(1))
                 fall = (highest[rows] - top).clamp_(min=FLOOR)
-                z.sub_(_column(top)).clamp_(min=FLOOR)
+                z.sub_(as_columns(top)).clamp_(min=FLOOR)
                 e = z.exp()
                 scale = fall.exp()
                 weighted[rows] = scale * (weighted[rows] + fall * total[rows]) + z.mul_(e).sum(1)
@@ -183,7 +184,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, labels, divisor, highest, total, weighted)
         ctx.chunk_tokens = chunk_tokens
         ctx.set_materialize_grads(False)
-        logprobs = chosen - _column(highest) - _column(total.log())
+        logprobs = chosen - as_columns(highest) - as_columns(total.log())
         return logprobs, total.log() - weighted / total
 
     @staticmethod
@@ -202,12 +203,12 @@ class _LinearLogprobs(torch.autograd.Function):
         for columns in _slices(len(weight), block):
             part: Tensor | None = None
             for rows in _slices(len(hidden), tokens):
-                z = _logits(hidden, weight, divisor, rows, columns).sub_(_column(highest[rows]))
+                z = _logits(hidden, weight, divisor, rows, columns).sub_(as_columns(highest[rows]))
                 if c is None:
-                    g = z.exp_().mul_(_column(b[rows]))
+                    g = z.exp_().mul_(as_columns(b[rows]))
                 else:
                     e = z.clamp_(min=FLOOR).exp()
-                    g = z.mul_(_column(c[rows])).add_(_column(b[rows])).mul_(e)
+                    g = z.mul_(as_columns(c[rows])).add_(as_columns(b[rows])).mul_(e)
                 place, inside = _places(labels[rows], columns)
                 if a is not None:
                     g.scatter_add_(1, place, a[rows].where(inside, 0.0))
@@ -239,7 +240,7 @@ def _coefficients(
     """
     a, h = grad_logprobs, grad_entropy
     if divisor is not None:
-        a, h = None if a is None else a / _column(divisor), None if h is None else h / divisor
+        a, h = None if a is None else a / as_columns(divisor), None if h is None else h / divisor
     all_labels = torch.zeros_like(total) if a is None else a.sum(1)
     if h is None:
         return a, -all_labels / total, None
@@ -250,7 +251,7 @@ def _logits(
     hidden: Tensor, weight: Tensor, divisor: Tensor | None, rows: slice, columns: slice
 ) -> Tensor:
     z = _matmul(hidden[rows], weight[columns].t(), _wide(hidden.dtype))
-    return z if divisor is None else z.div_(_column(divisor[rows]))
+    return z if divisor is None else z.div_(as_columns(divisor[rows]))
 
 
 def _places(labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -260,8 +261,9 @@ def _places(labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     return place.where(inside, 0), inside
 
 
-def _column(x: Tensor) -> Tensor:
-    return x.unsqueeze(1)
+def as_columns(x: Tensor) -> Tensor:
+    """``[t]`` as ``[t, 1]``; ``[t, c]`` as it is."""
+    return x.unsqueeze(1) if x.ndim == 1 else x
 
 
 def _tile(hidden: Tensor, chunk_tokens: int) -> tuple[int, int]:
@@ -297,45 +299,17 @@ def _matmul_widens(device: str, dtype: torch.dtype) -> bool:
 
 
 def _check_head(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
-    for name, x in (("hidden", hidden), ("weight", weight)):
-        if x.ndim != 2 or not x.is_floating_point():
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}; expected two dimensions "
-                "and floating point"
-            )
     if isinstance(weight, DTensor):
         raise ValueError(
             "weight is sharded; use model_logprobs, in whose forward pass it is gathered, or pass "
             "weight.full_tensor()"
         )
-    if hidden.shape[1] != weight.shape[1] or hidden.dtype != weight.dtype:
+    if hidden.dtype != weight.dtype:
         raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)} and dtype {hidden.dtype}, but weight "
-            f"{tuple(weight.shape)} and {weight.dtype}; expected hidden[t, h] and weight[v, h] of "
-            "one dtype"
+            f"hidden has dtype {hidden.dtype}, but weight {weight.dtype}; expected the same dtype"
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; expected 1 or more")
-
-
-def check_rows(
-    labels: Tensor, temperature: float | Tensor, rows: Tensor | None, *, like: Tensor, name: str
-) -> None:
-    """Refuse arguments that do not fit the rows of ``like``, the caller's argument ``name``."""
-    for argument, x in (("labels", labels), ("rows", rows), ("temperature", temperature)):
-        if x is None or isinstance(x, int | float):
-            continue
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{argument} is of type {type(x).__name__}, expected a torch tensor")
-        if x.shape != like.shape[:1] and (argument != "temperature" or x.ndim):
-            raise ValueError(
-                f"{argument} has shape {tuple(x.shape)}, but {name} {tuple(like.shape)}; "
-                f"expected one entry for each row of {name}"
-            )
-    if labels.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"labels has dtype {labels.dtype}; expected integers of 32 or 64 bits")
-    if rows is not None and rows.dtype != torch.bool:
-        raise ValueError(f"rows has dtype {rows.dtype}; expected a boolean mask")
 
 
 def check_values(
@@ -350,11 +324,19 @@ def check_values(
 
     Labels are ``[t]`` or ``[t, c]``: the caller's argument ``name``.
     """
+    if not isinstance(temperature, int | float | Tensor):
+        kind = type(temperature).__name__
+        raise ValueError(f"temperature is of type {kind}, expected a number or a torch tensor")
     outside = (labels < 0) | (labels >= vocabulary)
     divisor = torch.as_tensor(temperature, device=labels.device)
+    if divisor.ndim and divisor.shape != labels.shape[:1]:
+        raise ValueError(
+            f"temperature has shape {tuple(divisor.shape)}, but {name} has shape "
+            f"{tuple(labels.shape)}: expected a number, or [t]"
+        )
     unusable = ~((divisor > 0) & divisor.isfinite())
     if rows is not None:
-        outside = outside & (rows if labels.ndim == 1 else _column(rows))
+        outside = outside & (rows if labels.ndim == 1 else as_columns(rows))
         unusable = unusable & rows if divisor.ndim else unusable
     if outside.any():
         place = tuple(outside.nonzero()[0].tolist())

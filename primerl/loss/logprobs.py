@@ -18,10 +18,11 @@ from primerl.attention import attend_by_document, require_documents
 from primerl.loss.arguments import checked
 from primerl.loss.linear_head import (
     FLOOR,
-    check_rows,
+    as_columns,
     check_values,
     head_logprobs,
     head_top_k,
+    in_place,
 )
 from primerl.loss.ratio import upcast
 
@@ -29,28 +30,26 @@ from primerl.loss.ratio import upcast
 _MODELS_THAT_NEED_LOGITS: WeakSet[nn.Module] = WeakSet()
 
 
+@checked()
 def token_logprobs(
-    logits: Tensor, labels: Tensor, *, temperature: float | Tensor = 1.0
+    logits: Float[Tensor, "t v"],
+    labels: Int[Tensor, " t"],
+    *,
+    temperature: float | Tensor = 1.0,
 ) -> Float[Tensor, " t"]:
     """The processed logprob of each label: ``log softmax(logits / temperature)[labels]``.
 
     Computed in at least float32. ``linear_logprobs`` gives the same without the logits.
 
     Args:
-        logits: ``[t, v]``, floating point.
-        labels: ``[t]``, integers in ``0 .. v - 1``.
+        logits: of each row.
+        labels: integers in ``0 .. v - 1``.
         temperature: of all rows, or ``[t]``, of each.
 
     Raises:
         ValueError: a shape or dtype does not fit the others, a label is outside the vocabulary, or
             ``temperature`` is not finite and above 0.
     """
-    if logits.ndim != 2 or not logits.is_floating_point():
-        raise ValueError(
-            f"logits has shape {tuple(logits.shape)} and dtype {logits.dtype}; expected two "
-            "dimensions and floating point"
-        )
-    check_rows(labels, temperature, None, like=logits, name="logits")
     check_values(labels, temperature, None, vocabulary=logits.shape[1])
     log_p = _log_softmax(logits, temperature)
     return log_p.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
@@ -188,16 +187,16 @@ class _LogprobHead:
         """``[t, c + 1]``"""
         logprobs, entropy = head_logprobs(hidden, weight, self.labels, self.temperature, self.rows)
         entropy = entropy if self.with_entropy else entropy.detach()
-        return torch.cat([_columns(logprobs), entropy.unsqueeze(1)], dim=1)
+        return torch.cat([as_columns(logprobs), as_columns(entropy)], dim=1)
 
     def from_logits(self, logits: Tensor) -> Tensor:
         """The same of logits ``[t, v]``."""
-        log_p, labels = _selected(logits, self.labels, self.temperature, self.rows)
-        logprobs = log_p.gather(-1, _columns(labels).long())
+        log_p, labels, chosen = _selected(logits, self.labels, self.temperature, self.rows)
+        logprobs = log_p.gather(-1, as_columns(labels).long())
         entropy = logprobs[:, :1]
         if self.with_entropy:
             entropy = -(log_p.exp() * log_p.clamp(min=FLOOR)).sum(-1, keepdim=True)
-        return _in_rows(torch.cat([logprobs, entropy], dim=1), self.rows)
+        return in_place(torch.cat([logprobs, entropy], dim=1), self.rows, chosen)
 
 
 @attrs.frozen
@@ -217,15 +216,15 @@ class _TopKHead:
         logprobs, top_ids, top_logprobs = head_top_k(
             hidden, weight, self.labels, self.k, self.temperature, self.rows
         )
-        return torch.cat([logprobs.unsqueeze(1), top_ids.to(logprobs.dtype), top_logprobs], dim=1)
+        return torch.cat([as_columns(logprobs), top_ids.to(logprobs.dtype), top_logprobs], dim=1)
 
     def from_logits(self, logits: Tensor) -> Tensor:
         """The same of logits ``[t, v]``."""
-        log_p, labels = _selected(logits, self.labels, self.temperature, self.rows)
-        logprobs = log_p.gather(-1, _columns(labels).long())
+        log_p, labels, chosen = _selected(logits, self.labels, self.temperature, self.rows)
+        logprobs = log_p.gather(-1, as_columns(labels).long())
         top_logprobs, top_ids = log_p.topk(self.k)
         found = torch.cat([logprobs, top_ids.to(logprobs.dtype), top_logprobs], dim=1)
-        return _in_rows(found, self.rows)
+        return in_place(found, self.rows, chosen)
 
 
 def _score(
@@ -239,13 +238,8 @@ def _score(
     config: Any = model.config
     vocabulary = config.get_text_config().vocab_size
     labels, temperature, rows = head.labels, head.temperature, head.rows
-    several = labels.ndim == 2
-    check_rows(
-        labels[:, 0] if several else labels, temperature, rows, like=token_ids, name="token_ids"
-    )
-    check_values(
-        labels, temperature, rows, vocabulary=vocabulary, name="candidates" if several else "labels"
-    )
+    name = "candidates" if labels.ndim == 2 else "labels"
+    check_values(labels, temperature, rows, vocabulary=vocabulary, name=name)
     documents = attend_by_document(model, position_ids)
 
     def run() -> Tensor:
@@ -313,26 +307,15 @@ class _HeadReplacement(TorchFunctionMode):
 
 def _selected(
     logits: Tensor, labels: Tensor, temperature: float | Tensor, rows: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """All logprobs and the labels of the selected rows."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """All logprobs and the labels of the selected rows, and which rows these are."""
+    chosen = None
     if rows is not None:
         chosen = rows.nonzero().squeeze(1)
         logits, labels = logits.index_select(0, chosen), labels.index_select(0, chosen)
         if isinstance(temperature, Tensor) and temperature.ndim:
             temperature = temperature.index_select(0, chosen)
-    return _log_softmax(logits, temperature), labels
-
-
-def _in_rows(values: Tensor, rows: Tensor | None) -> Tensor:
-    """Values of the selected rows among zeros for the others."""
-    if rows is None:
-        return values
-    zeros = values.new_zeros(len(rows), values.shape[1])
-    return zeros.index_copy(0, rows.nonzero().squeeze(1), values)
-
-
-def _columns(labels: Tensor) -> Tensor:
-    return labels.unsqueeze(1) if labels.ndim == 1 else labels
+    return _log_softmax(logits, temperature), labels, chosen
 
 
 def _log_softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:

@@ -1,10 +1,13 @@
 """Hugging Face models: loaded in full or in shards, and saved with or without adapters."""
 
 from primerl._common.checkpoint_tensors import checkpoint_tensors
-from primerl.models.adapters import save_adapters
-from primerl.models.pretrained import load_pretrained, save_pretrained
+from primerl.models.pretrained import (
+    load_pretrained,
+    save_adapters,
+    save_pretrained,
+    stop_token_ids,
+)
 from primerl.models.sharded_loading import empty_model, load_shards
-from primerl.models.stop_tokens import stop_token_ids
 from primerl.models.tokenizers import refuse_other_tokenizer
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Hugging Face model folders."""
+"""Hugging Face folders: loaded, and saved as a whole model or as an adapter alone."""
 
 import itertools
 import json
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from primerl._common.adapters import adapter_config, adapter_tensors, write_adapter
 from primerl._common.checkpoint_tensors import (
     Quantizer,
     TensorLayout,
@@ -19,7 +20,7 @@ from primerl._common.checkpoint_tensors import (
 from primerl._common.files import saved_folder
 from primerl._common.optional import require
 from primerl._common.progress import report
-from primerl._common.ranks import is_first_rank
+from primerl._common.ranks import on_first_rank_gathering
 from primerl._common.tensor_files import write_tensors
 
 SHARD_BYTES = 5 * 10**9
@@ -53,6 +54,18 @@ def load_pretrained(
         raise ValueError(f"cannot load the model {name}: {error}") from error
 
 
+def stop_token_ids(model: Any) -> tuple[int, ...]:
+    """The ``eos_token_id`` of a model's ``generation_config``, of which there may be several.
+
+    Chat models are trained to end replies with them; the tokenizer knows only one. Empty if the
+    model has none. For ``SamplingParams.stop_token_ids`` and ``data.training_sample``.
+    """
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
 def save_pretrained(
     model: nn.Module,
     folder: str | os.PathLike[str] | None,
@@ -76,23 +89,54 @@ def save_pretrained(
     Raises:
         ValueError: rank 0 has no folder, the folder exists and is not a saved model, or the model's
             tensors cannot be named layer by layer.
+        RuntimeError: rank 0 could not write, on every other rank.
     """
     layout = checkpoint_layout(model, quantize=quantize)
-    if not is_first_rank():
-        for _ in checkpoint_tensors(model, quantize=quantize):
-            pass  # this rank only helps to gather
-        return
-    if folder is None:
-        raise ValueError("folder is None; rank 0 writes the model, so pass it a path")
-    with saved_folder(folder, marker="config.json") as partial:
-        writer: Any = model
-        writer.save_pretrained(partial, state_dict={})  # all that is not a tensor
-        for path in partial.glob("*.safetensors"):
-            path.unlink()
-        if quantize is not None:
-            _note_quantization(partial / "config.json", quantize.config)
-        _write_shards(partial, layout, checkpoint_tensors(model, quantize=quantize))
-        tokenizer.save_pretrained(partial)
+    tensors = checkpoint_tensors(model, quantize=quantize)
+
+    def write() -> None:
+        if folder is None:
+            raise ValueError("folder is None; rank 0 writes the model, so pass it a path")
+        with saved_folder(folder, marker="config.json") as partial:
+            writer: Any = model
+            writer.save_pretrained(partial, state_dict={})  # all that is not a tensor
+            for path in partial.glob("*.safetensors"):
+                path.unlink()
+            if quantize is not None:
+                _note_quantization(partial / "config.json", quantize.config)
+            _write_shards(partial, layout, tensors)
+            tokenizer.save_pretrained(partial)
+
+    on_first_rank_gathering(write, tensors)
+
+
+def save_adapters(
+    model: nn.Module, folder: str | os.PathLike[str] | None, *, adapter: str = "default"
+) -> None:
+    """Write a model's adapter as a ``peft`` folder, which vLLM loads too, atomically.
+
+    All ranks call this, because a sharded model is gathered; rank 0 writes.
+
+    Args:
+        model: to which ``peft.inject_adapter_in_model`` has added adapters, sharded or not.
+        folder: may be None on ranks other than 0.
+        adapter: its name.
+
+    Raises:
+        ValueError: the model has no such adapter, rank 0 has no folder, or the folder holds what is
+            no saved adapter.
+        RuntimeError: rank 0 could not write, on every other rank.
+    """
+    config = adapter_config(model, adapter)
+    tensors = adapter_tensors(model, adapter)
+
+    def write() -> None:
+        if folder is None:
+            raise ValueError("folder is None; rank 0 writes the adapter, so pass it a path")
+        with saved_folder(folder, marker="adapter_config.json") as partial:
+            write_adapter(partial, config, dict(tensors))
+
+    on_first_rank_gathering(write, tensors)
 
 
 def _note_quantization(path: Path, quantization: dict[str, Any]) -> None:

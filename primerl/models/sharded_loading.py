@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from primerl._common.adapters import has_adapters
 from primerl._common.checkpoint_tensors import SCALES, distinct_tensors
 from primerl._common.files import member
 from primerl._common.optional import require
+from primerl._common.ranks import local_part
 from primerl.models.placement import Piece, Region, local_region, pieces
 
 Dequantize = Callable[[Tensor, Tensor], Tensor]
@@ -144,8 +144,7 @@ def _fill(
         slice(first - held.start, last - held.start)
         for held, (first, last) in zip(mine, overlap, strict=True)
     )
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local[target].copy_(values)
+    local_part(tensor)[target].copy_(values)
 
 
 class _Checkpoint(ExitStack):

@@ -11,6 +11,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from primerl._common.expert_modules import is_experts
+
 
 @attrs.frozen(kw_only=True)
 class Matrices:
@@ -136,11 +138,6 @@ def classes(module: nn.Module) -> set[str]:
     return {kind.__name__ for kind in type(module).__mro__}
 
 
-def is_registered(module: nn.Module) -> bool:
-    """Whether transformers computes the module through its registry of experts functions."""
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
-
-
 def is_linear(module: nn.Module) -> bool:
     """Whether it is a linear layer, of either layout."""
     return isinstance(module, nn.Linear) or is_transposed_linear(module)
@@ -161,7 +158,7 @@ def stacked_matrices(
 
     ``weight`` is the parameter ``name`` of ``module``, which is the child ``layer`` of ``owner``.
     """
-    if is_registered(module):
+    if is_experts(module):
         one = Matrices(transposed=module.is_transposed)
         if name != "gate_up_proj":
             return one if name in ("up_proj", "down_proj") else None

@@ -12,6 +12,7 @@ import attrs
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from primerl._common.expert_modules import is_experts
 from primerl.attention.indexer import DocumentIndexer
 from primerl.optim import layouts
 from primerl.optim.layouts import Matrices, classes, inner, sizes
@@ -182,7 +183,7 @@ def _role(
         owner = owner.wrapped[0]
     if routers.includes(layer, own):
         return "router", None
-    if layouts.is_registered(module) and parameter.ndim == 2 and own.endswith("bias"):
+    if is_experts(module) and parameter.ndim == 2 and own.endswith("bias"):
         return "bias", None
     if min(parameter.shape[-2:]) == 1:
         return "vector", None

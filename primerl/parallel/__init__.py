@@ -10,8 +10,7 @@ from primerl.parallel.expert_parallel.deep_ep import DeepEP
 from primerl.parallel.expert_parallel.dispatch import AllToAll
 from primerl.parallel.expert_parallel.experts import divide_experts, take_expert_counts
 from primerl.parallel.expert_parallel.load import balance_experts, load_statistics
-from primerl.parallel.freezing import freeze_indexer
-from primerl.parallel.gradients import clip_gradients
+from primerl.parallel.gradients import clip_gradients, freeze_indexer
 from primerl.parallel.launch.cpu import exempt_from_collection, native_dtype, settle_cpu
 from primerl.parallel.launch.world import World, process_group
 from primerl.parallel.scattering import all_sum, gather, scatter

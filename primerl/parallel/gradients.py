@@ -1,4 +1,4 @@
-"""Gradient clipping over parameters on different meshes, such as experts and the rest."""
+"""Gradients: clipped over parameters on different meshes, and parameters that have none."""
 
 import functools
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from primerl._common.ranks import local_part
@@ -78,3 +78,30 @@ def _copies(gradient: Tensor) -> int:
     for dimension, placement in enumerate(gradient.placements):
         copies *= mesh.size(dimension) if isinstance(placement, Replicate) else 1
     return copies
+
+
+def freeze_indexer(model: nn.Module) -> list[str]:
+    """Freeze the indexers of sparse attention, and return the names of their parameters.
+
+    The choice of an indexer has no gradient, so a policy loss doesn't train its parameters. With
+    gradients of zero, as after ``zero_grad(set_to_none=False)``, weight decay would still shrink
+    them. Frozen (``requires_grad`` false), they stay bitwise the same, and are still published and
+    saved. Call it before or after ``shard``, and before the optimizer is made, of the parameters
+    that require a gradient.
+
+    Raises:
+        ValueError: the model has no indexer.
+    """
+    names = [
+        f"{name}.{parameter_name}"
+        for name, module in model.named_modules()
+        if name.split(".")[-1] == "indexer"
+        for parameter_name, _ in module.named_parameters()
+    ]
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} has no indexer to freeze: none of its modules is so named"
+        )
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    return names

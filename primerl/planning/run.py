@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 
-from primerl import fp8
+from primerl import flops, fp8
 from primerl.planning.pairs import refused_pairs
 from primerl.planning.report import Plan
 from primerl.planning.server import plan_server
-from primerl.planning.sizes import model_size
 from primerl.planning.traffic import plan_traffic
 from primerl.planning.trainer import Prepare, TrainerLayout, plan_trainers
 
@@ -68,7 +67,7 @@ def plan_run(
     }
     published = next(iter(plans.values())).published
     return Plan(
-        model=model_size(model),
+        model=flops.parameters(model.config),
         trainers=trainers,  # type: ignore[arg-type]  # mypy does not infer what tuple converts
         servers=plans,
         traffic=plan_traffic(model, step_tokens=step_tokens, published=published),

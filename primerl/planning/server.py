@@ -8,7 +8,13 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from primerl._common.checkpoint_tensors import Quantizer, converted, distinct_tensors, layers_of
+from primerl._common.checkpoint_tensors import (
+    Quantizer,
+    converted,
+    distinct_tensors,
+    layers_of,
+    wire_dtypes,
+)
 from primerl._common.expert_modules import expert_modules
 from primerl.flops import layer_configs
 from primerl.planning.trainer import GIB
@@ -112,10 +118,9 @@ def published_bytes(
 
     Layers with the same tensors are converted once, and count each.
     """
-    parameters = {name for name, _ in model.named_parameters()}
+    dtypes = wire_dtypes(model, dtype, quantize)
     tensors = {
-        name: tensor.to("meta", _sent_dtype(name, tensor, parameters, dtype, quantize))
-        for name, tensor in distinct_tensors(model).items()
+        name: tensor.to("meta", dtypes[name]) for name, tensor in distinct_tensors(model).items()
     }
     modules = tuple(f"{name}." for name in expert_modules(model))
     known: dict[Any, int] = {}
@@ -131,19 +136,6 @@ def published_bytes(
             else:
                 others += known[kind]
     return experts, others
-
-
-def _sent_dtype(
-    name: str,
-    tensor: Tensor,
-    parameters: set[str],
-    dtype: torch.dtype,
-    quantize: Quantizer | None,
-) -> torch.dtype:
-    if name not in parameters or not tensor.is_floating_point():
-        return tensor.dtype
-    quantized = quantize is not None and name in quantize.parameters
-    return quantize.dtype or tensor.dtype if quantized and quantize is not None else dtype
 
 
 def _sent(

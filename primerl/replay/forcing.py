@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from primerl._common.forward_passes import PassTotal, recomputes, recomputing
+from primerl._common.forward_passes import PassTotal, is_compiled, recomputes, recomputing
 from primerl.replay.recorder import ExpertLayer, chosen_experts, expert_layers
 
 
@@ -274,7 +274,7 @@ class _ForcedTopK(TorchFunctionMode):
 
 def _refuse_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+        if is_compiled(module):
             raise ValueError(
                 f"{name or 'the model'} is compiled; routes can't be forced there, because "
                 "compiled code does not see hooks that are added later. Train without compile"

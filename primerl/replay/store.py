@@ -136,11 +136,6 @@ class Store:
             self._own = None
             self._path = None
 
-    @property
-    def evicted(self) -> int:
-        """How many references were removed, by the store and its copies, to make room."""
-        return evicted(self._open_path())
-
     def put(
         self, rows: np.ndarray, *, start: SupportsIndex, versions: np.ndarray, shared: int = 0
     ) -> tuple[str, ...]:
@@ -400,7 +395,6 @@ def _write_all(descriptor: int, data: bytes) -> None:
 # ---- a store's size ----
 
 _ROUTES = re.compile(r"\.?[0-9a-f]{32}")  # also what a killed process was writing
-_COUNTER = ".evicted"  # one byte for each reference removed, so that processes can add to it
 _LOOKS = 16  # at least so many times, while max_bytes are written, a process looks at the folder
 _PAGE = 4096  # bytes: a file in shared memory takes whole pages
 
@@ -427,14 +421,6 @@ class Eviction:
                 self._written = 0
 
 
-def evicted(folder: Path) -> int:
-    """How many references were removed to make room."""
-    try:
-        return (folder / _COUNTER).stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
 def _evict(folder: Path, max_bytes: int) -> int:
     """If there are too many, remove the oldest files, each with all its names.
 
@@ -457,19 +443,10 @@ def _evict(folder: Path, max_bytes: int) -> int:
             break
         total -= _taken(files[number])
         for path in names[number]:
-            _remove(folder, path)
+            path.unlink(missing_ok=True)
     return total
 
 
 def _taken(found: os.stat_result) -> int:
     """The bytes of a file: at least its content's, where its blocks are not allocated yet."""
     return max(found.st_size, 512 * found.st_blocks)
-
-
-def _remove(folder: Path, path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-        if NAME.fullmatch(path.name):
-            counter = os.open(folder / _COUNTER, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.write(counter, b".")
-            os.close(counter)

@@ -1,7 +1,7 @@
 """Publishing weights from the trainer into running engines, verified on arrival."""
 
 from primerl.weights.transports.adapter import Adapter
-from primerl.weights.transports.folder_transport import Disk
+from primerl.weights.transports.disk import Disk
 from primerl.weights.transports.nccl import NCCL
 from primerl.weights.transports.receipts import Fetcher, Receipt
 from primerl.weights.transports.shared_memory import Receiver, SharedMemory

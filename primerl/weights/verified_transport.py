@@ -13,8 +13,8 @@ from primerl._common.checkpoint_tensors import Quantizer
 from primerl._common.progress import report
 from primerl._common.ranks import is_first_rank, on_first_rank
 from primerl.weights.transports.adapter import Adapter
-from primerl.weights.transports.folder_transport import Disk, check_engines
-from primerl.weights.transports.receipts import Receipt, Transport, on_all_ranks
+from primerl.weights.transports.disk import Disk
+from primerl.weights.transports.receipts import Receipt, Transport, check_engines, on_all_ranks
 from primerl.weights.transports.shared_memory import SharedMemory
 from primerl.weights.verification import wiring
 from primerl.weights.verification.canary import Canary

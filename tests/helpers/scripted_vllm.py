@@ -47,7 +47,7 @@ class ScriptedVLLM:
         self.edit = lambda page: page  # of a response of generate, in bytes
         self.receipt = {"ok": True}
         self.dtype = "bfloat16"
-        self.served_routes = {"returned": True, "loaded": False}
+        self.served_routes = {"loaded": False}
         self.reload_refusal = ""  # why it can't be sent weights
         self.load_s = 0.0
         self.unprepared = 0  # how often an update is not prepared yet

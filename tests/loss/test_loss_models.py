@@ -287,7 +287,10 @@ def test_nothing_selected_still_has_a_graph():
         ({"labels": torch.zeros(3, dtype=torch.int64)}, r"labels has shape \(3,\), but token_ids"),
         ({"labels": torch.full((4,), 64)}, r"labels\[0\] is 64, outside the vocabulary of 64"),
         ({"rows": torch.ones(5, dtype=torch.bool)}, r"rows has shape \(5,\), but token_ids .*4,"),
-        ({"temperature": torch.ones(5)}, r"temperature has shape \(5,\), but token_ids \(4,\)"),
+        (
+            {"temperature": torch.ones(5)},
+            r"temperature has shape \(5,\), but labels has",
+        ),
         ({"temperature": -1.0}, "temperature is -1.0"),
     ],
 )

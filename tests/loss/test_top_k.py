@@ -312,7 +312,7 @@ def test_what_does_not_fit_is_refused():
         candidates(ids.new_zeros(4, 0))
     with pytest.raises(ValueError, match=r"candidates\[2, 1\] is 64, outside the vocabulary of 64"):
         candidates(torch.tensor([[0, 1], [0, 1], [0, 64], [0, 1]]))
-    with pytest.raises(ValueError, match=r"temperature has shape \(5,\), but token_ids \(4,\)"):
+    with pytest.raises(ValueError, match=r"temperature has shape \(5,\), but candidates has shape"):
         candidates(ids.unsqueeze(1), temperature=torch.ones(5))
     for k in (0, 65):
         with pytest.raises(ValueError, match=f"k is {k}; expected 1 to 64"):

@@ -29,7 +29,7 @@ def peak_held(model):
 def raised(call):
     try:
         call()
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         return str(error)
     return ""
 
@@ -83,15 +83,15 @@ def failing(world, folder, found):
     transport = weights.Disk(model, *engines, folder=folder / "f" if world.is_first else None)
     found["failure"] = raised(lambda: transport.publish(1))
 
-    real = publisher.write_full
+    real = publisher.write_tensors
 
-    def full_disk(where, version, layout, tensors, **settings):
+    def full_disk(path, layout, tensors, *, spare=None):
         next(tensors)
         raise OSError("the disk is full")
 
-    publisher.write_full = full_disk
+    publisher.write_tensors = full_disk
     found["mid_gather"] = raised(lambda: transport.publish(2))
-    publisher.write_full = real
+    publisher.write_tensors = real
     transport.publish(3)
     found["after"] = not world.is_first or servers.workers["http://replica0"].version == 3
     servers.close()
@@ -106,9 +106,10 @@ def adapter(world, folder, found):
         folder=folder / "adapter" if world.is_first else None,
     )
     receipt = transport.publish(1)
+    models.save_adapters(adapted(), folder / "alone")
+    found["unsaved"] = raised(lambda: models.save_adapters(adapted(), None))
     found["adapter"] = [receipt.kind, receipt.digest, receipt.tensors]
     if world.is_first:
-        models.save_adapters(adapted(), folder / "alone")
         expected = load_file(folder / "alone" / "adapter_model.safetensors")
         found["same"]["adapter"] = same_bits(holder.tensors, expected)
 

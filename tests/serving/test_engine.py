@@ -363,7 +363,7 @@ def test_version_is_current_without_requests(server, make):
 
 
 def test_a_copy_knows_what_the_original_knew(server, make):
-    engine = make(server, adopt=7, version=5)
+    engine = make(server, adopt=7)
     content = cloudpickle.dumps(engine)
     server.faults["/weight_info"] = [HANG] * 20
     copy = cloudpickle.loads(content)

@@ -521,7 +521,7 @@ def starts_of(server):
 
 def test_a_server_with_a_connector_is_asked_for_what_it_computes_itself(server, make):
     """The routes of tokens that it loaded are not known to it, and asking would end it."""
-    server.served_routes = {"returned": True, "loaded": True}
+    server.served_routes = {"loaded": True}
     store = RecordingStore()
     engine = make(store)
 
@@ -534,9 +534,7 @@ def test_a_server_with_a_connector_is_asked_for_what_it_computes_itself(server, 
     assert [how["shared"] for _, how in store.puts] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    "said", [{"prepared": True}, {"loaded": "no"}, None, "loaded", {"returned": True}]
-)
+@pytest.mark.parametrize("said", [{"prepared": True}, {"loaded": "no"}, None, "loaded"])
 def test_a_server_that_does_not_say_is_asked_for_no_more(server, make, caplog, said):
     server.served_routes = said
     engine = make(RecordingStore())

@@ -115,6 +115,7 @@ def test_compilation_is_off_by_default_on_a_cpu():
 def test_servers_that_take_adapters_have_room_for_old_and_new_versions():
     assert "--max-loras=4" in command(enable_lora=True)
     assert "--max-loras=4" in command(flags=("--enable-lora",))
+    assert "--max-loras=4" in command(flags=("--enable_lora", "--dtype=float32"))
     assert "--max-loras=4" not in command()
     words = command(enable_lora=True, max_loras=16)
     assert "--max-loras=16" in words

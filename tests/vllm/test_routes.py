@@ -159,7 +159,7 @@ def play(server, model, states):
         ThreadPoolExecutor(CHATS) as threads,
         serving.VLLMEngine(server) as engine,
     ):
-        assert client.served_routes() == {"returned": True, "loaded": False}
+        assert client.served_routes() == {"loaded": False}
         transport = weights.SharedMemory(model, engine)
         publish(0)
         for turn, in_flight, between in [(0, 1, None), (1, None, None), (2, None, 2), (3, 3, None)]:
@@ -211,7 +211,7 @@ def test_rows_of_what_was_loaded_are_not_asked_for(loading_server, routed_model)
     prompt = random_tokens(3 * BLOCK + 14, seed=0)
     hits = "vllm:external_prefix_cache_hits_total"
     with Client(loading_server) as client:
-        assert client.served_routes() == {"returned": True, "loaded": True}
+        assert client.served_routes() == {"loaded": True}
         prefilled = client.generate(prompt, start=0, tokens=1)
         client.post("/reset_prefix_cache")  # now as a server whose prompts others prefill
         assert client.counter(hits) == 0

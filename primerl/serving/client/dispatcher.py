@@ -102,33 +102,22 @@ class Dispatcher:
 
         return await self._dispatch(session, ask)
 
-    async def score(self, token_ids: list[int]) -> np.ndarray:
-        """The logprobs of a sequence, computed by any replica that serves."""
-        max_bytes = responses.most_bytes(1, scored=len(token_ids))
+    async def score(
+        self, token_ids: list[int], read: Callable[[responses.Response], T], *, top_k: int = 0
+    ) -> T:
+        """What ``read`` finds in the logprobs of a sequence, computed by any replica that serves.
 
-        async def ask(replica: Replica) -> np.ndarray:
-            adapter = self._adapter_of(replica)
-            routes_start = self._fleet.no_routes(token_ids)
-            body = requests.score_body(token_ids, adapter=adapter, routes_start=routes_start)
-            answer = await self._attempt(replica, body, max_bytes)
-            return responses.prompt_scores(answer, token_ids)
+        With ``top_k``, they include those of the likeliest tokens in each place.
+        """
+        max_bytes = responses.most_bytes(1, scored=len(token_ids) * (top_k + 1))
 
-        return await self._dispatch(None, ask)
-
-    async def score_top_k(
-        self, token_ids: list[int], k: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As ``score``, with the k likeliest tokens of each place and their logprobs."""
-        max_bytes = responses.most_bytes(1, scored=len(token_ids) * (k + 1))
-
-        async def ask(replica: Replica) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        async def ask(replica: Replica) -> T:
             adapter = self._adapter_of(replica)
             routes_start = self._fleet.no_routes(token_ids)
             body = requests.score_body(
-                token_ids, top_k=k, adapter=adapter, routes_start=routes_start
+                token_ids, top_k=top_k, adapter=adapter, routes_start=routes_start
             )
-            answer = await self._attempt(replica, body, max_bytes)
-            return responses.prompt_top_k(answer, token_ids, k)
+            return read(await self._attempt(replica, body, max_bytes))
 
         return await self._dispatch(None, ask)
 

@@ -26,6 +26,7 @@ from primerl.serving.names import (
     SERVED_DTYPE,
     WEIGHT_RECEIPT,
 )
+from primerl.serving.protocol import responses
 from primerl.serving.protocol.labels import Labels
 from primerl.serving.protocol.requests import LEAST_TEMPERATURE
 from primerl.types import Completion, PolicyVersion, SamplingParams
@@ -57,7 +58,6 @@ class VLLMEngine:
         on_update: what an update does to requests in flight: ``"recompute"`` (their KV cache is
             recomputed, so that each token is sampled by exactly its version), ``"keep"`` (the cache
             stays) or ``"drain"`` (they finish under the old weights, while new requests wait).
-        version: reported until weights are published.
         run: names this run's weights on the servers; random by default.
         request_timeout_s: how long a request may take, retries included.
         down_timeout_s: how long requests wait while no server can be used. Before the first
@@ -88,7 +88,6 @@ class VLLMEngine:
         *,
         api_key: str | None = None,
         on_update: Literal["recompute", "keep", "drain"] = "recompute",
-        version: PolicyVersion = 0,
         run: str | None = None,
         request_timeout_s: float = 600.0,
         down_timeout_s: float = 60.0,
@@ -97,8 +96,6 @@ class VLLMEngine:
         vocab_size: int | None = None,
         adapter: str | None = None,
     ) -> None:
-        if version < 0:
-            raise ValueError(f"version is {version}, expected at least 0")
         self._members = Members(servers)
         self._settings = Settings(
             labels=Labels(secrets.token_hex(4) if run is None else run, adapter),
@@ -110,7 +107,7 @@ class VLLMEngine:
             routes=routes,
             vocab_size=vocab_size,
         )
-        self._known_version = version
+        self._known_version: PolicyVersion = 0
         self._context_length: int | None = None
         self._connection: Connection | None = None
         self._closed = False
@@ -240,10 +237,7 @@ class VLLMEngine:
         Returns:
             float32[t], at temperature 1; entry 0 is 0.
         """
-        tokens = _int64(token_ids)
-        await self._learn_context()
-        self._check(tokens, 1)
-        return await self._request(self._connected().dispatcher.score(tokens.tolist()))
+        return await self._scored(token_ids, responses.prompt_scores)
 
     async def score_top_k(
         self, token_ids: Sequence[int], *, k: int
@@ -258,10 +252,24 @@ class VLLMEngine:
         """
         if k < 1:
             raise ValueError(f"k is {k}, expected at least 1")
+        read = functools.partial(responses.prompt_top_k, k=k)
+        return await self._scored(token_ids, read, top_k=k)
+
+    async def _scored(
+        self,
+        token_ids: Sequence[int],
+        read: Callable[[responses.Response, Sequence[int]], T],
+        *,
+        top_k: int = 0,
+    ) -> T:
         tokens = _int64(token_ids)
         await self._learn_context()
         self._check(tokens, 1)
-        return await self._request(self._connected().dispatcher.score_top_k(tokens.tolist(), k))
+        asked = tokens.tolist()
+        dispatcher = self._connected().dispatcher
+        return await self._request(
+            dispatcher.score(asked, lambda answer: read(answer, asked), top_k=top_k)
+        )
 
     async def _request(self, request: Coroutine[Any, Any, T]) -> T:
         connection = self._connected()
@@ -383,7 +391,7 @@ class VLLMEngine:
             lambda fleet: call_route(fleet, path, body, timeout_s=timeout_s, max_bytes=max_bytes)
         )
 
-    def refuse_other_tokenizer(self, tokenizer: Any, *, timeout_s: float = 60.0) -> None:
+    def refuse_other_tokenizer(self, tokenizer: Any) -> None:
         """Raise unless each token id is the same text on all live servers as in ``tokenizer``.
 
         The servers are asked for the text of all token ids. With which token they end replies, they
@@ -396,7 +404,7 @@ class VLLMEngine:
         tokens = list(range(len(tokenizer)))
         text = tokenizer.decode(tokens)
         body = {"tokens": tokens}
-        answers = self.call(DETOKENIZE, body, timeout_s=timeout_s, max_bytes=1 << 26)
+        answers = self.call(DETOKENIZE, body, max_bytes=1 << 26)
         for url, answer in answers.items():
             if not isinstance(answer, dict) or answer.get("prompt") != text:
                 raise ValueError(

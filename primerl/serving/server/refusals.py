@@ -1,4 +1,4 @@
-"""vLLM arguments that are refused for training, and why."""
+"""The arguments that a vLLM server is given, and those that are refused for training, and why."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -62,6 +62,7 @@ _REFUSED_WITH_ROUTES = {
     )
     for name in ("pipeline", "decode_context", "prefill_context")
 }
+_FLAG = re.compile(r"--?([A-Za-z][^=]*)(?:=(.*))?$", re.DOTALL)
 # In the names of connectors that take a prefill from one server to another, in lower case.
 _MOVES_PREFILLS = ("nixl", "moriio", "mooncakeconnector")
 
@@ -78,17 +79,13 @@ def refuse_arguments(
     With ``updates``, also those that break weight updates, and with ``routes``, those beside which
     vLLM returns no expert routes.
 
-    vLLM accepts ``--a-b`` and ``--a_b``, ``--no-a``, ``--a value`` and ``--a=value``,
-    ``--a.key=value`` for a key of JSON, and any unique prefix of a name.
-
     Raises:
         ValueError: an argument is refused; the message says why.
     """
     refusals = _REFUSED | (_REFUSED_WITH_UPDATES if updates else {})
     refusals |= _REFUSED_WITH_ROUTES if routes else {}
-    given = [(name, "" if value is None else str(value)) for name, value in engine_args.items()]
-    for name, value in [*given, *_flags(flags_as_given)]:
-        plain = name.partition(".")[0].replace("-", "_").removeprefix("no_")
+    for name, value in given(engine_args, flags_as_given):
+        plain = plain_name(name)
         # With "synthetic" acceptance, draft tokens are accepted regardless of the distribution.
         if plain.startswith("spec") and "synthetic" in f"{name} {value}".lower():
             raise ValueError(f"serve_vllm refuses {name}: draft tokens would be of no policy")
@@ -111,16 +108,26 @@ def _named(name: str, refusals: Mapping[str, _Refusal]) -> list[str]:
     return [name] if name in refusals else [one for one in refusals if one.startswith(name)]
 
 
-def _flags(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Names and values of flags."""
-    found = []
-    for index, word in enumerate(words):
-        match = re.match(r"--?([A-Za-z][^=]*)(?:=(.*))?$", word, re.DOTALL)
+def given(engine_args: Mapping[str, Any], flags: Sequence[str]) -> list[tuple[str, str]]:
+    """Names and values of all arguments: those by name, and vLLM's flags.
+
+    vLLM accepts ``--a-b`` and ``--a_b``, ``--no-a``, ``--a value`` and ``--a=value``,
+    ``--a.key=value`` for a key of JSON, and any unique prefix of a name.
+    """
+    found = [(name, "" if value is None else str(value)) for name, value in engine_args.items()]
+    matches = [_FLAG.match(word) for word in flags]
+    for index, match in enumerate(matches):
         if match is None:
             continue
-        following = words[index + 1 : index + 2]
-        value = match[2] if match[2] is not None else " ".join(following)
+        value = match[2]
+        if value is None and matches[index + 1 : index + 2] == [None]:
+            value = flags[index + 1]
         if match[1].startswith(("no-", "no_")):
             value = "False"
         found.append((match[1], value or "true"))
     return found
+
+
+def plain_name(name: str) -> str:
+    """The name of an argument as vLLM's Python has it."""
+    return name.partition(".")[0].replace("-", "_").removeprefix("no_")

@@ -37,10 +37,11 @@ from primerl.serving.worker.reload_refusals import reload_refusal
 from primerl.serving.worker.tensors_in_use import ServedTensors, served_names, tied_parameters
 from primerl.serving.worker.tracked_tensors import TrackedTensors
 from primerl.weights.transports.broadcast_group import (
-    BackgroundCall,
     Communicator,
     Membership,
     connect_nccl,
+    connected,
+    in_thread,
     join_group,
 )
 from primerl.weights.transports.folder_reader import FolderReader
@@ -273,10 +274,8 @@ class BroadcastTransfer(LayerwiseTransfer):
         if self._group != update.group:
             self.shutdown()
             place = join_group(update.address, update.port, timeout_s=_JOIN_S)
-            joining = BackgroundCall(
-                lambda: self._connect(place), what="connecting to the trainer by NCCL"
-            )
-            self._communicator = joining.result(timeout_s=_JOIN_S)
+            joining = in_thread(lambda: self._connect(place))
+            self._communicator = connected(joining, to="the trainer", timeout_s=_JOIN_S)
             self._group = update.group
 
     def _receive(self, update: BroadcastUpdate) -> dict[str, Any]:
@@ -366,16 +365,13 @@ class WeightReceiver:
         return {"vocab_size": int(self.model_runner.model_config.get_vocab_size())}
 
     def served_routes(self) -> dict[str, bool]:
-        """Whether the server returns expert routes, and whether a connector loads keys and values.
+        """Whether a connector loads keys and values.
 
         What is ``loaded`` was computed elsewhere, so the routes of those tokens are not known here:
         a request that asks for them ends vLLM 0.32. Those of the last token of a prompt always are.
         """
         connector = self.vllm_config.kv_transfer_config
-        return {
-            "returned": bool(self.vllm_config.aux_output_config.enabled),
-            "loaded": connector is not None and connector.kv_connector is not None,
-        }
+        return {"loaded": connector is not None and connector.kv_connector is not None}
 
     def read_weights(self, names: list[str], turn: int = 0) -> list[dict[str, Any]]:
         """Digests of what this worker computes with, for the published tensors ``names``."""

@@ -24,8 +24,13 @@ from primerl._common.digests import digest_of, digest_of_all
 from primerl._common.files import saved_folder
 from primerl._common.ranks import is_first_rank, on_first_rank_gathering
 from primerl._common.shared_folder import SharedFolder
-from primerl.weights.transports.folder_transport import check_engines
-from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts, on_all_ranks
+from primerl.weights.transports.receipts import (
+    Fetcher,
+    Receipt,
+    check_engines,
+    check_receipts,
+    on_all_ranks,
+)
 
 REQUEST_S = 600.0  # the longest request of an engine that does not say
 

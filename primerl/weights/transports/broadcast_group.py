@@ -121,19 +121,12 @@ def in_thread(call: Callable[[], T]) -> "Future[T]":
     return outcome
 
 
-class BackgroundCall:
-    """A call in a thread of its own; ``what`` describes it, for the error."""
+def connected(connecting: "Future[Communicator]", *, to: str, timeout_s: float) -> Communicator:
+    """The communicator of a call in a thread; ``to`` says whom it connects to, for the error.
 
-    def __init__(self, call: Callable[[], Any], *, what: str) -> None:
-        self._what = what
-        self._outcome = in_thread(call)
-
-    def result(self, *, timeout_s: float) -> Any:
-        """What the call returned.
-
-        Raises:
-            RuntimeError: it did not return in time.
-        """
-        if not wait([self._outcome], timeout_s).done:
-            raise RuntimeError(f"{self._what} took longer than {timeout_s:g} s")
-        return self._outcome.result()
+    Raises:
+        RuntimeError: it did not connect in time.
+    """
+    if not wait([connecting], timeout_s).done:
+        raise RuntimeError(f"connecting to {to} by NCCL took longer than {timeout_s:g} s")
+    return connecting.result()

@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -13,15 +14,21 @@ from primerl._common.checkpoint_tensors import TensorLayout, checkpoint_layout, 
 from primerl._common.digests import TensorDigest, digest_of, digest_of_all
 from primerl._common.ranks import on_first_rank_gathering
 from primerl.weights.transports.broadcast_group import (
-    BackgroundCall,
     Communicator,
     Membership,
     Rendezvous,
     connect_nccl,
+    connected,
+    in_thread,
     new_unique_id,
 )
-from primerl.weights.transports.folder_transport import check_engines
-from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts, on_all_ranks
+from primerl.weights.transports.receipts import (
+    Fetcher,
+    Receipt,
+    check_engines,
+    check_receipts,
+    on_all_ranks,
+)
 
 _POLL_S = 0.001
 
@@ -42,7 +49,7 @@ class _Group:
     key: str
     workers: dict[str, int]
     meeting: Rendezvous
-    connecting: BackgroundCall
+    connecting: "Future[Communicator]"
 
 
 class NCCL:
@@ -122,7 +129,7 @@ class NCCL:
 
         def send() -> None:
             began = time.perf_counter()
-            communicator = group.connecting.result(timeout_s=self._timeout_s)
+            communicator = connected(group.connecting, to="the engines", timeout_s=self._timeout_s)
             self._broadcast(communicator, layout, tensors, digests)
             seconds["write"] = time.perf_counter() - began
 
@@ -159,9 +166,7 @@ class NCCL:
             )
             place = Membership(0, world_size, unique_id)
             device = next(self._model.parameters()).device
-            connecting = BackgroundCall(
-                lambda: self._connect(place, device), what="connecting to the engines by NCCL"
-            )
+            connecting = in_thread(lambda: self._connect(place, device))
             self._group = _Group(uuid.uuid4().hex, workers, meeting, connecting)
         return self._group
 

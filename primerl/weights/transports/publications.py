@@ -1,26 +1,18 @@
-"""Versions of a model's weights in a folder, as a trainer writes them and receivers read them."""
+"""The format of published weights: versions in a folder, and how a receiver reads them."""
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
-from torch import Tensor
 
-from primerl._common.checkpoint_tensors import TensorLayout
-from primerl._common.digests import TensorDigest, digest_of, digest_of_all, digest_of_file
-from primerl._common.files import member, whole_or_nothing
-from primerl._common.tensor_files import write_tensors
+from primerl._common.digests import TensorDigest, digest_of_all, digest_of_file
+from primerl._common.files import member
 
 FULL = "full"
 DELTA = "delta"
 SAME = "same"
 """Forms of a tensor in a delta: left out, a ``DELTA`` of its bytes, or ``FULL``."""
-
-_NAME = re.compile(rf"([0-9]{{8,}})\.(json|({FULL}|{DELTA})\.safetensors)")
-_PARTIAL = re.compile(rf"\.({_NAME.pattern})\.[0-9]+\.partial")
 
 
 @attrs.frozen(kw_only=True)
@@ -136,87 +128,3 @@ def chain(folder: Path, version: int, *, have: str | None = None) -> list[Manife
             )
         manifest = parent
     return steps
-
-
-def write_full(
-    folder: Path,
-    version: int,
-    layout: Mapping[str, TensorLayout],
-    tensors: Iterable[tuple[str, Tensor]],
-    *,
-    deltas_follow: bool = False,
-    spare: Path | None = None,
-) -> Manifest:
-    """Write a publication with every tensor, in any order; returns its manifest.
-
-    Raises:
-        ValueError: the stream is not what ``layout`` says; nothing is published.
-    """
-    digests: dict[str, TensorDigest] = {}
-
-    def noted() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors:
-            digests[name] = digest_of(tensor)
-            yield name, tensor
-
-    path = folder / f"{version:08d}.{FULL}.safetensors"
-    write_tensors(path, layout, noted(), spare=spare)
-    return commit(folder, path, version, digests, deltas_follow=deltas_follow)
-
-
-def commit(
-    folder: Path,
-    path: Path,
-    version: int,
-    digests: dict[str, TensorDigest],
-    *,
-    deltas_follow: bool,
-    parent: Manifest | None = None,
-    forms: dict[str, str] | None = None,
-) -> Manifest:
-    """Write the manifest of a file of tensors: now the version is published."""
-    manifest = Manifest(
-        version=version,
-        kind=DELTA if parent else FULL,
-        parent=parent.version if parent else None,
-        parent_digest=parent.digest if parent else None,
-        digest=digest_of_all(digests),
-        file=path.name,
-        file_size=path.stat().st_size,
-        file_digest=digest_of_file(path) if parent else None,
-        deltas_follow=deltas_follow,
-        tensors=digests,
-        forms=forms or {},
-    )
-    fields = attrs.asdict(manifest, recurse=False)
-    fields["tensors"] = {n: [t.dtype, t.shape, t.digest] for n, t in digests.items()}
-    with whole_or_nothing(manifest_path(folder, version)) as file:
-        file.write(json.dumps(fields).encode())
-    return manifest
-
-
-def retain(
-    folder: Path, manifest: Manifest, *, keep: int | None = None, spare: Path | None = None
-) -> None:
-    """Remove what is useless after the publication ``manifest``.
-
-    That is what an interrupted writer left, later versions (of a run that was resumed from an
-    earlier one), and those before version ``keep``, if given. With ``spare``, the last of their
-    files of tensors is renamed to it, for the next publication to write over.
-    """
-    for partial in folder.glob(".*.partial"):
-        if _PARTIAL.fullmatch(partial.name):
-            partial.unlink(missing_ok=True)
-    for path in folder.glob("[0-9]*"):
-        match = _NAME.fullmatch(path.name)
-        if match is None or path.is_dir():
-            continue  # not a file of a publication
-        version = int(match[1])
-        superseded = version > manifest.version
-        too_old = keep is not None and version < keep
-        replaced = version == manifest.version and path.suffix != ".json"
-        if superseded or too_old or (replaced and path.name != manifest.file):
-            if spare is not None and path.suffix != ".json":
-                path.replace(spare)
-            else:
-                path.unlink(missing_ok=True)

@@ -1,5 +1,7 @@
 """The trainer's side of a folder of publications: full versions and deltas."""
 
+import json
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -10,19 +12,20 @@ import torch
 from torch import Tensor
 
 from primerl._common.checkpoint_tensors import TensorLayout
-from primerl._common.digests import TensorDigest, digest_of, raw_bytes
+from primerl._common.digests import (
+    TensorDigest,
+    digest_of,
+    digest_of_all,
+    digest_of_file,
+    raw_bytes,
+)
+from primerl._common.files import whole_or_nothing
 from primerl._common.tensor_files import as_tensor, write_tensors
 from primerl.weights.transports import delta
-from primerl.weights.transports.publications import (
-    DELTA,
-    FULL,
-    SAME,
-    Manifest,
-    commit,
-    manifest_path,
-    retain,
-    write_full,
-)
+from primerl.weights.transports.publications import DELTA, FULL, SAME, Manifest, manifest_path
+
+_NAME = re.compile(rf"([0-9]{{8,}})\.(json|({FULL}|{DELTA})\.safetensors)")
+_PARTIAL = re.compile(rf"\.({_NAME.pattern})\.[0-9]+\.partial")
 
 
 @attrs.define
@@ -68,6 +71,8 @@ class Publisher:
         self._snapshot_every = snapshot_every
         self._since_snapshot = 0
         self._sent: _Sent | None = None
+        self.snapshot: int | None = None
+        """The last version in full: with those that follow it, all that a receiver may need."""
         self.encode_s = 0.0
         """Of the last publication: seconds spent on finding what changed, digests included."""
 
@@ -89,23 +94,37 @@ class Publisher:
             self._since_snapshot += 1
         else:
             kept = {}
-            manifest = write_full(
-                self.folder,
-                version,
-                layout,
-                self._keeping(tensors, kept) if self._deltas else tensors,
-                deltas_follow=self._deltas,
-                spare=self._spare,
+            manifest = self._write_full(
+                version, layout, self._keeping(tensors, kept) if self._deltas else tensors
             )
-            self._since_snapshot = 0
         if self._deltas:
             self._sent = _Sent(manifest, dict(layout), kept)
         self.retain(manifest)
         return manifest
 
     def retain(self, manifest: Manifest, *, keep: int | None = None) -> None:
-        """Remove what is useless after a publication; see ``publications.retain``."""
-        retain(self.folder, manifest, keep=keep, spare=self._spare)
+        """Remove what is useless after the publication ``manifest``.
+
+        That is what an interrupted writer left, later versions (of a run that was resumed from an
+        earlier one), and those before version ``keep``, if given. In memory, the last of their
+        files of tensors is kept aside, for the next publication to write over.
+        """
+        for partial in self.folder.glob(".*.partial"):
+            if _PARTIAL.fullmatch(partial.name):
+                partial.unlink(missing_ok=True)
+        for path in self.folder.glob("[0-9]*"):
+            match = _NAME.fullmatch(path.name)
+            if match is None or path.is_dir():
+                continue  # not a file of a publication
+            version = int(match[1])
+            superseded = version > manifest.version
+            too_old = keep is not None and version < keep
+            replaced = version == manifest.version and path.suffix != ".json"
+            if superseded or too_old or (replaced and path.name != manifest.file):
+                if self._spare is not None and path.suffix != ".json":
+                    path.replace(self._spare)
+                else:
+                    path.unlink(missing_ok=True)
 
     def rewrite_whole(self) -> Manifest:
         """Publish the last version again, in full, from the copy that was kept for deltas.
@@ -117,9 +136,7 @@ class Publisher:
             raise ValueError("there is no copy of the last version, which was not a delta")
         sent = self._sent
         tensors = ((n, as_tensor(sent.tensors[n], entry)) for n, entry in sent.layout.items())
-        version = sent.manifest.version
-        sent.manifest = write_full(self.folder, version, sent.layout, tensors, deltas_follow=True)
-        self._since_snapshot = 0
+        sent.manifest = self._write_full(sent.manifest.version, sent.layout, tensors)
         self.retain(sent.manifest)
         return sent.manifest
 
@@ -137,6 +154,26 @@ class Publisher:
         for name, tensor in tensors:
             kept[name] = raw_bytes(tensor).copy()  # the trainer changes its own
             yield name, tensor
+
+    def _write_full(
+        self,
+        version: int,
+        layout: Mapping[str, TensorLayout],
+        tensors: Iterable[tuple[str, Tensor]],
+    ) -> Manifest:
+        digests: dict[str, TensorDigest] = {}
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                digests[name] = digest_of(tensor)
+                yield name, tensor
+
+        path = self.folder / f"{version:08d}.{FULL}.safetensors"
+        write_tensors(path, layout, noted(), spare=self._spare)
+        manifest = self._commit(path, version, digests)
+        self.snapshot = version
+        self._since_snapshot = 0
+        return manifest
 
     def _write_delta(
         self,
@@ -163,15 +200,36 @@ class Publisher:
         path = self.folder / f"{version:08d}.{DELTA}.safetensors"
         sizes = {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in wire.items()}
         write_tensors(path, sizes, wire.items())
-        return commit(
-            self.folder,
-            path,
-            version,
-            digests,
-            deltas_follow=True,
-            parent=sent.manifest,
-            forms=forms,
+        return self._commit(path, version, digests, parent=sent.manifest, forms=forms)
+
+    def _commit(
+        self,
+        path: Path,
+        version: int,
+        digests: dict[str, TensorDigest],
+        *,
+        parent: Manifest | None = None,
+        forms: dict[str, str] | None = None,
+    ) -> Manifest:
+        """Write the manifest of a file of tensors: now the version is published."""
+        manifest = Manifest(
+            version=version,
+            kind=DELTA if parent else FULL,
+            parent=parent.version if parent else None,
+            parent_digest=parent.digest if parent else None,
+            digest=digest_of_all(digests),
+            file=path.name,
+            file_size=path.stat().st_size,
+            file_digest=digest_of_file(path) if parent else None,
+            deltas_follow=self._deltas,
+            tensors=digests,
+            forms=forms or {},
         )
+        fields = attrs.asdict(manifest, recurse=False)
+        fields["tensors"] = {n: [t.dtype, t.shape, t.digest] for n, t in digests.items()}
+        with whole_or_nothing(manifest_path(self.folder, version)) as file:
+            file.write(json.dumps(fields).encode())
+        return manifest
 
 
 def _difference(old: np.ndarray, new: np.ndarray) -> tuple[str, Tensor]:

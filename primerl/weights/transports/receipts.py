@@ -1,6 +1,6 @@
-"""Receipts: what a publication did, and whether every engine holds what the trainer sent."""
+"""Engines that take weights, and receipts: whether each of them holds what the trainer sent."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -77,6 +77,30 @@ class Receipt:
         """
         publish_s = sum(self.seconds.values())
         return {"publish_s": publish_s, "publish_bytes": float(self.bytes), **self.canary}
+
+
+def check_engines(engines: Sequence[object], *, adapters: bool = False) -> None:
+    """Engines belong to rank 0, and all of them, or none, sample under an adapter.
+
+    Raises:
+        ValueError: rank 0 has none, or another rank has one; or an engine takes what is not sent.
+    """
+    if is_first_rank() and not engines:
+        raise ValueError("there is no engine to publish to")
+    if engines and not is_first_rank():
+        raise ValueError("only rank 0 publishes to engines; pass none on the other ranks")
+    names = [getattr(engine, "adapter", None) for engine in engines]
+    if adapters and None in names:
+        raise ValueError(
+            "an adapter is published to engines of servers that sample under one: "
+            'serving.VLLMEngine(server, adapter="policy"); an engine in this process takes merged '
+            "weights"
+        )
+    if not adapters and any(name is not None for name in names):
+        raise ValueError(
+            f"the engine samples under the adapter {names[0]!r}, and takes adapters alone: publish "
+            'with weights.Adapter, or transport_to(publish="adapter")'
+        )
 
 
 def on_all_ranks(receipt: Receipt) -> Receipt:

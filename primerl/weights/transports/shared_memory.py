@@ -12,11 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from primerl._common.checkpoint_tensors import Quantizer
-from primerl._common.ranks import on_first_rank, on_first_rank_gathering, whole_tensors
+from primerl._common.ranks import (
+    is_first_rank,
+    on_first_rank,
+    on_first_rank_gathering,
+    whole_tensors,
+)
 from primerl._common.shared_folder import SharedFolder
-from primerl.weights.transports.folder_transport import FolderTransport, check_engines
-from primerl.weights.transports.publisher import Publisher
-from primerl.weights.transports.receipts import Fetcher, Receipt, on_all_ranks
+from primerl.weights.transports.disk import Disk
+from primerl.weights.transports.receipts import Fetcher, Receipt, check_engines, on_all_ranks
 
 
 @runtime_checkable
@@ -79,18 +83,25 @@ class SharedMemory:
             )
         servers = [one for one in engines if not isinstance(one, Receiver)]
         self._timeout_s = timeout_s
-        publisher = None
+        folder = None
         if servers:
             stored = itertools.chain(model.parameters(), model.buffers())
             size = sum(tensor.numel() * tensor.element_size() for tensor in stored)
             # Servers read a version until they have the next.
             place = SharedFolder(f"publications-{uuid.uuid4().hex}", room=2 * size)
             weakref.finalize(self, place.close)
-            publisher = Publisher(place.path, encoding=encoding, in_memory=True)
-        self._servers = FolderTransport(
-            model, servers, publisher, dtype=dtype, quantize=quantize, timeout_s=timeout_s
-        )
-        self._has_servers = bool(servers)
+            folder = place.path
+        self._disk: Disk | None = None  # rank 0 may have no servers; the others help to gather
+        if servers or not is_first_rank():
+            self._disk = Disk(
+                model,
+                *servers,
+                folder=folder,
+                encoding=encoding,
+                dtype=dtype,
+                quantize=quantize,
+                timeout_s=timeout_s,
+            )
 
     def publish(self, version: int) -> Receipt:
         """Put the weights of ``version`` into every engine; returns when all serve them.
@@ -99,8 +110,11 @@ class SharedMemory:
             RuntimeError: an engine did not take them in time, or not as they were sent; the
                 message says what was caught, and where.
         """
-        here, served = on_first_rank(lambda: [bool(self._receivers), self._has_servers])
-        receipt = self._servers.publish(version) if served else Receipt(version=version)
+        here, served = on_first_rank(lambda: [bool(self._receivers), self._disk is not None])
+        receipt = Receipt(version=version)
+        if served:
+            assert self._disk is not None, "each rank but 0 has one"
+            receipt = self._disk.publish(version)
         if here:
             copying, before = self._copy(version), receipt.seconds
             seconds = {

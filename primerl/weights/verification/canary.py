@@ -13,14 +13,21 @@ from torch import nn
 
 from primerl._common.checkpoint_tensors import Quantizer, checkpoint_layout, checkpoint_tensors
 from primerl._common.ranks import is_first_rank, on_first_rank, on_first_rank_gathering
-from primerl.weights.verification.probing import Prober, WeightReader, probed
 from primerl.weights.verification.scoring import (
+    Prober,
     mismatch_kl,
+    probed,
     rounding_noise,
     sequences_for,
     trainer_logprobs,
 )
-from primerl.weights.verification.served_tensors import Comparison, Reading, compare, from_builtins
+from primerl.weights.verification.served_tensors import (
+    Comparison,
+    Reading,
+    WeightReader,
+    compare,
+    from_builtins,
+)
 from primerl.weights.verification.verdicts import (
     NOISE_BOUND,
     ReplicaChecks,
@@ -95,10 +102,8 @@ class Canary:
     Args:
         model: the trainer's, a causal language model that returns ``logits``.
         engine: with ``probe``; on rank 0.
-        sequences: token ids, longer than two blocks of the engine's prefix cache; by default
-            random ones, from ``seed``.
-        count: of the default sequences.
-        length: of each of them, in tokens.
+        count: of the sequences, which are random.
+        length: of each of them, in tokens: more than two blocks of the engine's prefix cache.
         new_tokens: with which the engine continues each.
         temperature: of the rollouts, at which the first sequence is continued; the others are
             continued at 2, where logprobs that ignore temperature are far off.
@@ -112,7 +117,6 @@ class Canary:
         quantize: what the transport quantizes with; the tensors that engines read are compared with
             its, bit for bit.
         timeout_s: of one probe; a busy engine finishes a request first.
-        seed: of the default sequences.
 
     Raises:
         ValueError: rank 0 has no engine or another rank has one, a number is out of range, or
@@ -124,7 +128,6 @@ class Canary:
         model: nn.Module,
         engine: Prober | None,
         *,
-        sequences: Sequence[Sequence[int]] | None = None,
         count: int = 2,
         length: int = LENGTH,
         new_tokens: int = 8,
@@ -134,7 +137,6 @@ class Canary:
         tolerance: float | None = None,
         quantize: Quantizer | None = None,
         timeout_s: float = 600.0,
-        seed: int = 0,
     ) -> None:
         if is_first_rank() != (engine is not None):
             raise ValueError("rank 0 alone probes the engine: pass it there, and None elsewhere")
@@ -149,11 +151,8 @@ class Canary:
             raise ValueError(f"the noise of {dtype} is not known; pass tolerance= in nats")
         if tolerance is not None and not 0 < tolerance < math.inf:
             raise ValueError(f"tolerance is {tolerance}, expected a positive number of nats")
-        if sequences is None:
-            sequences = sequences_for(model, count=count, length=length, seed=seed)
-        self.sequences = tuple(tuple(int(token) for token in row) for row in sequences)
-        if not self.sequences or min(map(len, self.sequences)) < 2:
-            raise ValueError("expected at least one sequence, each of at least 2 tokens")
+        rows = sequences_for(model, count=count, length=length)
+        self.sequences = tuple(tuple(row) for row in rows)
         self.model = model
         self.dtype = dtype
         self._quantize = quantize

@@ -1,9 +1,9 @@
-"""The trainer's logprobs of fixed sequences, and how far an engine's have moved."""
+"""Logprobs of fixed sequences, by engines and by the trainer, and how far they have moved."""
 
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import numpy as np
@@ -14,6 +14,92 @@ from torch.distributed.fsdp import FSDPModule
 
 BATCH = 4  # rows in a forward pass, all of one length
 CHUNK = 256  # rows of logits that are normalized at once
+
+
+def sequences_for(model: nn.Module, *, count: int, length: int) -> list[list[int]]:
+    """Fixed sequences of random tokens, from the middle of the vocabulary.
+
+    Special tokens and placeholders for images lie at its ends. Random tokens need no tokenizer and
+    move with the weights as much as text does (measured in docs/verification.md).
+    """
+    config: Mapping[str, Any] | Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    if not isinstance(size, int):
+        raise ValueError("the model has no config.vocab_size to draw the canary's sequences from")
+    edge = size // 16
+    draw = np.random.default_rng(0).integers(edge, size - edge, (count, length))
+    rows: list[list[int]] = draw.tolist()
+    return rows
+
+
+# ---- engines' ----
+
+
+@runtime_checkable
+class Prober(Protocol):
+    """An engine that scores fixed sequences, on each of its replicas."""
+
+    def probe(
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = ...,
+        temperatures: Sequence[float] = ...,
+        timeout_s: float = ...,
+    ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """For each replica by name, for each sequence: ``scores[t]``, the logprob of each token
+        given those before it (the first is 0), at temperature 1; and the ``token_ids[n]`` with
+        which it is continued, and their ``logprobs[n]``, sampled at the temperature of the sequence
+        as rollouts are, and of the distribution that was sampled.
+        """
+        ...
+
+
+def probed(
+    engine: Prober,
+    sequences: Sequence[Sequence[int]],
+    *,
+    new_tokens: int,
+    temperatures: Sequence[float] | None = None,
+    timeout_s: float,
+) -> list[dict[str, Any]]:
+    """One row for each replica and sequence, as builtins; the tokens are those of both parts.
+
+    Raises:
+        RuntimeError: an answer is malformed, or the engine has no replica.
+    """
+    if temperatures is None:
+        temperatures = [1.0] * len(sequences)
+    answer = engine.probe(
+        sequences, max_new_tokens=new_tokens, temperatures=temperatures, timeout_s=timeout_s
+    )
+    if not answer:
+        raise RuntimeError("the engine has no replica to probe")
+    rows = []
+    for replica, results in answer.items():
+        for sequence, temperature, result in zip(sequences, temperatures, results, strict=True):
+            more = [int(token) for token in result["token_ids"]]
+            logprobs = [float(one) for one in result["logprobs"]]
+            scores = [float(one) for one in result["scores"]]
+            if len(scores) != len(sequence) or len(logprobs) != len(more):
+                raise RuntimeError(
+                    f"{replica} gave {len(scores)} scores for {len(sequence)} tokens and "
+                    f"{len(logprobs)} logprobs for {len(more)} new ones"
+                )
+            rows.append(
+                {
+                    "replica": replica,
+                    "token_ids": [*sequence, *more],
+                    "scores": scores,
+                    "logprobs": logprobs,
+                    "temperature": temperature,
+                }
+            )
+    return rows
+
+
+# ---- the trainer's ----
 
 
 @attrs.frozen
@@ -118,6 +204,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 module.reshard()
 
 
+# ---- how far they have moved ----
+
+
 def movement(
     predicted: Float[np.ndarray, " t"], observed: Float[np.ndarray, " t"]
 ) -> tuple[float, float]:
@@ -139,23 +228,6 @@ def movement(
 def rms(values: Float[np.ndarray, " t"]) -> float:
     """The root of the mean square."""
     return float(np.sqrt(np.square(values).mean()))
-
-
-def sequences_for(model: nn.Module, *, count: int, length: int, seed: int) -> list[list[int]]:
-    """Fixed sequences of random tokens, from the middle of the vocabulary.
-
-    Special tokens and placeholders for images lie at its ends. Random tokens need no tokenizer and
-    move with the weights as much as text does (measured in docs/verification.md).
-    """
-    config: Mapping[str, Any] | Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(text, "vocab_size", None)
-    if not isinstance(size, int):
-        raise ValueError("the model has no config.vocab_size; pass sequences= of token ids")
-    edge = size // 16
-    draw = np.random.default_rng(seed).integers(edge, size - edge, (count, length))
-    rows: list[list[int]] = draw.tolist()
-    return rows
 
 
 def mismatch_kl(log_ratios: Float[np.ndarray, " t"]) -> float:

@@ -7,7 +7,7 @@ stores it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import msgspec
@@ -52,6 +52,17 @@ class Reading:
     dtype: str
     """That the engine holds it in, such as ``"bfloat16"``."""
     digest: str
+
+
+@runtime_checkable
+class WeightReader(Protocol):
+    """An engine that reports the tensors that it computes with."""
+
+    def read_weights(
+        self, names: Sequence[str], *, turn: int = ..., timeout_s: float = ...
+    ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """For each replica by name, its readings of the published tensors ``names``."""
+        ...
 
 
 @attrs.frozen(kw_only=True)

@@ -14,9 +14,8 @@ import attrs
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from primerl._common.ranks import is_first_rank, on_first_rank
+from primerl._common.ranks import is_first_rank, local_part, on_first_rank, saved_tensors
 from primerl.weights.transports.adapter import Adapter
 from primerl.weights.transports.receipts import Transport
 from primerl.weights.verification.canary import Canary
@@ -88,7 +87,6 @@ def wiring_test(
     canary: Canary,
     *,
     version: int,
-    seed: int = 0,
     restore: bool = True,
 ) -> WiringReport:
     """Perturb each group of tensors, publish, and check that engines change as the trainer does.
@@ -107,7 +105,6 @@ def wiring_test(
         transport: that publishes it.
         canary: that probes all engines.
         version: of the weights as they are.
-        seed: of the noise.
         restore: False to leave engines with the last noise where all groups arrived: you publish
             ``version`` next, and check it.
 
@@ -119,7 +116,7 @@ def wiring_test(
     _require_passed(canary, version, "before any perturbation")
     left = False
     try:
-        rows = _perturb_each(model, transport, canary, version=version, seed=seed)
+        rows = _perturb_each(model, transport, canary, version=version)
         left = not restore and all(one.arrived is not False for one in rows)
     finally:
         if not left:
@@ -142,10 +139,9 @@ def tensor_groups(model: nn.Module) -> dict[str, list[tuple[str, Tensor]]]:
 
     What is shared under two names is in one group.
     """
-    distinct = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     groups: dict[str, list[tuple[str, Tensor]]] = {}
-    for name, tensor in model.state_dict().items():
-        if name in distinct and tensor.is_floating_point():
+    for name, tensor in saved_tensors(model).items():
+        if tensor.is_floating_point():
             pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
             groups.setdefault(pattern, []).append((name, tensor))
     return groups
@@ -168,7 +164,7 @@ class _Measured:
 
 
 def _perturb_each(
-    model: nn.Module, transport: Any, canary: Canary, *, version: int, seed: int
+    model: nn.Module, transport: Any, canary: Canary, *, version: int
 ) -> list[GroupWiring]:
     """Publish each group with noise; the engines are left with that of the last."""
     # In reverse, so that what a prefix cache keeps of perturbed weights is of no sequence that is
@@ -181,7 +177,7 @@ def _perturb_each(
         own = re.compile(rf"\.lora_[^.]+\.{re.escape(transport.adapter)}\.")
         groups = {group: tensors for group, tensors in groups.items() if own.search(group)}
     for group, tensors in groups.items():
-        with _perturbed(model, tensors, sequences, before, seed=seed) as (scale, predicted):
+        with _perturbed(model, tensors, sequences, before) as (scale, predicted):
             seen = {}
             if scale is not None:
                 transport.publish(version)
@@ -196,18 +192,16 @@ def _perturbed(
     tensors: list[tuple[str, Tensor]],
     sequences: list[tuple[int, ...]],
     before: _Measured,
-    *,
-    seed: int,
 ) -> Iterator[tuple[float | None, np.ndarray]]:
     """The group with visible noise for the body: its scale (None if none is) and the change."""
-    kept = [_local(tensor).clone() for _, tensor in tensors]
+    kept = [local_part(tensor).clone() for _, tensor in tensors]
     least = ABOVE_NOISE * before.noise
     predicted = np.zeros(0)
     try:
         found = None
         for scale in SCALES:
             for (name, tensor), original in zip(tensors, kept, strict=True):
-                _add_noise(_local(tensor), original, scale, seed=zlib.crc32(name.encode()) + seed)
+                _add_noise(local_part(tensor), original, scale, seed=zlib.crc32(name.encode()))
             expected = trainer_logprobs(model, sequences)
             predicted = np.concatenate([row[1:] for row in expected]) - before.scores
             enough = max(FAINT if scale == SCALES[-1] else VISIBLE, least)
@@ -218,12 +212,7 @@ def _perturbed(
         yield found, predicted
     finally:
         for (_, tensor), original in zip(tensors, kept, strict=True):
-            _local(tensor).copy_(original)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of it that this rank holds, which shares its memory."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            local_part(tensor).copy_(original)
 
 
 def _add_noise(target: Tensor, original: Tensor, scale: float, *, seed: int) -> None:

@@ -388,8 +388,7 @@ def test_retention_keeps_what_a_late_joiner_needs(tmp_path):
     publisher = Publisher(tmp_path, encoding="delta", snapshot_every=3)
     for version in range(1, 9):
         manifest = publish(publisher, version)
-        keep = publications.chain(tmp_path, version)[0].version
-        publications.retain(tmp_path, manifest, keep=keep)
+        publisher.retain(manifest, keep=publisher.snapshot)
     assert versions_in(tmp_path) == [7, 8]
     assert len(list(tmp_path.iterdir())) == 4
 

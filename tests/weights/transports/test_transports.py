@@ -12,8 +12,8 @@ from publishing import BroadcastReplicas, Replicas, StoreMeeting, same_bits, tra
 
 from primerl import models, testing, weights
 from primerl._common.digests import digest_of, digest_of_all
-from primerl._common.shared_folder import shared_memory
-from primerl.weights.transports import broadcast_group, folder_transport
+from primerl._common.shared_folder import SharedFolder, shared_memory
+from primerl.weights.transports import broadcast_group, disk
 from primerl.weights.transports.receipts import check_receipts
 
 
@@ -100,6 +100,20 @@ def test_weights_that_the_shared_memory_has_no_room_for_go_to_the_disk(
     assert all(same_bits(tensors, sent(model)) for tensors in held(servers))
     del transport
     assert not any(tmp_path.iterdir())
+
+
+def test_files_in_shared_memory_are_written_over_whoever_chose_the_folder(servers):
+    place = SharedFolder("of-a-disk-transport")
+    transport = weights.Disk(testing.tiny_model("llama"), servers, folder=place.path / "w")
+    files = []
+    for version in range(1, 4):
+        transport.publish(version)
+        (file,) = (place.path / "w").glob("*.full.safetensors")
+        files.append(file.stat().st_ino)
+        for replica in servers.workers.values():
+            assert replica.version == version
+    assert files[0] == files[2] != files[1]
+    place.close()
 
 
 def test_publishing_to_an_engine_in_this_process_returns_a_receipt_too():
@@ -226,13 +240,13 @@ def test_two_swapped_tensors(tmp_path):
 
 def test_a_tensor_that_is_not_sent(tmp_path, servers, monkeypatch):
     """A gather that loses a tensor: the names that the model's layout has are the measure."""
-    whole = folder_transport.checkpoint_tensors
+    whole = disk.checkpoint_tensors
 
     def lossy(model, **settings):
         return ((n, t) for n, t in whole(model, **settings) if n != "model.norm.weight")
 
     transport = weights.Disk(testing.tiny_model("llama"), servers, folder=tmp_path)
-    monkeypatch.setattr(folder_transport, "checkpoint_tensors", lossy)
+    monkeypatch.setattr(disk, "checkpoint_tensors", lossy)
     with pytest.raises(ValueError, match=r"not sent: model.norm.weight"):
         transport.publish(1)
     assert servers.calls == 0
@@ -383,8 +397,8 @@ def test_nccl_carries_a_tensor_between_two_communicators():
             torch.cuda.synchronize()
         return tensor.float().cpu()
 
-    other = broadcast_group.BackgroundCall(lambda: member(1), what="rank 1")
-    assert torch.equal(member(0), other.result(timeout_s=60.0))
+    other = broadcast_group.in_thread(lambda: member(1))
+    assert torch.equal(member(0), other.result(timeout=60.0))
 
 
 # ---- a sharded trainer ----
@@ -421,3 +435,5 @@ def test_a_failure_on_rank_0_is_raised_on_every_rank_and_none_hangs(found):
     assert "is truncated" in found[1]["failure"]
     assert "the disk is full" in found[1]["mid_gather"], "in the middle of a gather"
     assert all(rank["after"] for rank in found), "the next publication works"
+    assert found[0]["unsaved"].startswith("folder is None")
+    assert found[1]["unsaved"].startswith("rank 0 failed: ValueError: folder is None")

@@ -2,9 +2,9 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -12,9 +12,16 @@ from torch import Tensor, nn
 
 from primerl._common.checkpoint_tensors import Quantizer, checkpoint_layout, checkpoint_tensors
 from primerl._common.ranks import is_first_rank, on_first_rank_gathering
-from primerl.weights.transports.publications import DELTA, Manifest, chain, manifest_path
+from primerl._common.shared_folder import shared_memory
+from primerl.weights.transports.publications import DELTA, Manifest, manifest_path
 from primerl.weights.transports.publisher import Publisher
-from primerl.weights.transports.receipts import Fetcher, Receipt, check_receipts, on_all_ranks
+from primerl.weights.transports.receipts import (
+    Fetcher,
+    Receipt,
+    check_engines,
+    check_receipts,
+    on_all_ranks,
+)
 
 
 class Disk:
@@ -57,14 +64,21 @@ class Disk:
         timeout_s: float = 600.0,
     ) -> None:
         check_engines(engines)
-        publisher = None
+        self._model = model
+        self._engines = engines
+        self._dtype = dtype
+        self._quantize = quantize
+        self._timeout_s = timeout_s
+        self._publisher: Publisher | None = None  # ranks other than 0 only help to gather
         if is_first_rank():
             if folder is None:
                 raise ValueError("folder is None; rank 0 writes the weights, so pass it a path")
-            publisher = Publisher(Path(folder), encoding=encoding, snapshot_every=snapshot_every)
-        self._transport = FolderTransport(
-            model, engines, publisher, dtype=dtype, quantize=quantize, timeout_s=timeout_s
-        )
+            self._publisher = Publisher(
+                Path(folder),
+                encoding=encoding,
+                snapshot_every=snapshot_every,
+                in_memory=Path(folder).resolve().is_relative_to(shared_memory().resolve()),
+            )
 
     def publish(self, version: int) -> Receipt:
         """Put the weights of ``version`` into every engine and check that they arrived.
@@ -74,30 +88,11 @@ class Disk:
         Raises:
             RuntimeError: they did not arrive; the message says what was caught, and where.
         """
-        return on_all_ranks(self._transport.publish(version))
-
-
-@attrs.define(eq=False, repr=False, slots=False)
-class FolderTransport:
-    """Writes a model's checkpoint into a folder and has engines fetch it.
-
-    Ranks other than 0 only help to gather: they have no engines and no publisher.
-    """
-
-    _model: nn.Module
-    _engines: Sequence[Fetcher]
-    _publisher: Publisher | None
-    _dtype: torch.dtype | None
-    _quantize: Quantizer | None
-    _timeout_s: float
-
-    def publish(self, version: int) -> Receipt:
-        """Publish the model's weights; all ranks call it. Ranks other than 0 get an empty one."""
         tensors = _Timed(
             checkpoint_tensors(self._model, dtype=self._dtype, quantize=self._quantize)
         )
         receipt = on_first_rank_gathering(lambda: self._publish(version, tensors), tensors)
-        return receipt or Receipt(version=version)
+        return on_all_ranks(receipt or Receipt(version=version))
 
     def _publish(self, version: int, tensors: "_Timed") -> Receipt:
         publisher = self._publisher
@@ -121,22 +116,18 @@ class FolderTransport:
             receipt = attrs.evolve(written, bytes=receipt.bytes + written.bytes)
             replicas = self._load(publisher.folder, manifest)
         seconds["load"] = time.perf_counter() - started
-        publisher.retain(manifest, keep=chain(publisher.folder, version)[0].version)
+        publisher.retain(manifest, keep=publisher.snapshot)
         return attrs.evolve(receipt, replicas=replicas, fallback=fallback)
 
-    def _load(self, folder: Path, manifest: Manifest) -> dict[str, list[dict[str, object]]]:
+    def _load(self, folder: Path, manifest: Manifest) -> dict[str, list[dict[str, Any]]]:
         """Have every engine fetch a publication; its workers' receipts, compared with it."""
-        update = {"folder": str(folder.resolve()), "version": manifest.version}
-        replicas: dict[str, list[dict[str, object]]] = {}
+        version = manifest.version
+        update = {"folder": str(folder.resolve()), "version": version}
+        replicas: dict[str, list[dict[str, Any]]] = {}
         for engine in self._engines:
-            replicas |= engine.load_weights(
-                update, version=manifest.version, timeout_s=self._timeout_s
-            )
+            replicas |= engine.load_weights(update, version=version, timeout_s=self._timeout_s)
         check_receipts(
-            replicas,
-            version=manifest.version,
-            digest=manifest.digest,
-            tensors=len(manifest.tensors),
+            replicas, version=version, digest=manifest.digest, tensors=len(manifest.tensors)
         )
         return replicas
 
@@ -169,27 +160,3 @@ class _Timed:
             return name, tensor.cpu()  # once: it is hashed, compared and written on the CPU
         finally:
             self.seconds += time.perf_counter() - started
-
-
-def check_engines(engines: Sequence[object], *, adapters: bool = False) -> None:
-    """Engines belong to rank 0, and all of them, or none, sample under an adapter.
-
-    Raises:
-        ValueError: rank 0 has none, or another rank has one; or an engine takes what is not sent.
-    """
-    if is_first_rank() and not engines:
-        raise ValueError("there is no engine to publish to")
-    if engines and not is_first_rank():
-        raise ValueError("only rank 0 publishes to engines; pass none on the other ranks")
-    names = [getattr(engine, "adapter", None) for engine in engines]
-    if adapters and None in names:
-        raise ValueError(
-            "an adapter is published to engines of servers that sample under one: "
-            'serving.VLLMEngine(server, adapter="policy"); an engine in this process takes merged '
-            "weights"
-        )
-    if not adapters and any(name is not None for name in names):
-        raise ValueError(
-            f"the engine samples under the adapter {names[0]!r}, and takes adapters alone: publish "
-            'with weights.Adapter, or transport_to(publish="adapter")'
-        )

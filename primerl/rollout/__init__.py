@@ -16,7 +16,7 @@ from primerl.rollout.collection.concurrency import AdaptiveConcurrency
 from primerl.rollout.collection.groups import run_group
 from primerl.rollout.collection.playing import play_tasks
 from primerl.rollout.collection.recording import load_groups, save_groups
-from primerl.rollout.conversations.calls import Call, link_calls, stitch
+from primerl.rollout.conversations.calls import Call, stitch
 from primerl.rollout.conversations.conversation import Conversation, single_turn
 from primerl.rollout.conversations.history import History
 from primerl.rollout.engines.contract import BadCompletion
@@ -71,7 +71,6 @@ __all__ = [
     "editor",
     "gateway",
     "isolated",
-    "link_calls",
     "load_groups",
     "load_renderer",
     "play_tasks",

@@ -1,11 +1,10 @@
 """Engine calls: what each prompt adds to the call before it, and the samples of a tree of calls."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
-import xxhash
 from jaxtyping import Int32
 
 from primerl.rollout.engines.protocol import Engine
@@ -143,58 +142,6 @@ def stitch(calls: Sequence[Call], *, temperature: float) -> list[Sample]:
         raise ValueError("a call is listed twice; its tokens would be trained twice")
     untrained = {id(call) for call in calls}
     return [_sample(leaf, untrained, temperature) for leaf in _leaves(calls)]
-
-
-def link_calls(requests: Iterable[tuple[Any, Completion]]) -> list[Call]:
-    """Calls in their order, each after the longest earlier one that its prompt begins with.
-
-    For environments that record each prompt as a whole. Of several calls with the same tokens, one
-    that no other call follows yet is taken. Every prompt is read once.
-    """
-    calls: list[Call] = []
-    ended: dict[tuple[int, int], list[_Ended]] = {}  # by length and digest
-    for prompt_ids, completion in requests:
-        prompt = int32(prompt_ids)
-        before = _longest_prefix(prompt, ended)
-        shared = 0
-        if before is not None:
-            shared = len(before.token_ids)
-            before.followed = True
-        parent = None if before is None else before.call
-        call = Call(new_ids=prompt[shared:], completion=completion, parent=parent)
-        whole = np.concatenate([prompt, completion.token_ids])
-        key = len(whole), xxhash.xxh64_intdigest(whole.tobytes())
-        ended.setdefault(key, []).append(_Ended(call, whole))
-        calls.append(call)
-    return calls
-
-
-@attrs.define(eq=False)
-class _Ended:
-    """A call, the tokens up to its end, and whether another call follows it."""
-
-    call: Call
-    token_ids: np.ndarray
-    followed: bool = False
-
-
-def _longest_prefix(
-    prompt: np.ndarray, ended: dict[tuple[int, int], list[_Ended]]
-) -> _Ended | None:
-    """The longest of ``ended`` that ``prompt`` begins with."""
-    longest: _Ended | None = None
-    digest, read = xxhash.xxh64(), 0
-    for length in sorted({length for length, _ in ended if length <= len(prompt)}):
-        digest.update(prompt[read:length].tobytes())
-        read = length
-        same = [
-            one
-            for one in ended.get((length, digest.intdigest()), [])
-            if np.array_equal(one.token_ids, prompt[:length])
-        ]
-        if same:
-            longest = next((one for one in same if not one.followed), same[0])
-    return longest
 
 
 def _leaves(calls: Sequence[Call]) -> Iterator[Call]:

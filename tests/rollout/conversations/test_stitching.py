@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from primerl import advantage, packing
-from primerl.rollout.conversations.calls import Call, link_calls, stitch
+from primerl.rollout.conversations.calls import Call, stitch
 from primerl.types import Completion, Group, Rollout
 
 
@@ -71,47 +71,6 @@ def test_every_sampled_token_is_trained_once_after_what_the_engine_saw(drawn):
     assert trained(samples) == sampled(calls)
     parents = {id(one.parent) for one in calls}
     assert len(samples) == sum(id(one) not in parents for one in calls)
-
-
-@given(DRAWN)
-def test_calls_that_are_recorded_whole_are_linked_to_the_longest_before_them(drawn):
-    """Few tokens, so that calls are alike by chance."""
-    calls = calls_of(drawn)
-    linked = link_calls((one.prompt_ids, one.completion) for one in calls)
-
-    assert [one.prompt_ids.tolist() for one in linked] == [one.prompt_ids.tolist() for one in calls]
-    assert trained(stitch(linked, temperature=1.0)) == sampled(calls)
-    for one in linked:
-        others = [other for other in linked if linked.index(other) < linked.index(one)]
-        begins = [
-            len(other.token_ids)
-            for other in others
-            if tuple(one.prompt_ids[: len(other.token_ids)]) == tuple(other.token_ids)
-        ]
-        assert len(one.prompt_ids) - len(one.new_ids) == max(begins, default=0)
-
-
-@given(DRAWN)
-def test_calls_that_are_recorded_whole_are_linked_as_they_were_made(drawn):
-    """Each reply has a token of its own, as long ones have, so a prompt tells what it follows."""
-    unique = [(parent, prompt, [*reply, 10 + i]) for i, (parent, prompt, reply) in enumerate(drawn)]
-    calls = calls_of(unique)
-    linked = link_calls((one.prompt_ids, one.completion) for one in calls)
-
-    numbers = {id(one): number for number, one in enumerate([*calls, *linked])}
-    parents = [numbers.get(id(one.parent)) for one in calls]
-    found = [numbers.get(id(one.parent)) for one in linked]
-    assert found == [None if one is None else one + len(calls) for one in parents]
-
-
-def test_of_equal_calls_each_is_continued_once():
-    reply, other = completion([3]), completion([4])
-    prompts = [([1], reply), ([1], reply), ([1, 3, 2], other), ([1, 3, 2], other)]
-
-    first, second, third, fourth = link_calls(prompts)
-
-    assert (third.parent, fourth.parent) == (first, second)
-    assert len(stitch([first, second, third, fourth], temperature=1.0)) == 2
 
 
 @given(DRAWN)

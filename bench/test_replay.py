@@ -43,7 +43,7 @@ import zstandard
 
 from primerl import loss, packing, replay, rollout, testing
 from primerl.replay import RouteShape, codec
-from primerl.replay.reading import discard, read
+from primerl.replay.references import discard, read
 from primerl.replay.store import Store
 from primerl.types import Sample, SamplingParams, TrainingSample
 

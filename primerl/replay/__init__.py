@@ -8,8 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from primerl.replay.codec import decode, encode
-from primerl.replay.reading import discard, read
 from primerl.replay.recordings import RecordedRoutes
+from primerl.replay.references import discard, read
 from primerl.replay.shapes import RouteShape
 from primerl.replay.store import BadRoutes, Store
 

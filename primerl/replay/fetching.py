@@ -14,9 +14,8 @@ from jaxtyping import Int16, Int64
 from torch import Tensor
 
 from primerl.replay.forcing import RouteCounts
-from primerl.replay.reading import read
 from primerl.replay.recordings import RecordedRoutes
-from primerl.replay.references import decode_inline, is_inline, parse_inline
+from primerl.replay.references import decode_inline, is_inline, parse_inline, read
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ import attrs
 import numpy as np
 
 from primerl._common.shared_folder import SharedFolder
-from primerl.replay.reading import opened
 from primerl.replay.recordings import (
     RecordingHead,
     content_digest,
@@ -33,6 +32,7 @@ from primerl.replay.references import (
     fits_inline,
     inline_reference,
     is_inline,
+    opened,
     parse_inline,
     served_reference,
 )

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from conftest import make_sample
 
-from primerl.replay import RouteShape, reading, references, server
-from primerl.replay.reading import discard, read
+from primerl.replay import RouteShape, references, server
+from primerl.replay.references import discard, read
 from primerl.replay.server import content_path, open_member, remove
 from primerl.replay.span_server import SpanServer
 from primerl.replay.store import BadRoutes, Store
@@ -100,13 +100,13 @@ def test_only_the_bytes_of_a_span_are_asked_for(served, monkeypatch):
     path = served._path / name_of(reference)
     total = path.stat().st_size
     asked = []
-    get = reading._Connection._get
+    get = references._Connection._get
 
     def recorded(self, begin, end):
         asked.append((begin, end))
         return get(self, begin, end)
 
-    monkeypatch.setattr(reading._Connection, "_get", recorded)
+    monkeypatch.setattr(references._Connection, "_get", recorded)
     read(reference, span=(25_000, 25_100))
     assert asked[0] == (0, 1 << 16)
     assert total * 0.8 < asked[1][0] < asked[1][1] < total * 0.85
@@ -116,7 +116,7 @@ def test_only_the_bytes_of_a_span_are_asked_for(served, monkeypatch):
 
 def test_a_head_that_is_longer_than_what_is_read_first(served, monkeypatch):
     monkeypatch.setattr("primerl.replay.codec._CHUNK_BYTES", 8)
-    monkeypatch.setattr("primerl.replay.reading.READ_AT_ONCE", 1 << 12)
+    monkeypatch.setattr("primerl.replay.references.READ_AT_ONCE", 1 << 12)
     (reference,) = put(served, 500)  # a chunk for each token: 12 bytes of head
     assert read(reference, span=(400, 402)).rows.tolist() == (
         np.sort(rows_of(500)[400:402], axis=-1).tolist()

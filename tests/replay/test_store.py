@@ -17,8 +17,8 @@ from primerl._common import shared_folder
 from primerl._common.shared_folder import SharedFolder, shared_memory
 from primerl.replay import RouteShape, server
 from primerl.replay import store as stores
-from primerl.replay.reading import discard, read
 from primerl.replay.recordings import runs_of
+from primerl.replay.references import discard, read
 from primerl.replay.server import NAME
 from primerl.replay.store import BadRoutes, Store
 

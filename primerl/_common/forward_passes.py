@@ -1,7 +1,8 @@
 """How a model runs forward: passes that are repeated, for code that observes it from within.
 
 A layer runs again in the backward pass where activations are recomputed, and a whole model where
-the result of a first attempt could not be used. Observers must count each pass once.
+the result of a first attempt could not be used. Observers must count each pass once. A planned
+run passes tensors without values.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +12,9 @@ from typing import Any
 
 import attrs
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 # transformers' names of activation checkpointing: since 5.23, and before.
 _RECOMPUTATION = ("activation_checkpointing", "gradient_checkpointing")
@@ -111,3 +114,19 @@ class PassTotal:
 
     def _add(self, value: Tensor) -> None:
         self._total = value if self._total is None else self._total + value
+
+
+# ---- tensors without values, by which a run is planned before it starts ----
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values: not one of the meta device, nor an imagined (fake) one."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def group_ends(ends: Int[Tensor, " e"], rows: int) -> list[int]:
+    """Where groups of ``rows`` rows end; without values, all groups are equally large."""
+    if has_values(ends):
+        found: list[int] = ends.tolist()
+        return found
+    return [rows * (group + 1) // len(ends) for group in range(len(ends))]

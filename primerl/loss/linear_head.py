@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from primerl._common.values import has_values
+from primerl._common.forward_passes import has_values
 from primerl.loss.arguments import checked
 
 # Elements of a tile. On a CPU a tile stays in cache; an accelerator wants fewer, larger kernels.

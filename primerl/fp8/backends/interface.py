@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from primerl._common.values import group_ends
+from primerl._common.forward_passes import group_ends
 from primerl.fp8.format import Format, Quantized
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from primerl._common.values import has_values
+from primerl._common.forward_passes import has_values
 from primerl.parallel.collectives import all_to_all
 
 Compute = Callable[[Tensor, Tensor], Tensor]

@@ -19,10 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 
 from primerl._common.expert_modules import expert_modules
-from primerl._common.forward_passes import PassTotal
+from primerl._common.forward_passes import PassTotal, group_ends, has_values
 from primerl._common.optional import require
 from primerl._common.ranks import local_part
-from primerl._common.values import group_ends, has_values
 from primerl.parallel.expert_parallel.dispatch import AllToAll, Dispatch, count_choices
 
 IMPLEMENTATION = "primerl_experts"

@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from primerl.sandbox import launching, tiers
+from primerl.sandbox import tiers
 from primerl.sandbox.errors import SandboxError
-from primerl.sandbox.results import Isolation, Limits, Result
-from primerl.sandbox.roots import Root
+from primerl.sandbox.results import Isolation, Limits, Result, Root
 from primerl.sandbox.sessions import Session, Snapshot
-from primerl.sandbox.slots import Order
-from primerl.sandbox.tiers.protocol import Ability, Options, Sandbox
+from primerl.sandbox.tiers import host
+from primerl.sandbox.tiers.interface import Ability, Options, Order, Sandbox
 
 
 class SandboxPool:
@@ -75,8 +74,8 @@ class SandboxPool:
         self._warm = self._concurrency if warm is None else warm
         if self._concurrency < 1 or starting < 1 or self._warm < 0:
             raise ValueError("concurrency and starting must be positive, warm not negative")
-        self._python = python or launching.default_python()
-        paths = launching.readable_paths(self._python, tuple(readable))
+        self._python = python or host.default_python()
+        paths = host.readable_paths(self._python, tuple(readable))
         self._tier = tiers.choose(
             tiers.allowed(tier, min_isolation),
             Options(

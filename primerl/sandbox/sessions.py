@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from primerl.sandbox.errors import SandboxError
-from primerl.sandbox.results import Result
-from primerl.sandbox.roots import Root
-from primerl.sandbox.slots import Order
+from primerl.sandbox.results import Result, Root
+from primerl.sandbox.tiers.interface import Order, Sandbox
 
 if TYPE_CHECKING:
     from primerl.sandbox.pool import SandboxPool
-    from primerl.sandbox.tiers.protocol import Sandbox
 
 _HOME = "/sandbox"
 _MOST_SNAPSHOT_BYTES = 1 << 30
@@ -37,7 +35,7 @@ class Session:
     stay in any case.
     """
 
-    def __init__(self, pool: "SandboxPool", sandbox: "Sandbox", *, root: Root | None) -> None:
+    def __init__(self, pool: "SandboxPool", sandbox: Sandbox, *, root: Root | None) -> None:
         self._pool = pool
         self._sandbox = sandbox
         self._root = root

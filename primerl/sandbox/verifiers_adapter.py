@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from primerl._common.optional import require
 from primerl.sandbox.errors import SandboxError
 from primerl.sandbox.pool import SandboxPool
-from primerl.sandbox.roots import Root
+from primerl.sandbox.results import Root
 from primerl.sandbox.sessions import Session
 
 if TYPE_CHECKING:

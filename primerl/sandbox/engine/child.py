@@ -12,7 +12,9 @@ import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from primerl.sandbox.engine import interpreter, kernel, messages, orders, repl, seccomp
+from primerl.sandbox.engine import messages
+from primerl.sandbox.engine.barriers import kernel, seccomp
+from primerl.sandbox.engine.work import interpreter, orders, repl
 
 _FIRST_INHERITED = 3
 _OUT_OF_THE_WAY = 50  # above all descriptors that the first process has

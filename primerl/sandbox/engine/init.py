@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from primerl.sandbox.engine import child, kernel, messages
+from primerl.sandbox.engine import child, messages
+from primerl.sandbox.engine.barriers import kernel
 from primerl.sandbox.engine.processes import OwnNamespace, Processes, children, end, usage
 from primerl.sandbox.engine.watchdog import Watchdog, filesystem_use
 

@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Protocol, runtime_checkable
 
-from primerl.sandbox.engine import kernel
+from primerl.sandbox.engine.barriers import kernel
 
 _PAUSE_S = 0.001
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -14,15 +14,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
-from primerl.sandbox.engine import (
-    confined,
-    kernel,
-    landlock,
-    messages,
-    namespaces,
-    processes,
-    removal,
-)
+from primerl.sandbox.engine import messages, processes, removal
+from primerl.sandbox.engine.barriers import confined, kernel, landlock, namespaces
 
 _SWEEP_S = 5.0
 # What most programs import; each further module makes every fork slower.

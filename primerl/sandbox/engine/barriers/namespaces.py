@@ -8,7 +8,9 @@ import signal
 import socket
 from typing import Any
 
-from primerl.sandbox.engine import init, interpreter, kernel, landlock, seccomp, skeleton
+from primerl.sandbox.engine import init
+from primerl.sandbox.engine.barriers import kernel, landlock, seccomp, skeleton
+from primerl.sandbox.engine.work import interpreter
 
 FLAGS = (
     kernel.CLONE_NEWUSER

@@ -12,7 +12,7 @@ import threading
 import traceback
 import types
 
-from primerl.sandbox.engine import skeleton
+from primerl.sandbox.engine.barriers import skeleton
 
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

@@ -8,7 +8,8 @@ import sys
 import traceback
 from typing import Any
 
-from primerl.sandbox.engine import interpreter, messages
+from primerl.sandbox.engine import messages
+from primerl.sandbox.engine.work import interpreter
 
 
 def serve(connection: socket.socket, environment: dict[str, str]) -> None:

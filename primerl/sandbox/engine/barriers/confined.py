@@ -14,17 +14,9 @@ import socket
 import stat
 from typing import Any
 
-from primerl.sandbox.engine import (
-    init,
-    interpreter,
-    kernel,
-    landlock,
-    namespaces,
-    processes,
-    removal,
-    seccomp,
-    skeleton,
-)
+from primerl.sandbox.engine import init, processes, removal
+from primerl.sandbox.engine.barriers import kernel, landlock, namespaces, seccomp, skeleton
+from primerl.sandbox.engine.work import interpreter
 
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 _BEYOND = 1 << 62

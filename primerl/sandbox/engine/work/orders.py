@@ -10,7 +10,7 @@ import shutil
 import stat
 from typing import Any
 
-from primerl.sandbox.engine import archive, interpreter, subject, testside
+from primerl.sandbox.engine.work import archive, interpreter, subject, testside
 
 REFUSED = 126  # the exit code where an order could not be carried out
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from primerl.sandbox.results import Isolation, Limits, Result, Root
     from primerl.sandbox.sessions import Session, Snapshot
     from primerl.sandbox.tiers import probe
-    from primerl.sandbox.verifiers_adapter import verifiers_runtime
-    from primerl.sandbox.verifiers_environment import SandboxEnv, SandboxEnvConfig
+    from primerl.sandbox.verifiers_adapter import SandboxEnv, SandboxEnvConfig, verifiers_runtime
 
 _LAZY = {
     "BadReply": "errors",
@@ -26,8 +25,8 @@ _LAZY = {
     "Probe": "errors",
     "Result": "results",
     "Root": "results",
-    "SandboxEnv": "verifiers_environment",
-    "SandboxEnvConfig": "verifiers_environment",
+    "SandboxEnv": "verifiers_adapter",
+    "SandboxEnvConfig": "verifiers_adapter",
     "SandboxError": "errors",
     "SandboxPool": "pool",
     "SandboxUnavailable": "errors",

@@ -249,11 +249,6 @@ class SandboxPool:
             output_bytes=output_bytes or self.limits.output_bytes,
         )
 
-    async def execute(self, sandbox: Sandbox, order: Order) -> Result:
-        """Carry out a session's order when it is its turn among all that want to run."""
-        async with self.turn():
-            return await sandbox.execute(order)
-
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Wait for one of the ``concurrency`` turns, in order of arrival.

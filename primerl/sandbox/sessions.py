@@ -149,7 +149,8 @@ class Session:
         async with self._one_at_a_time:
             if not self._sandbox.alive:
                 raise SandboxError("the session's sandbox has ended; its files are gone")
-            return await self._pool.execute(self._sandbox, attrs.evolve(order, keeps=True))
+            async with self._pool.turn():
+                return await self._sandbox.execute(attrs.evolve(order, keeps=True))
 
     @staticmethod
     def _checked(done: Result, what: str) -> bytes:

@@ -30,6 +30,8 @@ def main(
 ) -> NoReturn:
     """Confine this process, then wait for an order on a socket and carry it out.
 
+    ``confine`` adds to the filter of system calls. ``environment`` is what every process of the
+    sandbox gets; ``shared`` says whether this interpreter's library is the one seen inside.
     With a job come its payload, stdin, stdout and stderr; with the first turn of a REPL nothing,
     but the connection stays for its turns.
     """

@@ -13,11 +13,14 @@ import operator
 import os
 import socket
 import sys
-import types
 from typing import Any
 
 LONGEST_LINE = 8 << 20
 _MOST_OBJECTS = 1_000_000
+_BUILT_IN = (
+    *("len", "iter", "next", "str", "repr", "hash", "bool", "float", "int", "abs", "reversed"),
+    *("round", "dir"),
+)
 
 
 def encode(value: Any, refer: Any, depth: int = 0) -> Any:
@@ -102,18 +105,8 @@ class Subject:
     @staticmethod
     def _operate(name: str, target: Any, arguments: list[Any]) -> Any:
         """An operator or a built-in function of an object, such as ``len`` or ``add``."""
-        functions: dict[str, Any] = {
-            "len": len,
-            "iter": iter,
-            "next": next,
-            "str": str,
-            "repr": repr,
-            "hash": hash,
-        }
-        functions |= {"bool": bool, "float": float, "int": int, "abs": abs, "list": list}
-        functions |= {"reversed": reversed, "round": round, "dir": dir, "divmod": divmod}
-        if name in functions:
-            return functions[name](target, *arguments)
+        if name in _BUILT_IN:
+            return getattr(builtins, name)(target, *arguments)
         if name.startswith("r_"):
             return getattr(operator, name[2:])(arguments[0], target)
         if name in ("enter", "exit"):
@@ -128,13 +121,9 @@ class Subject:
         if len(self._objects) > _MOST_OBJECTS:
             raise MemoryError("the tests refer to too many objects")
         self._objects[id(value)] = value  # kept, so that its number stays its own
-        about = {"id": id(value), "type": type(value).__name__}
-        if isinstance(value, type):
-            about["class"] = value.__name__
-            if issubclass(value, BaseException):
-                about["bases"] = [base.__name__ for base in value.__mro__]
-        elif isinstance(value, types.ModuleType):
-            about["module"] = value.__name__
+        about: dict[str, Any] = {"id": id(value)}
+        if isinstance(value, type) and issubclass(value, BaseException):
+            about["bases"] = [base.__name__ for base in value.__mro__]
         elif isinstance(value, BaseException):
             about["error"] = encode(type(value), self._refer)
         return {"object": about}

@@ -12,7 +12,8 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from primerl.sandbox.engine.work.subject import LONGEST_LINE, decode, encode
+from primerl.sandbox.engine.work.subject import LONGEST_LINE
+from primerl.sandbox.engine.work.values import decode, encode
 
 _BINARY = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor"),

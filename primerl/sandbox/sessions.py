@@ -10,7 +10,7 @@ import attrs
 
 from primerl.sandbox.errors import SandboxError
 from primerl.sandbox.results import Result, Root
-from primerl.sandbox.tiers.interface import Order, Sandbox
+from primerl.sandbox.tiers.interface import Order, Sandbox, asked
 
 if TYPE_CHECKING:
     from primerl.sandbox.pool import SandboxPool
@@ -63,7 +63,7 @@ class Session:
         Relative paths are below the sandbox's home, which is ``/sandbox`` in most tiers.
         """
         order = self._pool.order(
-            code,
+            *asked(code),
             stdin=stdin,
             files=files,
             environment=environment,
@@ -84,8 +84,7 @@ class Session:
             SandboxError: the sandbox has ended, or its tier keeps no Python.
         """
         self._pool.check_able("turns", "Python that keeps its state; use `run`")
-        order = self._pool.order(code, timeout_s=timeout_s)
-        return await self._execute(attrs.evolve(order, kind="turn"))
+        return await self._do("turn", {"code": code}, timeout_s=timeout_s, output_bytes=None)
 
     async def read(self, path: str, *, max_bytes: int = 64 << 20) -> bytes:
         """The content of a file.
@@ -139,11 +138,13 @@ class Session:
         header: dict[str, Any],
         *,
         stdin: bytes = b"",
-        output_bytes: int = 1 << 16,
+        output_bytes: int | None = 1 << 16,
         timeout_s: float = 60.0,
     ) -> Result:
-        order = self._pool.order("", stdin=stdin, timeout_s=timeout_s, output_bytes=output_bytes)
-        return await self._execute(attrs.evolve(order, kind=kind, header=order.header | header))
+        order = self._pool.order(
+            kind, header, stdin=stdin, timeout_s=timeout_s, output_bytes=output_bytes
+        )
+        return await self._execute(order)
 
     async def _execute(self, order: Order) -> Result:
         async with self._one_at_a_time:

@@ -48,6 +48,19 @@ class Order:
         }
 
 
+def asked(code: str | Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Kind and header of an order for Python code (a string) or a command (a list).
+
+    Raises:
+        ValueError: the command is empty.
+    """
+    if isinstance(code, str):
+        return "code", {"code": code}
+    if not code:
+        raise ValueError("the command is empty")
+    return "argv", {"argv": list(code)}
+
+
 @runtime_checkable
 class Sandbox(Protocol):
     """One sandbox; it takes one order at a time."""

@@ -112,4 +112,4 @@ def forget_engine() -> None:
     """Let the code import ``primerl`` anew, if it is there at all: it isn't this program's."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "primerl"]:
         del sys.modules[name]
-    sys.path[:] = sys.path[1:]  # where this program was found: see the zygote
+    sys.path[:] = sys.path[1:]  # where this program was found: see ``tiers/shipping.py``

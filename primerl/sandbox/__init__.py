@@ -11,13 +11,11 @@ if TYPE_CHECKING:
     from primerl.sandbox.errors import BadReply, Probe, SandboxError, SandboxUnavailable
     from primerl.sandbox.grading import Case, Verdict, grade
     from primerl.sandbox.pool import SandboxPool
-    from primerl.sandbox.probing import probe
     from primerl.sandbox.repositories import TestReport, grade_repository
-    from primerl.sandbox.results import Isolation, Limits, Result
-    from primerl.sandbox.roots import Root
+    from primerl.sandbox.results import Isolation, Limits, Result, Root
     from primerl.sandbox.sessions import Session, Snapshot
-    from primerl.sandbox.verifiers_adapter import verifiers_runtime
-    from primerl.sandbox.verifiers_environment import SandboxEnv, SandboxEnvConfig
+    from primerl.sandbox.tiers import probe
+    from primerl.sandbox.verifiers_adapter import SandboxEnv, SandboxEnvConfig, verifiers_runtime
 
 _LAZY = {
     "BadReply": "errors",
@@ -26,9 +24,9 @@ _LAZY = {
     "Limits": "results",
     "Probe": "errors",
     "Result": "results",
-    "Root": "roots",
-    "SandboxEnv": "verifiers_environment",
-    "SandboxEnvConfig": "verifiers_environment",
+    "Root": "results",
+    "SandboxEnv": "verifiers_adapter",
+    "SandboxEnvConfig": "verifiers_adapter",
     "SandboxError": "errors",
     "SandboxPool": "pool",
     "SandboxUnavailable": "errors",
@@ -38,7 +36,7 @@ _LAZY = {
     "Verdict": "grading",
     "grade": "grading",
     "grade_repository": "repositories",
-    "probe": "probing",
+    "probe": "tiers",
     "verifiers_runtime": "verifiers_adapter",
 }
 

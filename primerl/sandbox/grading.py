@@ -8,6 +8,7 @@ computing it (a table of known answers) can't be told apart.
 """
 
 import asyncio
+import inspect
 import json
 import math
 import secrets
@@ -16,52 +17,39 @@ from typing import Any
 
 import attrs
 
+from primerl.sandbox.engine.work import values
+from primerl.sandbox.engine.work.values import decode, encode
 from primerl.sandbox.pool import SandboxPool
 from primerl.sandbox.results import Result
 
-MOST_DEPTH = 50
 _MOST_BYTES = 1 << 20
 
 # Runs the candidate and writes the value, encoded, behind a line that only this run knows. Forging
 # that line gains nothing: it would still have to hold the right value.
-_DRIVER = """
-def _encode(value, depth=0):
-    kind = type(value)
-    if depth > {depth}:
+_DRIVER = (
+    inspect.getsource(values)
+    + """
+def _refuse(value):
+    if type(value) in (list, tuple, set, frozenset, dict):
         raise ValueError("the value is nested too deeply")
-    if value is None or kind is bool or kind is str:
-        return {{"t": kind.__name__, "v": value}}
-    if kind is int:
-        return {{"t": "int", "v": hex(value)}}
-    if kind is float:
-        return {{"t": "float", "v": value.hex()}}
-    if kind is bytes:
-        return {{"t": "bytes", "v": value.hex()}}
-    if kind in (list, tuple):
-        return {{"t": kind.__name__, "v": [_encode(item, depth + 1) for item in value]}}
-    if kind in (set, frozenset):
-        return {{"t": kind.__name__, "v": [_encode(item, depth + 1) for item in value]}}
-    if kind is dict:
-        pairs = [[_encode(key, depth + 1), _encode(item, depth + 1)] for key, item in value.items()]
-        return {{"t": "dict", "v": pairs}}
-    raise TypeError("a value of type " + kind.__name__ + " can't be compared")
+    raise TypeError("a value of type " + type(value).__name__ + " can't be compared")
 
 
 def _drive():
     import json, os, sys
     order = json.loads(sys.stdin.readline())
-    names = {{"__name__": "solution"}}
+    names = {"__name__": "solution"}
     exec(compile(order["code"], "solution.py", "exec"), names)
-    decoded = {{}}
-    exec(compile(order["arguments"], "arguments.py", "exec"), decoded)
-    value = names[order["function"]](*decoded["args"], **decoded["kwargs"])
-    text = json.dumps(_encode(value))
+    args, kwargs = decode(order["args"]), decode(order["kwargs"])
+    value = names[order["function"]](*args, **kwargs)
+    text = json.dumps(encode(value, _refuse))
     sys.stdout.flush()
     os.write(1, ("\\n" + order["mark"] + text + "\\n").encode())
 
 
 _drive()
 """
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -100,7 +88,7 @@ async def grade(
     """Call ``function`` of ``code`` once per case, each in a sandbox of its own, and compare.
 
     Raises:
-        ValueError: there is no case, or an argument can't be written as a literal.
+        ValueError: there is no case, or an argument is no plain value.
         SandboxError: no sandbox could be made.
     """
     if not cases:
@@ -135,11 +123,12 @@ async def _grade_case(
     order = {
         "code": code,
         "function": function,
-        "arguments": f"args = {_literal(case.args)}\nkwargs = {_literal(dict(case.kwargs))}\n",
+        "args": encode(case.args, _refuse_argument),
+        "kwargs": encode(dict(case.kwargs), _refuse_argument),
         "mark": mark,
     }
     result = await pool.run(
-        _DRIVER.format(depth=MOST_DEPTH),
+        _DRIVER,
         stdin=json.dumps(order).encode() + b"\n",
         timeout_s=timeout_s,
         memory_bytes=memory_bytes,
@@ -192,22 +181,10 @@ def _encoded_type(key: Any) -> Any:
     return type(key).__name__
 
 
-def _literal(value: Any) -> str:
-    """Source code of a value.
-
-    Raises:
-        ValueError: it has a type that source code has no literal for.
-    """
+def _refuse_argument(value: Any) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, int, str, bytes):
-        return repr(value)
-    if kind is float:
-        return f"float.fromhex({value.hex()!r})"
-    if kind in (list, tuple, set, frozenset):
-        return f"{kind.__name__}([{', '.join(map(_literal, value))}])"
-    if kind is dict:
-        pairs = (f"({_literal(key)}, {_literal(item)})" for key, item in value.items())
-        return f"dict([{', '.join(pairs)}])"
+    if kind in (list, tuple, set, frozenset, dict):
+        raise ValueError("an argument is nested too deeply")
     raise ValueError(f"an argument is a {kind.__name__}; only plain values can go into a sandbox")
 
 
@@ -223,50 +200,6 @@ def _value(stdout: bytes, mark: str) -> Any:
         raise ValueError("no value came out")
     line = found[2].split(b"\n", 1)[0]
     try:
-        encoded = json.loads(line)
+        return decode(json.loads(line))
     except (ValueError, RecursionError):
         raise ValueError("what came out is no value") from None
-    return _decode(encoded, 0)
-
-
-def _decode(encoded: Any, depth: int) -> Any:
-    if depth > MOST_DEPTH:
-        raise ValueError("the value is nested too deeply")
-    if type(encoded) is not dict or set(encoded) != {"t", "v"}:
-        raise ValueError("what came out is no value")
-    kind, content = encoded["t"], encoded["v"]
-    plain = {"NoneType": type(None), "bool": bool, "str": str}
-    if type(kind) is not str:
-        raise ValueError("what came out is no value")
-    if kind in plain and type(content) is plain[kind]:
-        return content
-    if type(content) is str and kind in ("int", "float", "bytes"):
-        return _decode_text(kind, content)
-    if type(content) is list and kind in ("list", "tuple", "set", "frozenset"):
-        items = [_decode(item, depth + 1) for item in content]
-        return _build(
-            {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind], items
-        )
-    if type(content) is list and kind == "dict":
-        if not all(type(pair) is list and len(pair) == 2 for pair in content):
-            raise ValueError("what came out is no dictionary")
-        return _build(
-            dict, [(_decode(key, depth + 1), _decode(item, depth + 1)) for key, item in content]
-        )
-    raise ValueError(f"what came out is no {kind:.20}")
-
-
-def _decode_text(kind: str, content: str) -> Any:
-    try:
-        if kind == "int":
-            return int(content, 16)
-        return float.fromhex(content) if kind == "float" else bytes.fromhex(content)
-    except OverflowError:
-        raise ValueError("a number is out of range") from None
-
-
-def _build(kind: Any, items: list[Any]) -> Any:
-    try:
-        return kind(items)
-    except TypeError:  # an element that can't be one of a set, or a key
-        raise ValueError(f"what came out is no {kind.__name__}") from None

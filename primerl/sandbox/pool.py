@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from primerl.sandbox import launching, tiers
+from primerl.sandbox import tiers
 from primerl.sandbox.errors import SandboxError
-from primerl.sandbox.results import Isolation, Limits, Result
-from primerl.sandbox.roots import Root
+from primerl.sandbox.results import Isolation, Limits, Result, Root
 from primerl.sandbox.sessions import Session, Snapshot
-from primerl.sandbox.slots import Order
-from primerl.sandbox.tiers.protocol import Ability, Options, Sandbox
+from primerl.sandbox.tiers import host
+from primerl.sandbox.tiers.interface import Ability, Options, Order, Sandbox, asked
 
 
 class SandboxPool:
@@ -75,8 +74,8 @@ class SandboxPool:
         self._warm = self._concurrency if warm is None else warm
         if self._concurrency < 1 or starting < 1 or self._warm < 0:
             raise ValueError("concurrency and starting must be positive, warm not negative")
-        self._python = python or launching.default_python()
-        paths = launching.readable_paths(self._python, tuple(readable))
+        self._python = python or host.default_python()
+        paths = host.readable_paths(self._python, tuple(readable))
         self._tier = tiers.choose(
             tiers.allowed(tier, min_isolation),
             Options(
@@ -150,7 +149,7 @@ class SandboxPool:
             SandboxError: no sandbox could be made.
         """
         order = self.order(
-            code,
+            *asked(code),
             stdin=stdin,
             files=files,
             environment=environment,
@@ -215,7 +214,8 @@ class SandboxPool:
 
     def order(
         self,
-        code: str | Sequence[str],
+        kind: str,
+        header: dict[str, Any],
         *,
         stdin: bytes = b"",
         files: Mapping[str, bytes] | None = None,
@@ -225,35 +225,23 @@ class SandboxPool:
         memory_bytes: int | None = None,
         output_bytes: int | None = None,
     ) -> Order:
-        """What ``run`` sends to a sandbox.
+        """What goes to a sandbox, with the pool's limits unless others are given.
 
         Raises:
-            ValueError: the command is empty, or a limit isn't positive.
+            ValueError: a limit isn't positive.
         """
-        if not isinstance(code, str) and not code:
-            raise ValueError("the command is empty")
         if timeout_s <= 0 or (memory_bytes is not None and memory_bytes <= 0):
             raise ValueError("timeout_s and memory_bytes must be positive")
         environment = {**self._tier.environment, **(environment or {})}
-        header: dict[str, Any] = {"environment": environment, "folder": folder}
-        if isinstance(code, str):
-            header["code"] = code
-        else:
-            header["argv"] = list(code)
         return Order(
-            kind="code" if isinstance(code, str) else "argv",
-            header=header,
+            kind=kind,
+            header=header | {"environment": environment, "folder": folder},
             files=dict(files or {}),
             stdin=stdin,
             timeout_s=timeout_s,
             memory_bytes=memory_bytes or self.limits.memory_bytes,
             output_bytes=output_bytes or self.limits.output_bytes,
         )
-
-    async def execute(self, sandbox: Sandbox, order: Order) -> Result:
-        """Carry out a session's order when it is its turn among all that want to run."""
-        async with self.turn():
-            return await sandbox.execute(order)
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -301,7 +289,9 @@ class SandboxPool:
         """Make sandboxes until enough are ready, behind the back of whoever runs something."""
         while len(self._ready) + self._refilling < self._warm:
             self._refilling += 1
-            self._spawn(self._add_one())
+            task = asyncio.get_running_loop().create_task(self._add_one())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _add_one(self) -> None:
         try:
@@ -310,8 +300,3 @@ class SandboxPool:
             pass  # whoever needs one tries again, and is told why it fails
         finally:
             self._refilling -= 1
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -1,8 +1,9 @@
 """Grading a repository by its tests: pytest in one sandbox, the code under test in another.
 
 Both are new, so the tests enter after whoever wrote the code has left. What a test imports from the
-code under test is a stand-in for the real thing in the other sandbox (``engine/testside.py``): none
-of the tested code runs in pytest's process, and none of it can reach the results.
+code under test is a stand-in for the real thing in the other sandbox
+(``engine/work/testside.py``): none of the tested code runs in pytest's process, and none of it can
+reach the results.
 
 A test can call functions, make and use objects, read attributes, and expect exceptions. It can't
 share files or monkeypatch internals, subclass a class of the code under test, or pass it functions:
@@ -68,16 +69,14 @@ async def grade_repository(
     pool.check_able("connections", "connection to one another, which this needs; use `grade`")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     limits: dict[str, Any] = {"timeout_s": timeout_s, "memory_bytes": memory_bytes}
-    subject = pool.order("", files=repository, **limits)
-    suite = pool.order("", files=tests, **limits)
-    header = {"modules": list(modules), "packages": list(packages), "files": sorted(tests)}
+    header = {"modules": list(modules), "packages": list(packages)}
+    subject = pool.order("subject", {}, files=repository, **limits)
+    suite = pool.order("tests", header, files=tests, **limits)
     with ours, theirs:
         async with pool.turn(), pool.session() as tested, pool.session() as testing:
             # Each end is then in one sandbox only: if one ends, the other sees it.
-            subject = attrs.evolve(subject, kind="subject", connection=ours.detach())
-            suite = attrs.evolve(
-                suite, kind="tests", connection=theirs.detach(), header=suite.header | header
-            )
+            subject = attrs.evolve(subject, connection=ours.detach())
+            suite = attrs.evolve(suite, connection=theirs.detach())
             answering = asyncio.ensure_future(tested.execute_at_once(subject))
             try:
                 # Both in the one turn: each waits for the other.

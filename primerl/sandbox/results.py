@@ -1,5 +1,7 @@
 """The values that cross between a caller and its sandboxes."""
 
+from typing import Any
+
 import attrs
 
 _FEWEST_OPEN_FILES = 64
@@ -87,3 +89,21 @@ class Limits:
             raise ValueError(
                 f"open_files is {self.open_files}; {_FEWEST_OPEN_FILES} are needed to start code"
             )
+
+
+@attrs.frozen(kw_only=True)
+class Root:
+    """A prepared root filesystem.
+
+    ``copy_on_write`` is ``overlay`` where the kernel lets the pool's user mount one: sessions share
+    all files that they don't change. Else it is ``copy``: each session copies all files, which
+    takes time, memory and its ``disk_bytes``.
+    """
+
+    name: str
+    copy_on_write: str
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a sandbox with this root is asked for."""
+        return {"root": self.name, "overlay": self.copy_on_write == "overlay"}

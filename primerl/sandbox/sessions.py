@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from primerl.sandbox.errors import SandboxError
-from primerl.sandbox.results import Result
-from primerl.sandbox.roots import Root
-from primerl.sandbox.slots import Order
+from primerl.sandbox.results import Result, Root
+from primerl.sandbox.tiers.interface import Order, Sandbox, asked
 
 if TYPE_CHECKING:
     from primerl.sandbox.pool import SandboxPool
-    from primerl.sandbox.tiers.protocol import Sandbox
 
 _HOME = "/sandbox"
 _MOST_SNAPSHOT_BYTES = 1 << 30
@@ -37,7 +35,7 @@ class Session:
     stay in any case.
     """
 
-    def __init__(self, pool: "SandboxPool", sandbox: "Sandbox", *, root: Root | None) -> None:
+    def __init__(self, pool: "SandboxPool", sandbox: Sandbox, *, root: Root | None) -> None:
         self._pool = pool
         self._sandbox = sandbox
         self._root = root
@@ -65,7 +63,7 @@ class Session:
         Relative paths are below the sandbox's home, which is ``/sandbox`` in most tiers.
         """
         order = self._pool.order(
-            code,
+            *asked(code),
             stdin=stdin,
             files=files,
             environment=environment,
@@ -86,8 +84,7 @@ class Session:
             SandboxError: the sandbox has ended, or its tier keeps no Python.
         """
         self._pool.check_able("turns", "Python that keeps its state; use `run`")
-        order = self._pool.order(code, timeout_s=timeout_s)
-        return await self._execute(attrs.evolve(order, kind="turn"))
+        return await self._do("turn", {"code": code}, timeout_s=timeout_s, output_bytes=None)
 
     async def read(self, path: str, *, max_bytes: int = 64 << 20) -> bytes:
         """The content of a file.
@@ -141,17 +138,20 @@ class Session:
         header: dict[str, Any],
         *,
         stdin: bytes = b"",
-        output_bytes: int = 1 << 16,
+        output_bytes: int | None = 1 << 16,
         timeout_s: float = 60.0,
     ) -> Result:
-        order = self._pool.order("", stdin=stdin, timeout_s=timeout_s, output_bytes=output_bytes)
-        return await self._execute(attrs.evolve(order, kind=kind, header=order.header | header))
+        order = self._pool.order(
+            kind, header, stdin=stdin, timeout_s=timeout_s, output_bytes=output_bytes
+        )
+        return await self._execute(order)
 
     async def _execute(self, order: Order) -> Result:
         async with self._one_at_a_time:
             if not self._sandbox.alive:
                 raise SandboxError("the session's sandbox has ended; its files are gone")
-            return await self._pool.execute(self._sandbox, attrs.evolve(order, keeps=True))
+            async with self._pool.turn():
+                return await self._sandbox.execute(attrs.evolve(order, keeps=True))
 
     @staticmethod
     def _checked(done: Result, what: str) -> bytes:

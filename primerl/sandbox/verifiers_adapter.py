@@ -1,21 +1,107 @@
-"""A `verifiers` ``Runtime`` on a session of a pool's, so that its environments run code in
-sandboxes.
+"""Environments of `verifiers` (0.4) that run code in sandboxes: a ``Runtime``, and one that has it.
 
-verifiers (0.4) makes only the runtimes that it knows from its configuration, and takes any other as
+verifiers makes only the runtimes that it knows from its configuration, and takes any other as
 an instance: ``await agents.agent.run(task, runtime=runtime)`` in an environment's ``run``.
 """
 
+import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import Any
 
 from primerl._common.optional import require
-from primerl.sandbox.errors import SandboxError
+from primerl.sandbox.errors import SandboxError, SandboxUnavailable
 from primerl.sandbox.pool import SandboxPool
-from primerl.sandbox.roots import Root
+from primerl.sandbox.results import Limits, Root
 from primerl.sandbox.sessions import Session
 
-if TYPE_CHECKING:
-    import verifiers.v1 as vf
+vf: Any = require("verifiers.v1", extra="verifiers")
+_configs: Any = require("pydantic_config", extra="verifiers")
+_runtimes: Any = require("verifiers.v1.runtimes.base", extra="verifiers")
+_subprocess: Any = require("verifiers.v1.runtimes.subprocess", extra="verifiers")
+
+
+class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known at run time only
+    """A ``Runtime`` of verifiers' on one session of a pool's; see ``verifiers_runtime``."""
+
+    def __init__(
+        self, pool: SandboxPool, *, root: Root | None, timeout_s: float, lifetime_s: float
+    ) -> None:
+        super().__init__()
+        self.pool = pool
+        self._root = root
+        self._timeout_s = timeout_s
+        self._lifetime_s = lifetime_s
+        # Traces record one of verifiers' own configurations: the one nearest to this.
+        self.config = _subprocess.SubprocessConfig()
+        self.info = _subprocess.SubprocessRuntimeInfo(id=self.name)
+        self._stack = contextlib.AsyncExitStack()
+        self._session: Session | None = None
+
+    async def start(self) -> None:
+        """See verifiers' ``Runtime``."""
+        context = self.pool.session(root=self._root, lifetime_s=self._lifetime_s)
+        self._session = await self._stack.enter_async_context(context)
+
+    async def teardown(self) -> None:
+        """See verifiers' ``Runtime``."""
+        self._session = None
+        await self._stack.aclose()
+
+    async def run(self, argv: list[str], env: dict[str, str]) -> Any:
+        """See verifiers' ``Runtime``."""
+        environment = self.process_env(env)
+        try:
+            done = await self._running().run(
+                argv, environment=environment, timeout_s=self._timeout_s
+            )
+        except SandboxError as error:
+            raise vf.SandboxError(str(error)) from error
+        said = done.stderr.decode(errors="replace")
+        if done.limits_hit:
+            said += f"\n[sandbox: ended by its limit of {', '.join(done.limits_hit)}]"
+        if not self._running().alive:
+            raise vf.SandboxError(f"the sandbox has ended: {', '.join(done.limits_hit)}")
+        # As a shell reports the end by a signal; 137 is what a limit's SIGKILL looks like.
+        code = 137 if done.exit is None else done.exit
+        return _runtimes.ProgramResult(
+            exit_code=code if code >= 0 else 128 - code,
+            stdout=done.stdout.decode(errors="replace"),
+            stderr=said,
+        )
+
+    async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
+        """See verifiers' ``Runtime``."""
+        command = 'exec > "$0" 2>&1 < /dev/null; "$@" &'
+        result = await self.run(["sh", "-c", command, log, *argv], env)
+        if result.exit_code:
+            raise vf.SandboxError(f"{argv[0]} could not be started: {result.stderr}")
+
+    async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
+        try:
+            if max_bytes is None:
+                return await self._running().read(path)
+            command = ["head", "-c", str(max_bytes), "--", path]
+            done = await self._running().run(
+                command, output_bytes=max_bytes + 1, timeout_s=self._timeout_s
+            )
+            if not done.ok:
+                raise OSError(done.stderr.decode(errors="replace").strip())
+            return done.stdout
+        except (OSError, SandboxError) as error:
+            raise vf.SandboxError(f"read {path!r}: {error}") from error
+
+    async def write(self, path: str, data: bytes) -> None:
+        """See verifiers' ``Runtime``."""
+        try:
+            await self._running().write(path, data)
+        except (OSError, SandboxError) as error:
+            raise vf.SandboxError(f"write {path!r}: {error}") from error
+
+    def _running(self) -> Session:
+        if self._session is None:
+            raise vf.SandboxError("the runtime is not started")
+        return self._session
 
 
 def verifiers_runtime(
@@ -24,88 +110,95 @@ def verifiers_runtime(
     root: Root | None = None,
     timeout_s: float = 600.0,
     lifetime_s: float = 3600.0,
-) -> "vf.Runtime":
+) -> SandboxRuntime:
     """A runtime whose commands and files are in one sandbox, made at ``start()``.
 
     Its ``pool`` is the one given here: what grades a rollout can take new sandboxes from it.
     ``timeout_s`` is for each command; the rollout's own deadline cancels it earlier. ``lifetime_s``
     should exceed the rollout's deadline by the time that scoring takes, which uses the sandbox,
     too.
-
-    Raises:
-        ImportError: verifiers is not installed.
     """
-    runtimes: Any = require("verifiers.v1.runtimes.base", extra="verifiers")
-    errors: Any = require("verifiers.v1.errors", extra="verifiers")
-    configs: Any = require("verifiers.v1.runtimes.subprocess", extra="verifiers")
+    return SandboxRuntime(pool, root=root, timeout_s=timeout_s, lifetime_s=lifetime_s)
 
-    class SandboxRuntime(runtimes.Runtime):  # type: ignore[misc]  # a class known at run time only
-        def __init__(self) -> None:
-            super().__init__()
-            self.pool = pool
-            # Traces record one of verifiers' own configurations: the one nearest to this.
-            self.config = configs.SubprocessConfig()
-            self.info = configs.SubprocessRuntimeInfo(id=self.name)
-            self._stack = contextlib.AsyncExitStack()
-            self._session: Session | None = None
 
-        async def start(self) -> None:
-            context = pool.session(root=root, lifetime_s=lifetime_s)
-            self._session = await self._stack.enter_async_context(context)
+class SandboxConfig(_configs.BaseConfig):  # type: ignore[misc]  # a class known at run time only
+    """The pool of sandboxes.
 
-        async def teardown(self) -> None:
-            self._session = None
-            await self._stack.aclose()
+    ``concurrency`` is how many run at once (None: twice the processors), ``command_timeout_s``
+    bounds each command, ``lifetime_s`` a whole rollout with its scoring. ``readable`` are further
+    absolute paths that sandboxes may read.
+    """
 
-        async def run(self, argv: list[str], env: dict[str, str]) -> Any:
-            environment = self.process_env(env)
-            try:
-                done = await self._running().run(argv, environment=environment, timeout_s=timeout_s)
-            except SandboxError as error:
-                raise errors.SandboxError(str(error)) from error
-            said = done.stderr.decode(errors="replace")
-            if done.limits_hit:
-                said += f"\n[sandbox: ended by its limit of {', '.join(done.limits_hit)}]"
-            if not self._running().alive:
-                raise errors.SandboxError(f"the sandbox has ended: {', '.join(done.limits_hit)}")
-            # As a shell reports the end by a signal; 137 is what a limit's SIGKILL looks like.
-            code = 137 if done.exit is None else done.exit
-            return runtimes.ProgramResult(
-                exit_code=code if code >= 0 else 128 - code,
-                stdout=done.stdout.decode(errors="replace"),
-                stderr=said,
-            )
+    concurrency: int | None = None
+    memory_bytes: int = 512 << 20
+    command_timeout_s: float = 30.0
+    lifetime_s: float = 3600.0
+    readable: tuple[str, ...] = ()
 
-        async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-            command = 'exec > "$0" 2>&1 < /dev/null; "$@" &'
-            result = await self.run(["sh", "-c", command, log, *argv], env)
-            if result.exit_code:
-                raise errors.SandboxError(f"{argv[0]} could not be started: {result.stderr}")
 
-        async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
-            try:
-                if max_bytes is None:
-                    return await self._running().read(path)
-                command = ["head", "-c", str(max_bytes), "--", path]
-                done = await self._running().run(
-                    command, output_bytes=max_bytes + 1, timeout_s=timeout_s
-                )
-                if not done.ok:
-                    raise OSError(done.stderr.decode(errors="replace").strip())
-                return done.stdout
-            except (OSError, SandboxError) as error:
-                raise errors.SandboxError(f"read {path!r}: {error}") from error
+class SandboxEnvConfig(vf.EnvConfig):  # type: ignore[misc]
+    """One agent, and its sandbox.
 
-        async def write(self, path: str, data: bytes) -> None:
-            try:
-                await self._running().write(path, data)
-            except (OSError, SandboxError) as error:
-                raise errors.SandboxError(f"write {path!r}: {error}") from error
+    The agent's own runtime is not used. It is declared so that an agent that is run without the
+    environment gets a container, and never this machine.
+    """
 
-        def _running(self) -> Session:
-            if self._session is None:
-                raise errors.SandboxError("the runtime is not started")
-            return self._session
+    agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.DockerConfig())
+    sandbox: SandboxConfig = SandboxConfig()
 
-    runtime: vf.Runtime = SandboxRuntime()
-    return runtime
+
+class SandboxEnv(vf.Env[SandboxEnvConfig]):  # type: ignore[misc]
+    """Plays each task in a new sandbox, which ends with its scoring.
+
+    There is one pool for each event loop, opened by the first rollout and again if it was killed.
+    Where no sandbox can be made, rollouts fail with ``SandboxUnavailable``, which says why.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._pools: weakref.WeakKeyDictionary[Any, SandboxPool] = weakref.WeakKeyDictionary()
+        self._opening: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
+
+    async def run(self, task: Any, agents: Any) -> None:
+        """One episode: the agent in its sandbox, then the scoring."""
+        sandbox = self.config.sandbox
+        runtime = verifiers_runtime(
+            await self._pool(), timeout_s=sandbox.command_timeout_s, lifetime_s=sandbox.lifetime_s
+        )
+        runtime.env = dict(task.runtime_env())
+        await runtime.start()
+        try:
+            await agents.agent.run(task, runtime=runtime)
+        finally:
+            await runtime.stop()
+
+    async def stop(self) -> None:
+        """Close the event loop's pool."""
+        pool = self._pools.pop(asyncio.get_running_loop(), None)
+        if pool is not None:
+            await pool.__aexit__(None, None, None)
+
+    async def _pool(self) -> SandboxPool:
+        loop = asyncio.get_running_loop()
+        async with self._opening.setdefault(loop, asyncio.Lock()):
+            pool = self._pools.get(loop)
+            if pool is not None and not pool.alive:
+                await self.stop()
+                pool = None
+            if pool is None:
+                pool = await self._open()
+                self._pools[loop] = pool
+            return pool
+
+    async def _open(self) -> SandboxPool:
+        sandbox = self.config.sandbox
+        pool = SandboxPool(
+            limits=Limits(memory_bytes=sandbox.memory_bytes),
+            concurrency=sandbox.concurrency,
+            readable=sandbox.readable,
+        )
+        try:
+            return await pool.__aenter__()
+        except SandboxUnavailable as error:
+            error.add_note(f"wanted by the environment {self.config.env_id}")
+            raise

@@ -33,7 +33,7 @@ def _quoted(text):
 
 
 # Says what passes, by every descriptor and in every form.
-FORGED = json.dumps({"t": "list", "v": []})
+FORGED = json.dumps({"list": []})
 STEAL = """
 import sys, gc, json
 def absolute(x):
@@ -91,7 +91,7 @@ CHEATS = {
             "import sys, builtins, json\n"
             "frame = sys._getframe()\n"
             "while frame is not None:\n"
-            "    for name in ('_encode', 'run', 'same', 'results'):\n"
+            "    for name in ('encode', 'run', 'same', 'results'):\n"
             "        if name in frame.f_globals: frame.f_globals[name] = lambda *a, **k: True\n"
             "    frame = frame.f_back\n"
             "builtins.AssertionError = type('AssertionError', (BaseException,), {})\n"

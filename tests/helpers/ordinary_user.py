@@ -13,7 +13,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from primerl.sandbox.engine import kernel
+from primerl.sandbox.engine.barriers import kernel
 
 
 def main(uid: int, folder: str, command: list[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from sandboxed import needed, with_pool
 
 from primerl.sandbox import Limits
-from primerl.sandbox.cgroups import Cgroup, Cgroups, delegated
+from primerl.sandbox.tiers.local.cgroups import Cgroup, Cgroups, delegated
 
 FILES = ("memory.max", "pids.max", "memory.swap.max", "cgroup.procs", "cgroup.kill")
 

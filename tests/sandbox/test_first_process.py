@@ -19,11 +19,9 @@ def test_a_limit_is_named_although_what_is_killed_ends_late(monkeypatch):
     first = init.Init(
         theirs,
         settings,
-        filter_program=b"",
-        shared=True,
+        start_child=os._exit,
         processes=OwnNamespace(),
         written=lambda: (0, 0),
-        confine=None,
     )
     order = {"id": 1, "timeout_s": -1.0}
     first._job = init._Job(order, os.getpid(), turn=False)

@@ -47,7 +47,7 @@ import os, sys
 frame = sys._getframe()
 while frame is not None:
     mark = frame.f_locals.get("order", {}).get("mark", "")
-    if mark: os.write(1, ("\\n" + mark + '{"t": "bool", "v": true}\\n').encode())
+    if mark: os.write(1, ("\\n" + mark + 'true\\n').encode())
     frame = frame.f_back
 os._exit(0)
 """,
@@ -159,20 +159,36 @@ def test_tolerance_is_for_floats_only():
         b"",
         b"\nmark",
         b"\nmark{}\n",
-        b'\nmark{"t": "int", "v": 5}\n',
-        b'\nmark{"t": "int", "v": "0x"}\n',
-        b'\nmark{"t": "float", "v": "0x1p99999"}\n',
-        b'\nmark{"t": ["int"], "v": "0x5"}\n',
-        b'\nmark{"t": "dict", "v": [[1]]}\n',
-        b'\nmark{"t": "set", "v": [{"t": "list", "v": []}]}\n',
+        b"\nmark5\n",
+        b'\nmark{"int": 5}\n',
+        b'\nmark{"int": "0x"}\n',
+        b'\nmark{"int": "0x5", "float": "0x5"}\n',
+        b'\nmark{"float": "0x1p99999"}\n',
+        b'\nmark{"object": "0x5"}\n',
+        b'\nmark{"dict": [[true]]}\n',
+        b'\nmark{"dict": {"a": true}}\n',
+        b'\nmark{"set": [{"list": []}]}\n',
         b"\nmark" + b"[" * 100_000 + b"\n",
-        b"\nmark" + b'{"t": "list", "v": [' * 60 + b"]}" * 60 + b"\n",
+        b"\nmark" + b'{"list": [' * 60 + b"]}" * 60 + b"\n",
         b"\nmark\xff\xfe\n",
     ],
 )
 def test_malformed_values_are_refused(said):
     with pytest.raises(ValueError):  # noqa: PT011 - whichever of its messages
         _value(said, "mark")
+
+
+def test_arguments_that_are_no_plain_values_are_refused():
+    nested = []
+    for _ in range(60):
+        nested = [nested]
+
+    async def run(pool):
+        for argument, reason in ((object(), "only plain values"), (nested, "nested too deeply")):
+            with pytest.raises(ValueError, match=reason):
+                await grade(pool, "", [Case(args=(argument,), expected=1)], function="f")
+
+    with_pool(run, concurrency=1)
 
 
 def test_no_cases_are_refused():

@@ -50,7 +50,7 @@ class Service:
         home = f"import os; os.environ; {prime._GUEST}"
         local = self.local(command.replace(prime._GUEST, home)).replace(
             "guest.main()",
-            f"from primerl.sandbox.engine import interpreter as i; i.ENVIRONMENT['HOME'] = {str(self.folder / 'sandbox')!r}; guest.main()".replace(
+            f"from primerl.sandbox.engine.work import interpreter as i; i.ENVIRONMENT['HOME'] = {str(self.folder / 'sandbox')!r}; guest.main()".replace(
                 "'", "'\"'\"'"
             ),
         )

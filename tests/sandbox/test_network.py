@@ -12,7 +12,7 @@ from aiohttp import web
 from sandboxed import needed, with_pool
 
 from primerl.sandbox import Limits
-from primerl.sandbox.proxy import Proxy, _target
+from primerl.sandbox.tiers.local.proxy import Proxy, _target
 
 needed()
 

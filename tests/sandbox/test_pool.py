@@ -19,7 +19,8 @@ from sandboxed import needed, with_pool
 
 from primerl.sandbox import BadReply, Limits, SandboxError, SandboxPool
 from primerl.sandbox.engine import messages
-from primerl.sandbox.slots import Order, Slot, checked_reply
+from primerl.sandbox.tiers.interface import Order
+from primerl.sandbox.tiers.local.slots import Slot, checked_reply
 
 needed()
 

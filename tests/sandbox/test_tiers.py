@@ -216,7 +216,7 @@ mounts = [command[i + 1].split(":") for i, part in enumerate(command) if part ==
 folders = {{target: source for source, target, *_ in mounts}}
 home = folders.get("/sandbox") or {home!r}
 program = command[-1].replace("/.engine", folders["/.engine"])
-program = program.replace("guest.main()", f"from primerl.sandbox.engine import interpreter as i; i.ENVIRONMENT['HOME'] = {{home!r}}; guest.main()")
+program = program.replace("guest.main()", f"from primerl.sandbox.engine.work import interpreter as i; i.ENVIRONMENT['HOME'] = {{home!r}}; guest.main()")
 program = f"# {{command[command.index('--name') + 1]}}\\n{{program}}"
 os.execv(sys.executable, [sys.executable, "-I", "-c", program])
 """

@@ -12,7 +12,9 @@ import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from primerl.sandbox.engine import interpreter, kernel, messages, orders, repl, seccomp
+from primerl.sandbox.engine import messages
+from primerl.sandbox.engine.barriers import kernel, seccomp
+from primerl.sandbox.engine.work import interpreter, orders, repl
 
 _FIRST_INHERITED = 3
 _OUT_OF_THE_WAY = 50  # above all descriptors that the first process has
@@ -28,6 +30,8 @@ def main(
 ) -> NoReturn:
     """Confine this process, then wait for an order on a socket and carry it out.
 
+    ``confine`` adds to the filter of system calls. ``environment`` is what every process of the
+    sandbox gets; ``shared`` says whether this interpreter's library is the one seen inside.
     With a job come its payload, stdin, stdout and stderr; with the first turn of a REPL nothing,
     but the connection stays for its turns.
     """

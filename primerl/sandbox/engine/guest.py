@@ -12,7 +12,9 @@ import signal
 import time
 from typing import Any
 
-from primerl.sandbox.engine import interpreter, kernel, messages, orders
+from primerl.sandbox.engine import messages
+from primerl.sandbox.engine.barriers import kernel
+from primerl.sandbox.engine.work import interpreter, orders
 
 READY = b"\x06"
 _TIME_OVER = 124

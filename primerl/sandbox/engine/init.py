@@ -13,11 +13,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from primerl.sandbox.engine import child, kernel, messages
-from primerl.sandbox.engine.processes import OwnNamespace, Processes, children, end, usage
-from primerl.sandbox.engine.watchdog import Watchdog, filesystem_use
+from primerl.sandbox.engine import messages
+from primerl.sandbox.engine.barriers import kernel
+from primerl.sandbox.engine.processes import Processes, children, end, usage
+from primerl.sandbox.engine.watchdog import Watchdog
 
 _SWEEP_S = 2.0  # in which killed processes release what they hold
 _IDLE_S = 5.0
@@ -40,26 +41,26 @@ class _Job:
 
 
 class Init:
-    """Serves the orders that arrive at ``control``, one at a time, until it closes."""
+    """Serves the orders that arrive at ``control``, one at a time, until it closes.
+
+    ``start_child`` turns a new process into one that waits at a socket for an order; ``processes``
+    are all others of the sandbox; ``written`` says how many bytes and files it has written.
+    """
 
     def __init__(
         self,
         control: socket.socket,
         settings: dict[str, Any],
         *,
-        filter_program: bytes,
-        shared: bool,
+        start_child: Callable[[int], NoReturn],
         processes: Processes,
         written: Callable[[], tuple[int, int]],
-        confine: Callable[[], None] | None,
     ) -> None:
         self._control = control
         self._settings = settings
-        self._filter = filter_program
-        self._shared = shared  # whether the interpreter's library is the one seen inside
+        self._start_child = start_child
         self._processes = processes
         self._written = written
-        self._confine = confine
         self._poll = select.poll()
         self._job: _Job | None = None
         self._waiting: tuple[int, socket.socket] | None = None
@@ -71,6 +72,8 @@ class Init:
 
     def serve(self) -> None:
         """Serve until the other end closes, or this sandbox's time is over."""
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        sys.stdin.close()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         poll = self._poll
         poll.register(self._control, select.POLLIN)
@@ -171,13 +174,7 @@ class Init:
             raise
         if pid == 0:
             ours.close()
-            child.main(
-                theirs.detach(),
-                filter_program=self._filter,
-                confine=self._confine,
-                environment=self._settings["environment"],
-                shared=self._shared,
-            )
+            self._start_child(theirs.detach())
         theirs.close()
         self._waiting = (pid, ours)
 
@@ -312,32 +309,3 @@ def introduce(control: socket.socket, set_up: Callable[[], socket.socket | None]
     socket.send_fds(control, [b'{"ready": true}'], listeners)
     if listener is not None:
         listener.close()
-
-
-def main(
-    control: socket.socket,
-    settings: dict[str, Any],
-    *,
-    filter_program: bytes,
-    shared: bool,
-    processes: Processes | None = None,
-    written: Callable[[], tuple[int, int]] = filesystem_use,
-    confine: Callable[[], None] | None = None,
-) -> None:
-    """Serve one sandbox's orders to its end.
-
-    ``processes`` are all others of the sandbox, ``written`` says how many bytes and files it
-    has written, ``confine`` is called in each process that will run untrusted code.
-    """
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    sys.stdin.close()
-    init = Init(
-        control,
-        settings,
-        filter_program=filter_program,
-        shared=shared,
-        processes=processes or OwnNamespace(),
-        written=written,
-        confine=confine,
-    )
-    init.serve()

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-from primerl.sandbox.engine import kernel, landlock, namespaces, seccomp, skeleton
+from primerl.sandbox.engine.barriers import kernel, landlock, namespaces, seccomp, skeleton
 
 _NAMESPACES = {
     "mount namespace": kernel.CLONE_NEWNS,

@@ -5,36 +5,22 @@ import os
 import resource
 import signal
 import time
-from typing import Protocol, runtime_checkable
 
-from primerl.sandbox.engine import kernel
+from primerl.sandbox.engine.barriers import kernel
 
 _PAUSE_S = 0.001
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-
-@runtime_checkable
-class Processes(Protocol):
-    """All processes of a sandbox but the first."""
-
-    def listed(self) -> list[str]:
-        """Their numbers, as ``/proc`` names them."""
-        ...
-
-    def kill(self) -> None:
-        """Kill those that there are."""
-        ...
 
 
 class OwnNamespace:
     """Those of a pid namespace, whose first process this is."""
 
     def listed(self) -> list[str]:
-        """See ``Processes``."""
+        """Their numbers, as ``/proc`` names them."""
         return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
     def kill(self) -> None:
-        """See ``Processes``."""
+        """Kill those that there are."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
 
@@ -50,11 +36,14 @@ class Descendants:
         self._first = str(os.getpid())
 
     def listed(self) -> list[str]:
-        """See ``Processes``."""
+        """Their numbers, as ``/proc`` names them."""
         return descendants(self._first)
 
     def kill(self) -> None:
-        """See ``Processes``. They may start none before any is killed, or new ones could escape."""
+        """Kill those that there are.
+
+        They may start none before any is killed, or new ones could escape.
+        """
         seen: set[str] = set()
         while new := set(self.listed()) - seen:
             for process in new:
@@ -64,6 +53,9 @@ class Descendants:
         for process in self.listed():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(process), signal.SIGKILL)
+
+
+Processes = OwnNamespace | Descendants  # all of a sandbox but the first
 
 
 def children(process: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Makes sandboxes: started once per pool with an empty environment, it never runs untrusted code.
 
-Run as ``zygote.main(descriptor)`` by a new interpreter; see ``primerl/sandbox/launching.py``.
+Run as ``zygote.main(descriptor)`` by a new interpreter; see ``tiers/local/launching.py``.
 """
 
 import gc
@@ -11,18 +11,12 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn
 
-from primerl.sandbox.engine import (
-    confined,
-    kernel,
-    landlock,
-    messages,
-    namespaces,
-    processes,
-    removal,
-)
+from primerl.sandbox.engine import messages, processes, removal
+from primerl.sandbox.engine.barriers import kernel, landlock
+from primerl.sandbox.engine.barriers.confined import Confined
+from primerl.sandbox.engine.barriers.namespaces import Namespaces
 
 _SWEEP_S = 5.0
 # What most programs import; each further module makes every fork slower.
@@ -31,31 +25,8 @@ _PRELOADED = (
     *("random", "typing", "copy", "io", "linecache", "threading", "atexit"),
 )
 
-
-@runtime_checkable
-class Way(Protocol):
-    """A way of making sandboxes."""
-
-    flags: int  # of clone(2), for a sandbox's first process
-    user: int  # that sandboxes belong to, 0 for the pool's own
-
-    def made(self, pid: int, number: int) -> None:
-        """Called with each new sandbox's first process."""
-        ...
-
-    def reap(self) -> None:
-        """Called when some child has ended."""
-        ...
-
-    def become(self, control: socket.socket, settings: dict[str, Any], number: int) -> None:
-        """Called in a new process, to be a sandbox to its end."""
-        ...
-
-
-_WAYS: dict[str, Callable[[dict[str, Any]], Way]] = {
-    "namespaces": namespaces.Namespaces,
-    "landlock": confined.Confined,
-}
+Way = Namespaces | Confined
+_WAYS: dict[str, type[Way]] = {"namespaces": Namespaces, "landlock": Confined}
 
 
 def main(descriptor: int) -> NoReturn:
@@ -79,9 +50,8 @@ def _keep(zygote: int, owner: int, folder: str) -> NoReturn:
     """Wait for the end of the zygote, or end it with its owner; then remove the pool's folder."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends with its owner, not with its terminal
-    left = (
-        processes.Descendants()
-    )  # whatever of a sandbox survives its first process and the zygote
+    # Whatever of a sandbox survives its first process and the zygote.
+    left = processes.Descendants()
     handle = os.pidfd_open(zygote)
     poll = select.poll()
     poll.register(owner, select.POLLIN)
@@ -192,7 +162,7 @@ class Zygote:
         theirs.close()
         self._way.made(pid, request["sandbox"])
         handle = os.pidfd_open(pid)
-        answer = {"sandbox": request["sandbox"], "pid": pid}
+        answer = {"sandbox": request["sandbox"]}
         socket.send_fds(self._connection, [json.dumps(answer).encode()], [ours.fileno(), handle])
         ours.close()
         os.close(handle)

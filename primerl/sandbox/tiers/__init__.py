@@ -4,16 +4,19 @@ import importlib
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from primerl.sandbox.tiers.protocol import Options, Tier
+from primerl.sandbox.errors import Probe
+from primerl.sandbox.results import Limits
+from primerl.sandbox.tiers import host
+from primerl.sandbox.tiers.interface import Options, Tier
 
 TierName = Literal["namespaces", "landlock", "gvisor", "docker", "podman", "prime"]
 
 _CLASSES = {
-    "namespaces": ("namespaces", "Namespaces"),
-    "landlock": ("landlock", "Landlock"),
-    "gvisor": ("gvisor", "Gvisor"),
-    "docker": ("containers", "Docker"),
-    "podman": ("containers", "Podman"),
+    "namespaces": ("local.namespaces", "Namespaces"),
+    "landlock": ("local.landlock", "Landlock"),
+    "gvisor": ("commands.gvisor", "Gvisor"),
+    "docker": ("commands.containers", "Docker"),
+    "podman": ("commands.containers", "Podman"),
     "prime": ("prime", "Prime"),
 }
 
@@ -66,3 +69,23 @@ def require_visible(paths: Sequence[str], tier: Tier) -> None:
                 f"{path} can't be a readable path in sandboxes of the tier {tier.name!r}, which "
                 f"have a {path} of their own: name the folders below it"
             )
+
+
+async def probe(tier: TierName = "namespaces", *, python: str | None = None) -> list[Probe]:
+    """Try each thing that a tier needs, in processes of their own.
+
+    Raises:
+        SandboxError: the probes themselves can't be run.
+        ValueError: there is no such tier.
+    """
+    python = python or host.default_python()
+    options = Options(
+        limits=Limits(),
+        python=python,
+        readable=host.readable_paths(python, ()),
+        allow_network=(),
+        lease_s=60.0,
+        start_timeout_s=30.0,
+        image=None,
+    )
+    return await choose(tier, options).probes()

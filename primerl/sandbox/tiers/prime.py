@@ -7,55 +7,42 @@ there, too: it is uploaded once, an order goes as a file, and what came out come
 import asyncio
 import base64
 import importlib.util
-import io
 import math
 import secrets
 import shlex
 import time
-import zipfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from primerl._common.optional import install_command, require
-from primerl.sandbox import engine
-from primerl.sandbox.engine import messages, skeleton
+from primerl.sandbox.engine import messages
+from primerl.sandbox.engine.barriers import skeleton
 from primerl.sandbox.engine.guest import READY
-from primerl.sandbox.errors import Probe, SandboxError, SandboxUnavailable
+from primerl.sandbox.errors import Probe, SandboxError
 from primerl.sandbox.results import Isolation, Result
-from primerl.sandbox.roots import Root
-from primerl.sandbox.slots import Order
-from primerl.sandbox.tiers.protocol import Ability, Options
+from primerl.sandbox.tiers import shipping
+from primerl.sandbox.tiers.interface import Options, Order, Tier
 
 _IMAGE = "python:3.11-slim"
 _ENGINE = "/tmp/.primerl-engine.zip"
 _ORDER = "/tmp/.primerl-order"
-_GUEST = (
-    f"import sys; sys.path.insert(0, {_ENGINE!r}); "
-    "from primerl.sandbox.engine import guest; guest.main()"
-)
+_GUEST = shipping.program(_ENGINE, "guest")
 _GIB = 1 << 30
 _ENDS_LATER_S = 10.0
 _SINGLE_LIFETIME_S = 3600.0  # of one that is kept ready for a run
 
 
-class Prime:
+class Prime(Tier):
     """Hosted virtual machines; an API key is read as the SDK reads it (``PRIME_API_KEY``)."""
 
     name = "prime"
-    lacks: frozenset[Ability] = frozenset({"roots", "turns", "connections"})
-    hides: tuple[str, ...] = ()
+    lacks = frozenset({"roots", "turns", "connections"})
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._sdk: Any = None
         self._client: Any = None
         self._deleting: set[asyncio.Task[None]] = set()
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """See ``Tier``."""
-        return {}
 
     @property
     def alive(self) -> bool:
@@ -64,9 +51,7 @@ class Prime:
 
     async def start(self) -> None:
         """See ``Tier``."""
-        failed = [probe for probe in await self.probes() if not probe.ok]
-        if failed:
-            raise SandboxUnavailable("the tier 'prime' can't be had here", failed)
+        await self.require_probes()
         self._sdk = require("prime_sandboxes", extra="prime")
         self._client = self._sdk.AsyncSandboxClient()
 
@@ -91,7 +76,9 @@ class Prime:
         try:
             async with asyncio.timeout(self.options.start_timeout_s):
                 await self._client.wait_for_creation(made.id)
-                await self._client.upload_bytes(made.id, _ENGINE, engine_archive(), "engine.zip")
+                await self._client.upload_bytes(
+                    made.id, _ENGINE, shipping.engine_archive(), "engine.zip"
+                )
         except (self._sdk.APIError, RuntimeError, TimeoutError) as error:
             sandbox.kill()
             raise SandboxError(f"the tier 'prime' started no sandbox: {error}") from error
@@ -99,10 +86,6 @@ class Prime:
             sandbox.kill()
             raise
         return sandbox
-
-    async def prepare_root(self, layers: Sequence[str]) -> Root:
-        """See ``Tier``."""
-        raise NotImplementedError(self.name)
 
     async def close(self) -> None:
         """See ``Tier``."""
@@ -206,17 +189,6 @@ class PrimeSandbox:
         if not self._ended:
             self._ended = True
             self._tier.delete(self._identifier)
-
-
-def engine_archive() -> bytes:
-    """The engine's modules as a zip file that Python imports from."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for package in ("primerl", "primerl/sandbox"):
-            archive.writestr(f"{package}/__init__.py", "")
-        for path in Path(engine.__file__).parent.glob("*.py"):
-            archive.write(path, f"primerl/sandbox/engine/{path.name}")
-    return buffer.getvalue()
 
 
 def _command(output_bytes: int) -> str:

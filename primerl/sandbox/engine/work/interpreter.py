@@ -12,7 +12,7 @@ import threading
 import traceback
 import types
 
-from primerl.sandbox.engine import skeleton
+from primerl.sandbox.engine.barriers import skeleton
 
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -112,4 +112,4 @@ def forget_engine() -> None:
     """Let the code import ``primerl`` anew, if it is there at all: it isn't this program's."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "primerl"]:
         del sys.modules[name]
-    sys.path[:] = sys.path[1:]  # where this program was found: see the zygote
+    sys.path[:] = sys.path[1:]  # where this program was found: see ``tiers/shipping.py``

@@ -7,7 +7,7 @@ import shlex
 import stat
 from collections.abc import Iterable
 
-from primerl.sandbox.engine import kernel
+from primerl.sandbox.engine.barriers import kernel
 
 INSIDE = 1000  # user and group of the code, in its own namespace
 HOME = "/sandbox"

@@ -13,60 +13,16 @@ import operator
 import os
 import socket
 import sys
-import types
 from typing import Any
+
+from primerl.sandbox.engine.work.values import decode, encode
 
 LONGEST_LINE = 8 << 20
 _MOST_OBJECTS = 1_000_000
-
-
-def encode(value: Any, refer: Any, depth: int = 0) -> Any:
-    """A value as JSON can hold it; ``refer`` encodes what is no plain value."""
-    kind = type(value)
-    if kind in (type(None), bool, str):
-        return value
-    if kind is int:
-        return {"int": hex(value)}
-    if kind is float:
-        return {"float": value.hex()}
-    if kind is bytes:
-        return {"bytes": value.hex()}
-    if kind in (list, tuple, set, frozenset) and depth < 50:
-        return {kind.__name__: [encode(item, refer, depth + 1) for item in value]}
-    if kind is dict and depth < 50:
-        pairs = value.items()
-        return {"dict": [[encode(part, refer, depth + 1) for part in pair] for pair in pairs]}
-    return refer(value)
-
-
-def decode(encoded: Any, find: Any, depth: int = 0) -> Any:
-    """The value that ``encode`` encoded.
-
-    Raises:
-        ValueError: it is malformed.
-    """
-    if encoded is None or type(encoded) in (bool, str):
-        return encoded
-    if type(encoded) is not dict or len(encoded) != 1 or depth > 60:
-        raise ValueError("a message holds a malformed value")
-    ((kind, content),) = encoded.items()
-    if kind in ("int", "float", "bytes"):
-        if type(content) is not str:
-            raise ValueError("a message holds a malformed number")
-        if kind == "int":
-            return int(content, 16)
-        return float.fromhex(content) if kind == "float" else bytes.fromhex(content)
-    if kind in ("list", "tuple", "set", "frozenset", "dict"):
-        if type(content) is not list:
-            raise ValueError("a message holds a malformed collection")
-        if kind == "dict":
-            if not all(type(pair) is list and len(pair) == 2 for pair in content):
-                raise ValueError("a message holds a malformed dictionary")
-            return {
-                decode(key, find, depth + 1): decode(item, find, depth + 1) for key, item in content
-            }
-        return getattr(builtins, kind)(decode(item, find, depth + 1) for item in content)
-    return find(kind, content)
+_BUILT_IN = (
+    *("len", "iter", "next", "str", "repr", "hash", "bool", "float", "int", "abs", "reversed"),
+    *("round", "dir"),
+)
 
 
 class Subject:
@@ -102,18 +58,8 @@ class Subject:
     @staticmethod
     def _operate(name: str, target: Any, arguments: list[Any]) -> Any:
         """An operator or a built-in function of an object, such as ``len`` or ``add``."""
-        functions: dict[str, Any] = {
-            "len": len,
-            "iter": iter,
-            "next": next,
-            "str": str,
-            "repr": repr,
-            "hash": hash,
-        }
-        functions |= {"bool": bool, "float": float, "int": int, "abs": abs, "list": list}
-        functions |= {"reversed": reversed, "round": round, "dir": dir, "divmod": divmod}
-        if name in functions:
-            return functions[name](target, *arguments)
+        if name in _BUILT_IN:
+            return getattr(builtins, name)(target, *arguments)
         if name.startswith("r_"):
             return getattr(operator, name[2:])(arguments[0], target)
         if name in ("enter", "exit"):
@@ -128,13 +74,9 @@ class Subject:
         if len(self._objects) > _MOST_OBJECTS:
             raise MemoryError("the tests refer to too many objects")
         self._objects[id(value)] = value  # kept, so that its number stays its own
-        about = {"id": id(value), "type": type(value).__name__}
-        if isinstance(value, type):
-            about["class"] = value.__name__
-            if issubclass(value, BaseException):
-                about["bases"] = [base.__name__ for base in value.__mro__]
-        elif isinstance(value, types.ModuleType):
-            about["module"] = value.__name__
+        about: dict[str, Any] = {"id": id(value)}
+        if isinstance(value, type) and issubclass(value, BaseException):
+            about["bases"] = [base.__name__ for base in value.__mro__]
         elif isinstance(value, BaseException):
             about["error"] = encode(type(value), self._refer)
         return {"object": about}

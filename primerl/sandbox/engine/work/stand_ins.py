@@ -12,7 +12,8 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from primerl.sandbox.engine.subject import LONGEST_LINE, decode, encode
+from primerl.sandbox.engine.work.subject import LONGEST_LINE
+from primerl.sandbox.engine.work.values import decode, encode
 
 _BINARY = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor"),
@@ -67,7 +68,7 @@ class Link:
             return self._exception_class(content)
         if "error" in content:
             return decode(content["error"], self._find)
-        return StandIn(self, content["id"], str(content["type"]))
+        return StandIn(self, content["id"])
 
     def _exception_class(self, about: dict[str, Any]) -> type[BaseException]:
         """A class of this side's for one of the other's: a built-in one, or one derived from it."""
@@ -98,10 +99,9 @@ class StandIn:
     It is informed if arithmetic made it that a plain value of the test's went into.
     """
 
-    def __init__(self, link: Link, number: int, kind: str) -> None:
+    def __init__(self, link: Link, number: int) -> None:
         object.__setattr__(self, "_link", link)
         object.__setattr__(self, "_number", number)
-        object.__setattr__(self, "_kind", kind)
         object.__setattr__(self, "_informed", False)
 
     def __getattr__(self, name: str) -> Any:

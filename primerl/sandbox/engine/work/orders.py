@@ -10,7 +10,7 @@ import shutil
 import stat
 from typing import Any
 
-from primerl.sandbox.engine import archive, interpreter, subject, testside
+from primerl.sandbox.engine.work import archive, interpreter, subject, testside
 
 REFUSED = 126  # the exit code where an order could not be carried out
 
@@ -42,17 +42,13 @@ def carry_out(
         return _write_input(header["path"])
     if kind in ("subject", "tests"):
         interpreter.fresh_main("", environment["HOME"])
-        return _run_side(kind, header)
+        if kind == "tests":
+            return testside.main(header["modules"], header["packages"], header["files"])
+        subject.main()
+        return 0
     if kind == "pack":
         return archive.pack(header["paths"])
     return archive.unpack()
-
-
-def _run_side(kind: str, header: dict[str, Any]) -> int:
-    if kind == "subject":
-        subject.main()
-        return 0
-    return testside.main(header["modules"], header["packages"], header["files"])
 
 
 def _write(path: str, content: bytes) -> None:

@@ -12,45 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attrs
-
-from primerl.sandbox.cgroups import Cgroup
 from primerl.sandbox.engine import messages
 from primerl.sandbox.engine.processes import usage
 from primerl.sandbox.errors import BadReply, SandboxError
-from primerl.sandbox.launching import parse
 from primerl.sandbox.results import LIMITS, Limits, Result
-from primerl.sandbox.streams import Input, Output
+from primerl.sandbox.tiers.interface import Order
+from primerl.sandbox.tiers.local.cgroups import Cgroup
+from primerl.sandbox.tiers.local.launching import parse
+from primerl.sandbox.tiers.streams import Input, Output
 
 # Beyond its own limit of time, which its first process enforces, a sandbox is killed from outside.
 _GRACE_S = 5.0
-_END_S = 10.0
-
-
-@attrs.frozen(kw_only=True)
-class Order:
-    """What a sandbox is to do: ``kind`` is ``code``, ``argv``, ``turn``, ``read``, ``write``,
-    ...
-    """
-
-    kind: str
-    header: dict[str, Any]
-    files: dict[str, bytes]
-    stdin: bytes
-    timeout_s: float
-    memory_bytes: int
-    output_bytes: int
-    keeps: bool = False  # the sandbox stays when there is too much output
-    connection: int | None = None  # a descriptor to be stdin instead; the slot closes it
-
-    @property
-    def complete_header(self) -> dict[str, Any]:
-        """The header of the payload that goes to the sandbox."""
-        return self.header | {
-            "kind": self.kind,
-            "files": list(self.files),
-            "sizes": [len(content) for content in self.files.values()],
-        }
 
 
 class Slot:

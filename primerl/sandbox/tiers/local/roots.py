@@ -10,31 +10,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from primerl.sandbox.errors import SandboxError
-from primerl.sandbox.slots import Slot
+from primerl.sandbox.results import Root
+from primerl.sandbox.tiers.local.slots import Slot
 
 _WHITEOUT = ".wh."
 _OPAQUE = ".wh..wh..opq"
-
-
-@attrs.frozen(kw_only=True)
-class Root:
-    """A prepared root filesystem.
-
-    ``copy_on_write`` is ``overlay`` where the kernel lets the pool's user mount one: sessions share
-    all files that they don't change. Else it is ``copy``: each session copies all files, which
-    takes time, memory and its ``disk_bytes``.
-    """
-
-    name: str
-    copy_on_write: str
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What a sandbox with this root is asked for."""
-        return {"root": self.name, "overlay": self.copy_on_write == "overlay"}
 
 
 class Roots:

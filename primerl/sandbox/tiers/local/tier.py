@@ -7,18 +7,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-from primerl.sandbox import launching
-from primerl.sandbox.cgroups import Cgroup, Cgroups, delegated
 from primerl.sandbox.errors import Probe, SandboxError, SandboxUnavailable
-from primerl.sandbox.roots import Root
-from primerl.sandbox.slots import Slot
-from primerl.sandbox.tiers.protocol import Ability, Options
+from primerl.sandbox.tiers import shipping
+from primerl.sandbox.tiers.interface import Options, Tier
+from primerl.sandbox.tiers.local import launching
+from primerl.sandbox.tiers.local.cgroups import Cgroup, Cgroups, delegated
+from primerl.sandbox.tiers.local.slots import Slot
 
 _WATCHDOG = (
     "rlimits for each process, and a watchdog for all processes and files together, which looks "
@@ -38,35 +37,23 @@ WAY_OUT = (
     "(tier='landlock' needs no namespaces, and stops less)"
 )
 _BEATS = 4  # signs of life per lease
-_PROBE_PROGRAM = (
-    "import sys; sys.path.insert(0, {source!r}); "
-    "from primerl.sandbox.engine import probes; probes.main()"
-)
 _PROBES_TAKE_S = 30.0
 _GROUPS_GO_S = 5.0
 
 
-class LocalTier:
+class LocalTier(Tier):
     """A tier whose sandboxes are made by a zygote."""
 
-    name: str
     way: str  # of the zygote's
-    lacks: frozenset[Ability] = frozenset()
-    hides: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()  # names of the engine's probes; all of them if empty
     network = False
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._launcher: launching.Launcher | None = None
         self._beats: asyncio.Task[None] | None = None
         self._cgroups: Cgroups | None = None
         self._why_no_cgroups = ""
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """See ``Tier``."""
-        return {}
 
     @property
     def alive(self) -> bool:
@@ -145,10 +132,6 @@ class LocalTier:
         await slot.ready(self.options.start_timeout_s)
         return slot
 
-    async def prepare_root(self, layers: Sequence[str]) -> Root:
-        """See ``Tier``."""
-        raise NotImplementedError(self.name)
-
     async def close(self) -> None:
         """See ``Tier``."""
         if self._beats is not None:
@@ -221,11 +204,10 @@ async def kernel_probes(python: str) -> list[Probe]:
     Raises:
         SandboxError: the probes themselves can't be run.
     """
-    program = _PROBE_PROGRAM.format(source=str(Path(__file__).parents[3]))
     try:
         done = await asyncio.to_thread(
             subprocess.run,
-            [python, "-I", "-c", program],
+            [python, "-I", "-c", shipping.program(shipping.SOURCE, "probes")],
             capture_output=True,
             timeout=_PROBES_TAKE_S,
             env={"PATH": "/usr/bin:/bin"},

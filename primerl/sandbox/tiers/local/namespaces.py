@@ -4,13 +4,13 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from primerl.sandbox.engine import skeleton
-from primerl.sandbox.proxy import Proxy
-from primerl.sandbox.results import Isolation
-from primerl.sandbox.roots import Root, Roots
-from primerl.sandbox.slots import Slot
-from primerl.sandbox.tiers.local import LocalTier
-from primerl.sandbox.tiers.protocol import Options
+from primerl.sandbox.engine.barriers import skeleton
+from primerl.sandbox.results import Isolation, Root
+from primerl.sandbox.tiers.interface import Options
+from primerl.sandbox.tiers.local.proxy import Proxy
+from primerl.sandbox.tiers.local.roots import Roots
+from primerl.sandbox.tiers.local.slots import Slot
+from primerl.sandbox.tiers.local.tier import LocalTier
 
 
 class Namespaces(LocalTier):

@@ -6,6 +6,7 @@ the pool was started by root, each sandbox has a user of its own, else the pool'
 
 import contextlib
 import errno
+import functools
 import os
 import platform
 import resource
@@ -14,17 +15,9 @@ import socket
 import stat
 from typing import Any
 
-from primerl.sandbox.engine import (
-    init,
-    interpreter,
-    kernel,
-    landlock,
-    namespaces,
-    processes,
-    removal,
-    seccomp,
-    skeleton,
-)
+from primerl.sandbox.engine import child, init, processes, removal
+from primerl.sandbox.engine.barriers import kernel, landlock, namespaces, seccomp, skeleton
+from primerl.sandbox.engine.work import interpreter
 
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 _BEYOND = 1 << 62
@@ -33,7 +26,7 @@ _BEYOND = 1 << 62
 class Confined:
     """Sandboxes of Landlock and the filter alone: a way of the zygote's."""
 
-    flags = 0
+    flags = 0  # of clone(2), for a sandbox's first process
 
     def __init__(self, config: dict[str, Any]) -> None:
         if landlock.version() < landlock.SCOPED_VERSION:
@@ -73,15 +66,20 @@ class Confined:
         folder = f"{self._folder}/{number}"
         init.introduce(control, lambda: _set_up(settings, folder, skeleton.unused_user(number)))
         family = processes.Descendants()
-        init.main(
-            control,
-            settings | {"environment": environment(folder)},
+        start_child = functools.partial(
+            child.main,
             filter_program=self._filter,
+            confine=lambda: _confine(settings, folder),
+            environment=environment(folder),
             shared=True,
+        )
+        init.Init(
+            control,
+            settings,
+            start_child=start_child,
             processes=family,
             written=lambda: written(folder, family, most_files=settings["files"]),
-            confine=lambda: _confine(settings, folder),
-        )
+        ).serve()
 
 
 def _set_up(settings: dict[str, Any], folder: str, user: int) -> None:

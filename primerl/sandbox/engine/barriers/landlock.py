@@ -8,7 +8,7 @@ import stat
 import struct
 from collections.abc import Iterable
 
-from primerl.sandbox.engine import kernel
+from primerl.sandbox.engine.barriers import kernel
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER = 1, 2, 4, 8

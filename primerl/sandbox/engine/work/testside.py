@@ -16,7 +16,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from primerl.sandbox.engine.stand_ins import Link, StandIn
+from primerl.sandbox.engine.work.stand_ins import Link, StandIn
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

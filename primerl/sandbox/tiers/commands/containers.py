@@ -3,11 +3,10 @@
 import os
 from pathlib import Path
 
-from primerl.sandbox.engine import skeleton
+from primerl.sandbox.engine.barriers import skeleton
 from primerl.sandbox.errors import Probe
 from primerl.sandbox.results import Isolation
-from primerl.sandbox.tiers import programs
-from primerl.sandbox.tiers.commands import ENGINE, GUEST, NOBODY, CommandTier
+from primerl.sandbox.tiers.commands.tier import ENGINE, GUEST, NOBODY, CommandTier, answers
 
 # Of the user on the whole host; the number in one container is limited by --pids-limit.
 _MOST_OF_USER = 4096
@@ -46,13 +45,13 @@ class Containers(CommandTier):
             options += ["--volume", f"{path}:{path}:ro"]
         return [self.program, "run", *options, self.image, "python3", "-I", "-c", GUEST]
 
-    def removal(self, name: str) -> list[str] | None:
+    def removal(self, name: str) -> list[str]:
         """See ``CommandTier``."""
         return [self.program, "rm", "--force", name]
 
     async def probes(self) -> list[Probe]:
         """See ``Tier``."""
-        return [await programs.answers(self.program, "info")]
+        return [await answers(self.program, "info")]
 
     def isolation(self) -> Isolation:
         """See ``Tier``."""

@@ -1,7 +1,7 @@
 """A tier without namespaces, for containers that forbid them: Landlock and the filter alone."""
 
 from primerl.sandbox.results import Isolation
-from primerl.sandbox.tiers.local import LocalTier
+from primerl.sandbox.tiers.local.tier import LocalTier
 
 
 class Landlock(LocalTier):

@@ -1,6 +1,7 @@
 """The inside of one sandbox: its mounts, its network, its limits, and no capabilities."""
 
 import contextlib
+import functools
 import os
 import platform
 import resource
@@ -8,7 +9,9 @@ import signal
 import socket
 from typing import Any
 
-from primerl.sandbox.engine import init, interpreter, kernel, landlock, seccomp, skeleton
+from primerl.sandbox.engine import child, init, processes, watchdog
+from primerl.sandbox.engine.barriers import kernel, landlock, seccomp, skeleton
+from primerl.sandbox.engine.work import interpreter
 
 FLAGS = (
     kernel.CLONE_NEWUSER
@@ -37,14 +40,13 @@ _MOST_LOCKED_BYTES = 65536
 class Namespaces:
     """Sandboxes with everything of their own but the kernel: a way of the zygote's."""
 
-    flags = FLAGS
+    flags = FLAGS  # of clone(2), for a sandbox's first process
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._filter = seccomp.program(platform.machine(), sockets=True)
         self._landlock = landlock.version() > 0
-        self.user = skeleton.unused_user(
-            0
-        )  # other than 0 only for real root, which must not own a sandbox
+        # Other than 0 only for real root, which must not own a sandbox.
+        self.user = skeleton.unused_user(0)
         skeleton.enter_namespaces(as_root=self.user != 0)
         # Written to through a shared mapping, /dev/zero gives memory that nothing counts.
         devices = [name for name in skeleton.DEVICES if name != "zero" or self._landlock]
@@ -69,9 +71,22 @@ class Namespaces:
         """Turn this process into the first one of a sandbox, and serve its orders."""
         del number
         library = os.stat(os.__file__)
-        settings = settings | {"landlock": self._landlock, "environment": interpreter.ENVIRONMENT}
+        settings = settings | {"landlock": self._landlock}
         init.introduce(control, lambda: set_up(settings, uid=self.user, gid=self.user))
-        init.main(control, settings, filter_program=self._filter, shared=_same_library(library))
+        start_child = functools.partial(
+            child.main,
+            filter_program=self._filter,
+            confine=None,
+            environment=interpreter.ENVIRONMENT,
+            shared=_same_library(library),
+        )
+        init.Init(
+            control,
+            settings,
+            start_child=start_child,
+            processes=processes.OwnNamespace(),
+            written=watchdog.filesystem_use,
+        ).serve()
 
 
 def _same_library(before: os.stat_result) -> bool:

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from primerl.sandbox.engine.namespaces import PROXY_PORT
+from primerl.sandbox.engine.barriers.namespaces import PROXY_PORT
 
 _HEAD_BYTES = 16384
 _HEAD_S = 10.0

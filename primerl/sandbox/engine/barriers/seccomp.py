@@ -9,7 +9,7 @@ import ctypes
 import errno
 import struct
 
-from primerl.sandbox.engine import kernel, syscalls
+from primerl.sandbox.engine.barriers import kernel, syscalls
 
 _LOAD, _AND = 0x20, 0x54
 _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_GREATER, _JUMP_ANY_BIT = 0x15, 0x35, 0x25, 0x45

@@ -2,14 +2,14 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
-from primerl.sandbox.engine import skeleton
+from primerl.sandbox.engine.barriers import skeleton
 from primerl.sandbox.errors import Probe
 from primerl.sandbox.results import Isolation
-from primerl.sandbox.tiers import programs
-from primerl.sandbox.tiers.commands import ENGINE, GUEST, NOBODY, CommandTier
+from primerl.sandbox.tiers.commands.tier import ENGINE, GUEST, NOBODY, CommandTier, answers
 
 
 class Gvisor(CommandTier):
@@ -28,13 +28,13 @@ class Gvisor(CommandTier):
         (bundle / "config.json").write_text(json.dumps(self._configuration(files)))
         return [*self._runsc(), "run", "--bundle", str(bundle), name]
 
-    def removal(self, name: str) -> list[str] | None:
+    def removal(self, name: str) -> list[str]:
         """See ``CommandTier``."""
         return [*self._runsc(), "delete", "--force", name]
 
     async def probes(self) -> list[Probe]:
         """See ``Tier``."""
-        return [await programs.answers("runsc", "--version")]
+        return [await answers("runsc", "--version")]
 
     def isolation(self) -> Isolation:
         """See ``Tier``."""
@@ -64,7 +64,7 @@ class Gvisor(CommandTier):
         options = ["--root", str(self.folder / "runsc"), "--network=none", "--ignore-cgroups"]
         if os.getuid() != 0:
             options.append("--rootless")
-        return [programs.find("runsc") or "runsc", *options]
+        return [shutil.which("runsc") or "runsc", *options]
 
     def _configuration(self, files: Path | None) -> dict[str, Any]:
         """The bundle's configuration, by the runtime specification of the OCI."""

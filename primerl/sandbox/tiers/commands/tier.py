@@ -6,7 +6,6 @@ order: processes don't go on from one to the next.
 """
 
 import asyncio
-import compileall
 import contextlib
 import math
 import os
@@ -18,46 +17,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from primerl.sandbox import engine
 from primerl.sandbox.engine import messages
 from primerl.sandbox.engine.guest import READY
 from primerl.sandbox.engine.removal import remove
 from primerl.sandbox.errors import Probe, SandboxError, SandboxUnavailable
-from primerl.sandbox.launching import new_folder
-from primerl.sandbox.results import Isolation, Result
-from primerl.sandbox.roots import Root
-from primerl.sandbox.slots import Order
-from primerl.sandbox.streams import Input, Output
-from primerl.sandbox.tiers.protocol import Ability, Options
+from primerl.sandbox.results import Result
+from primerl.sandbox.tiers import shipping
+from primerl.sandbox.tiers.host import new_folder
+from primerl.sandbox.tiers.interface import Options, Order, Tier
+from primerl.sandbox.tiers.streams import Input, Output
 
 ENGINE = "/.engine"  # where sandboxes find the guest
-GUEST = (
-    f"import sys; sys.path.insert(0, {ENGINE!r}); "
-    "from primerl.sandbox.engine import guest; guest.main()"
-)
+GUEST = shipping.program(ENGINE, "guest")
 NOBODY = 65534
 _ENDS_LATER_S = 10.0  # the guest's own limit of time, for owners that crash
 _STOP_S = 30.0
+_ANSWER_S = 30.0
 # Of the owner's environment, what container engines look at; none of it reaches the inside.
 _PASSED = ("PATH", "HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "CONTAINER_HOST", "STORAGE_DRIVER")
 
 
-class CommandTier:
+class CommandTier(Tier):
     """A tier that runs one program for each order."""
 
-    name: str
-    lacks: frozenset[Ability] = frozenset({"network", "roots", "turns", "connections"})
-    hides: tuple[str, ...] = ()
+    lacks = frozenset({"network", "roots", "turns", "connections"})
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._folder: Path | None = None
         self._cleaning: set[asyncio.Future[None]] = set()
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """See ``Tier``."""
-        return {}
 
     @property
     def folder(self) -> Path:
@@ -77,17 +65,8 @@ class CommandTier:
         """
         raise NotImplementedError
 
-    def removal(self, name: str) -> list[str] | None:
-        """The program that ends and removes a sandbox of that name, if one is needed."""
-        del name
-        return None
-
-    async def probes(self) -> list[Probe]:
-        """See ``Tier``."""
-        raise NotImplementedError
-
-    def isolation(self) -> Isolation:
-        """See ``Tier``."""
+    def removal(self, name: str) -> list[str]:
+        """The program that ends and removes a sandbox of that name."""
         raise NotImplementedError
 
     @property
@@ -97,12 +76,10 @@ class CommandTier:
 
     async def start(self) -> None:
         """See ``Tier``."""
-        failed = [probe for probe in await self.probes() if not probe.ok]
-        if failed:
-            raise SandboxUnavailable(f"the tier {self.name!r} can't be had here", failed)
+        await self.require_probes()
         self._folder = new_folder()
         try:
-            await asyncio.to_thread(_copy_engine, self._folder / "engine")
+            await asyncio.to_thread(shipping.copy_engine, self._folder / "engine")
             self._folder.chmod(0o711)
             await self._try()
         except BaseException:
@@ -119,10 +96,6 @@ class CommandTier:
         ends_in_s = settings.get("lifetime_s", math.inf)
         return CommandSandbox(self, files, ends_at=time.monotonic() + ends_in_s)
 
-    async def prepare_root(self, layers: Sequence[str]) -> Root:
-        """See ``Tier``."""
-        raise NotImplementedError(self.name)
-
     async def close(self) -> None:
         """See ``Tier``."""
         await asyncio.gather(*self._cleaning, return_exceptions=True)
@@ -135,16 +108,14 @@ class CommandTier:
         removal = self.removal(name)
 
         def work() -> None:
-            if removal is not None:
-                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                    subprocess.run(removal, capture_output=True, timeout=_STOP_S)
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(removal, capture_output=True, timeout=_STOP_S)
             if files is not None:
                 remove(str(files))
 
-        if removal is not None or files is not None:
-            task = asyncio.ensure_future(asyncio.to_thread(work))
-            self._cleaning.add(task)
-            task.add_done_callback(self._cleaning.discard)
+        task = asyncio.ensure_future(asyncio.to_thread(work))
+        self._cleaning.add(task)
+        task.add_done_callback(self._cleaning.discard)
 
     async def _try(self) -> None:
         sandbox = await self.make({})
@@ -302,13 +273,23 @@ def _start_process(command: list[str], streams: Sequence[int]) -> subprocess.Pop
     )
 
 
-def _copy_engine(folder: Path) -> None:
-    """Copy the sandbox's engine, compiled, to where every user can read it, whatever the umask."""
-    source = Path(engine.__file__).parent
-    target = folder / "primerl" / "sandbox" / "engine"
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-    for package in (target.parent, target.parent.parent):  # in place of primerl's own
-        (package / "__init__.py").touch()
-    compileall.compile_dir(folder, quiet=2)
-    for path in (folder, *folder.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
+async def answers(name: str, *arguments: str) -> Probe:
+    """Whether a program is installed and does something."""
+    path = shutil.which(name)
+    title = " ".join([name, *arguments])
+    if path is None:
+        return Probe(name=title, message=f"{name} is not installed (not on the PATH)")
+    try:
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [path, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_ANSWER_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Probe(name=title, message=str(error))
+    if done.returncode:
+        said = (done.stderr or done.stdout).decode(errors="replace").strip()
+        return Probe(name=title, message=f"exit code {done.returncode}: {said[-300:]}")
+    return Probe(name=title)

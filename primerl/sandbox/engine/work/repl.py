@@ -8,7 +8,8 @@ import sys
 import traceback
 from typing import Any
 
-from primerl.sandbox.engine import interpreter, messages
+from primerl.sandbox.engine import messages
+from primerl.sandbox.engine.work import interpreter
 
 
 def serve(connection: socket.socket, environment: dict[str, str]) -> None:
@@ -21,15 +22,12 @@ def serve(connection: socket.socket, environment: dict[str, str]) -> None:
         for number, descriptor in enumerate(descriptors[1:]):
             os.dup2(descriptor, number, inheritable=True)
             os.close(descriptor)
-        header, contents = messages.read_payload(descriptors[0])
+        header, _ = messages.read_payload(descriptors[0])
         if names is None:
             os.environ.clear()
             os.environ.update(environment | header["environment"])
             os.chdir(environment["HOME"])
             names = interpreter.fresh_main("", environment["HOME"]).__dict__
-        for path, content in zip(header["files"], contents, strict=True):
-            with open(path, "wb") as file:
-                file.write(content)
         code = _run(header["code"], names)
         _detach()
         turn, _ = messages.TURN.unpack(data)

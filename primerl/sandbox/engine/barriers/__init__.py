@@ -1,0 +1,1 @@
+"""What keeps code inside: the kernel's calls, and both kinds of sandboxes that are made of them."""

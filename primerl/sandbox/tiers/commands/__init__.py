@@ -1,0 +1,1 @@
+"""Tiers that run a program for each order: container engines and gVisor."""

@@ -1,0 +1,1 @@
+"""Tiers whose sandboxes a zygote makes on this machine, and what such a sandbox is to its owner."""

@@ -108,7 +108,7 @@ def shown_help(recipe, monkeypatch, capsys):
         if "-h, --help" in row:
             column = row.index("show this help")
         elif column and row[0] in " │":  # a border, where the output is UTF-8
-            if found := re.match(r". +--([\w-]+)", row[:column]):
+            if found := re.match(r". {1,2}--([\w-]+)", row):
                 name = found[1].replace("-", "_")
                 shown[name] = ""
             if row[column - 2 : column] == "  ":  # or the names of choices reach beyond

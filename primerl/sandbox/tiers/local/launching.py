@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from primerl.sandbox.engine import messages, removal
-from primerl.sandbox.errors import BadReply, SandboxError
+from primerl.sandbox.errors import SandboxError
 from primerl.sandbox.tiers import shipping
 from primerl.sandbox.tiers.host import new_folder
+from primerl.sandbox.tiers.local.slots import parse
 
 _END_S = 5.0
 
@@ -181,21 +182,6 @@ class ZygoteFailed(SandboxError):
     def __init__(self, message: str, errno: int) -> None:
         super().__init__(message)
         self.errno = errno
-
-
-def parse(data: bytes) -> dict[str, Any]:
-    """A message as a dictionary.
-
-    Raises:
-        BadReply: it is none.
-    """
-    try:
-        message = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BadReply(f"a message of {len(data)} bytes is no JSON") from error
-    if not isinstance(message, dict):
-        raise BadReply(f"a message is a {type(message).__name__}, not an object")
-    return message
 
 
 async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -18,7 +18,6 @@ from primerl.sandbox.errors import BadReply, SandboxError
 from primerl.sandbox.results import LIMITS, Limits, Result
 from primerl.sandbox.tiers.interface import Order
 from primerl.sandbox.tiers.local.cgroups import Cgroup
-from primerl.sandbox.tiers.local.launching import parse
 from primerl.sandbox.tiers.streams import Input, Output
 
 # Beyond its own limit of time, which its first process enforces, a sandbox is killed from outside.
@@ -240,3 +239,18 @@ def checked_reply(reply: dict[str, Any], count: int) -> dict[str, Any]:
 
 def _ended(limit: str, cpu_s: float = 0.0, rss_bytes: int = 0) -> dict[str, Any]:
     return {"exit": None, "limits": [limit], "cpu_s": cpu_s, "rss_bytes": rss_bytes, "kill": True}
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """A message as a dictionary.
+
+    Raises:
+        BadReply: it is none.
+    """
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadReply(f"a message of {len(data)} bytes is no JSON") from error
+    if not isinstance(message, dict):
+        raise BadReply(f"a message is a {type(message).__name__}, not an object")
+    return message

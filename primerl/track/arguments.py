@@ -55,13 +55,14 @@ def command_line(
         SystemExit: after ``--help``, or for flags that do not fit.
     """
     words = sys.argv[1:]
-    default = _preset(presets or {}, words)
+    presets = presets or {}
+    default = _preset(presets, lambda name: _value(name, words))
     if importlib.util.find_spec("tyro") is None:
         _require_extras(_guessed(kind, default, words), extras)
     tyro: Any = importlib.import_module("tyro")
     resumed = _value("resume", words)
     if resumed is not None:
-        default = _begun(kind, Path(resumed))
+        default = _begun(kind, Path(resumed), presets)
     if default is None:
         args = tyro.cli(kind, description=description)
     else:
@@ -72,11 +73,19 @@ def command_line(
     return args  # type: ignore[no-any-return]
 
 
-def _begun(kind: type[Arguments], folder: Path) -> Arguments:
-    """The arguments that the run in ``folder`` was begun with, to resume it."""
+def _begun(
+    kind: type[Arguments], folder: Path, presets: Mapping[str, Mapping[str, Arguments]]
+) -> Arguments:
+    """The arguments that the run in ``folder`` was begun with, to resume it.
+
+    Arguments that it does not have, because the script was given new ones, are its preset's.
+    """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder} to resume from")
     begun = read_json(folder / ARGS) | {"run_dir": None, "resume": str(folder)}
+    preset: Any = _preset(presets, begun.get)
+    if preset is not None:
+        begun = attrs.asdict(preset) | begun
     try:
         return msgspec.convert(begun, kind)
     except msgspec.ValidationError as error:
@@ -110,23 +119,26 @@ def _guessed(kind: Any, preset: Any, words: list[str]) -> Namespace:
     return Namespace(**defaults | said)
 
 
-def _preset(presets: Mapping[str, Mapping[str, Arguments]], words: list[str]) -> Arguments | None:
-    """The preset that a flag names; None where no flag does, or tyro has to refuse its value."""
+def _preset(
+    presets: Mapping[str, Mapping[str, Arguments]], given: Callable[[str], Any]
+) -> Arguments | None:
+    """The preset of what is ``given`` for its field; None if there is no such preset."""
     for name, values in presets.items():
-        chosen = _value(name, words)
-        if chosen is not None and chosen in values:
+        chosen = given(name)
+        if isinstance(chosen, str) and chosen in values:
             return values[chosen]
     return None
 
 
 def _value(field: str, words: list[str]) -> str | None:
-    """What follows the flag of a field on the command line."""
+    """The value that the command line gives to a field: the last one, as tyro takes it."""
+    found = None
     remaining = iter(words)
     for word in remaining:
         name, given, value = word.partition("=")
         if name == _flag(field):
-            return value if given else next(remaining, "")
-    return None
+            found = value if given else next(remaining, "")
+    return found
 
 
 def number(

@@ -64,6 +64,7 @@ def test_a_flag_picks_a_preset_that_other_flags_override(given, words):
     assert given("--lr", "0.2", *words, presets={"size": SIZES}) == attrs.evolve(large, lr=0.2)
     assert given(*words, "--vllm", "a", "True", presets={"size": SIZES}).vllm == {"a": True}
     assert given("--model", "n", presets={"size": SIZES}) == Args(model="n")
+    assert given("--size", "small", *words, presets={"size": SIZES}) == large  # as the last says
 
 
 @pytest.mark.parametrize("words", [["--size", "medium"], ["--size"]])
@@ -77,6 +78,14 @@ def test_a_preset_that_there_is_not_is_refused_as_any_value(given, words, capsys
 def test_a_resumed_run_has_its_own_arguments_and_no_preset(given, folder):
     resumed = given("--resume", folder, "--size", "large", presets={"size": SIZES})
     assert resumed == attrs.evolve(BEGUN, size="large", resume=str(folder))
+
+
+def test_a_run_that_lacks_an_argument_has_that_of_its_preset(given, folder):
+    path = folder / "args.json"
+    begun = json.loads(path.read_text()) | {"size": "large"}
+    del begun["lr"]
+    path.write_text(json.dumps(begun))
+    assert given("--resume", folder, presets={"size": SIZES}).lr == SIZES["large"].lr
 
 
 def test_extras_of_a_preset_are_named_without_tyro(given, monkeypatch):

@@ -60,10 +60,15 @@ class SharedFolder:
     """
 
     def __init__(self, name: str, *, within: Path | None = None, room: int = 0) -> None:
-        place = shared_memory(room=room) if within is None else within
         # With a sign that no host's name has: one may begin with another's.
         host = "" if within is None else f"{socket.gethostname()}@"
         prefix = f"primerl-{os.getuid()}-{host}"
+        if within is not None:
+            place = within
+        elif (shared_memory() / f"{prefix}{name}").exists():
+            place = shared_memory()  # what its users have written may be what takes the room
+        else:
+            place = shared_memory(room=room)
         self.path = place / f"{prefix}{name}"
         for other in place.glob(f"{prefix}*"):
             if other != self.path:

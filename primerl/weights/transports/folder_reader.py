@@ -56,7 +56,8 @@ class FolderReader:
             check_file(self.folder, manifest)
             return manifest
         if self._copy is None:
-            self._copy = HostCopy(self.folder, timeout_s=self._timeout_s)
+            size = chain(self.folder, version)[0].file_size
+            self._copy = HostCopy(self.folder, size=size, timeout_s=self._timeout_s)
         self._copy.bring_to(manifest)
         return manifest
 
@@ -112,15 +113,16 @@ def _hold(path: Path) -> BinaryIO:
 class HostCopy:
     """The newest version of a folder's tensors, one for all receivers on a host.
 
-    It is in shared memory and is changed in place under a lock. Meanwhile it is marked dirty; a
-    copy that is found dirty is made again.
+    It is in shared memory, or on disk where that is too small. It is changed in place under a lock
+    and marked dirty meanwhile; a copy that is found dirty is made again.
     """
 
-    def __init__(self, folder: Path, *, timeout_s: float) -> None:
+    def __init__(self, folder: Path, *, size: int, timeout_s: float) -> None:
         self._folder = folder
         self._timeout_s = timeout_s
         key = xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))
-        self._place = SharedFolder(f"copy-{key}")
+        # A full version is written beside the one that it replaces.
+        self._place = SharedFolder(f"copy-{key}", room=2 * size)
         self._lock = self._place.path / "lock"
         self._tensors = self._place.path / "tensors.safetensors"
         self._reading: BinaryIO | None = None

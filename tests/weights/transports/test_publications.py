@@ -3,6 +3,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,30 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next():
     assert left.exists()
     SharedFolder("another").close()
     assert not left.exists()
+
+
+def test_a_copy_that_the_shared_memory_has_no_room_for_is_on_disk(
+    deltas, reader, tmp_path_factory, monkeypatch
+):
+    size = publications.read_manifest(deltas.folder, 1).file_size
+    disk, usage = tmp_path_factory.mktemp("disk"), shutil.disk_usage(deltas.folder)
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    free = [2 * size - 1]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free[0]))
+
+    assert same_bits(read(reader, 4), tensors_of(4))
+    assert len(list(disk.glob("primerl-*-copy-*"))) == 1
+    reader.close()
+    assert not any(disk.iterdir())
+
+    free[0] = 2 * size
+    read(reader, 3)
+    free[0] = 0  # the first copy may take all: receivers of a host still share it
+    other = FolderReader(deltas.folder, timeout_s=2.0)
+    read(other, 3)
+    assert other._copy._place.path == reader._copy._place.path
+    other.close()
+    assert not any(disk.iterdir())
 
 
 def test_a_reader_locks_the_copy(deltas, reader):

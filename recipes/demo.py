@@ -239,7 +239,7 @@ def main(args: Args) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
         transport = None if args.groups else weights.transport_to(model, engine, worker=rollouts)
         before = exact_match()
-        parallel.exempt_from_collection()  # what was built until here
+        parallel.freeze_gc()  # what was built until here
 
         for step in range(steps):
             if world.is_first and args.groups:

@@ -346,7 +346,7 @@ def main(args: Args) -> None:
     world = parallel.process_group(seed=args.seed)
     # Beside the view, or in its place: track.wandb_sink("project", args).
     sinks = [track.LiveView("distillation", steps=args.steps)] if world.is_first else []
-    parallel.settle_cpu()
+    parallel.configure_cpu()
     teacher_of = choose_teachers(args)
     for env in args.env:  # an error in a name is found before the model loads
         rollout.verifiers(env, tokenizer=None)
@@ -411,7 +411,7 @@ def main(args: Args) -> None:
         with checkpoints:
             first_step = checkpoints.load(saved)
             transport.publish(first_step)
-            parallel.exempt_from_collection()  # what was built until here
+            parallel.freeze_gc()  # what was built until here
 
             for step in range(first_step, args.steps):
                 if args.eval_every and step % args.eval_every == 0:

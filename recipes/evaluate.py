@@ -141,7 +141,7 @@ def main(args: Args) -> None:
     log = track.PlayLog(args.resume or args.run_dir, args=args, fixed=FIXED)
     earlier = [] if args.against is None else track.read_plays(args.against)
     view = track.LiveView("evaluation", steps=0)
-    parallel.settle_cpu()
+    parallel.configure_cpu()
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
 
     with log, contextlib.closing(view), open_engine(args) as (engine, tokenizer):

@@ -442,7 +442,7 @@ def main(args: Args) -> None:
         raise SystemExit(1 if found.refusal else 0)
     world = parallel.process_group(seed=args.seed, grace_s=args.grace_s)
     sinks = [track.LiveView("GLM SWE", steps=args.steps)] if world.is_first else []
-    parallel.settle_cpu()
+    parallel.configure_cpu()
     if world.is_first:
         print(planning.differences(SCALES[args.scale], SCALES["glm5"], names=("here", "at glm5")))
     folder = model_folder(args)
@@ -505,7 +505,7 @@ def main(args: Args) -> None:
         with checkpoints:
             first_step = checkpoints.load(saved)
             transport.publish(first_step)
-            parallel.exempt_from_collection()  # what was built until here
+            parallel.freeze_gc()  # what was built until here
 
             for step in range(first_step, args.steps):
                 if args.eval_every and step % args.eval_every == 0:

@@ -259,7 +259,7 @@ def main(args: Args) -> None:
     world = parallel.process_group(seed=args.seed)
     # Beside the view, or in its place: track.wandb_sink("project", args).
     sinks = [track.LiveView("SFT", steps=args.steps)] if world.is_first else []
-    parallel.settle_cpu()
+    parallel.configure_cpu()
     # Rank 0 also reads the data and keeps records. Broken files are found before the model loads.
     stream = open_stream(args) if world.is_first else None
     if args.env is not None:  # and so is an error in its name

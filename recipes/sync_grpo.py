@@ -144,7 +144,7 @@ def main(args: Args) -> None:
     world = parallel.process_group(seed=args.seed)
     if world.world_size > 1:
         raise ValueError("sync_grpo.py trains in one process; torchrun starts async_grpo.py")
-    parallel.settle_cpu()
+    parallel.configure_cpu()
     model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)

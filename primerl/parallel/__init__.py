@@ -11,7 +11,7 @@ from primerl.parallel.expert_parallel.dispatch import AllToAll
 from primerl.parallel.expert_parallel.experts import divide_experts, take_expert_counts
 from primerl.parallel.expert_parallel.load import balance_experts, load_statistics
 from primerl.parallel.gradients import clip_gradients, freeze_indexer
-from primerl.parallel.launch.cpu import exempt_from_collection, native_dtype, settle_cpu
+from primerl.parallel.launch.cpu import configure_cpu, freeze_gc, native_dtype
 from primerl.parallel.launch.world import World, process_group
 from primerl.parallel.scattering import all_sum, gather, scatter
 from primerl.parallel.sharding import shard
@@ -27,7 +27,7 @@ __all__ = [
     "balance_experts",
     "clip_gradients",
     "divide_experts",
-    "exempt_from_collection",
+    "freeze_gc",
     "freeze_indexer",
     "gather",
     "load_statistics",
@@ -36,7 +36,7 @@ __all__ = [
     "process_group",
     "recompute",
     "scatter",
-    "settle_cpu",
+    "configure_cpu",
     "shard",
     "take_expert_counts",
 ]

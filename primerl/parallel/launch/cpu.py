@@ -32,7 +32,7 @@ def native_dtype() -> Literal["bfloat16", "float32"]:
     return "bfloat16" if native else "float32"
 
 
-def settle_cpu() -> None:
+def configure_cpu() -> None:
     """Divide the cores among trainer and engine, and keep memory that was freed.
 
     Call it first, on a CPU: with CUDA, it does nothing. What it settles is reported as progress,
@@ -59,7 +59,7 @@ def settle_cpu() -> None:
     report("cpu", f"{said}{'; freed memory is kept' if _keep_freed_memory() else ''}")
 
 
-def exempt_from_collection() -> None:
+def freeze_gc() -> None:
     """Exempt all objects that there are from garbage collection, until the process ends.
 
     Call it once, before the loop. A full collection stops all threads, those of a sampler in this

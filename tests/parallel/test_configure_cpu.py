@@ -16,9 +16,9 @@ from primerl import parallel
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(8)
-parallel.settle_cpu()
+parallel.configure_cpu()
 print(torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
-parallel.settle_cpu()
+parallel.configure_cpu()
 print(torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
 for _ in range(16):
     torch.ones(2**24)  # glibc sets up to 7 crumbs beside an aligned block apart, and then no more
@@ -85,13 +85,13 @@ def test_machines_compute_in_what_they_have_instructions_for(
 
 
 @pytest.mark.thorough
-def test_what_there_is_is_exempt_from_collections_until_the_process_ends():
+def test_what_there_is_is_freeze_gcs_until_the_process_ends():
     program = """
 import atexit, gc
 from primerl import parallel
 atexit.register(lambda: print(gc.get_freeze_count()))
 held = [[] for _ in range(1000)]
-parallel.exempt_from_collection()
+parallel.freeze_gc()
 print(gc.get_freeze_count() > 1000)
 """
     done = subprocess.run(

@@ -35,7 +35,7 @@ _METADATA = "__metadata__"
 
 
 @attrs.frozen
-class Span:
+class ByteSpan:
     """Where a tensor lies after the header of a file, in bytes."""
 
     layout: TensorLayout
@@ -45,7 +45,7 @@ class Span:
 
 def encode_header(
     layout: Mapping[str, TensorLayout], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, Span]]:
+) -> tuple[bytes, dict[str, ByteSpan]]:
     """The first bytes of a file, and where each tensor lies after them, in order.
 
     Wide elements come first, so that all are aligned without a gap.
@@ -59,7 +59,7 @@ def encode_header(
         if entry.dtype not in _CODES:
             raise ValueError(f"{name} is {entry.dtype}, which cannot be saved")
         end = start + entry.nbytes
-        spans[name] = Span(entry, start, end)
+        spans[name] = ByteSpan(entry, start, end)
         entries[name] = {
             "dtype": _CODES[entry.dtype],
             "shape": list(entry.shape),
@@ -145,12 +145,12 @@ def map_tensors(path: Path, *, writable: bool = False) -> dict[str, Tensor]:
     return read_tensors(path, writable=writable)[0]
 
 
-def _span(entry: Mapping[str, object]) -> Span:
+def _span(entry: Mapping[str, object]) -> ByteSpan:
     layout = TensorLayout(_DTYPES[str(entry["dtype"])], tuple(entry["shape"]))  # type: ignore[arg-type]
     start, end = entry["data_offsets"]  # type: ignore[misc]
     if end - start != layout.nbytes:  # type: ignore[has-type]
         raise ValueError(f"{layout} does not fit into {entry['data_offsets']}")
-    return Span(layout, start, end)  # type: ignore[has-type]
+    return ByteSpan(layout, start, end)  # type: ignore[has-type]
 
 
 def as_tensor(data: np.ndarray, layout: TensorLayout) -> Tensor:

@@ -22,7 +22,7 @@ from primerl.checkpoint.pieces import Piece
 from primerl.checkpoint.reading import Saved
 from primerl.checkpoint.resharding import my_pieces
 from primerl.checkpoint.training_state import model_tensors, optimizer_state
-from primerl.checkpoint.writing import Snapshot, Staging, Writer
+from primerl.checkpoint.writing import Staging, TakenSnapshot, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class Checkpoints:
         """
         self._writer.finish()
 
-    def _snapshot(self, step: int, values: Mapping[str, Any]) -> Snapshot:
+    def _snapshot(self, step: int, values: Mapping[str, Any]) -> TakenSnapshot:
         of_optimizers, numbers = optimizer_state(self._model, self._optimizers)
         pieces = my_pieces({**model_tensors(self._model), **of_optimizers})
         notes = {}
@@ -226,7 +226,7 @@ class Checkpoints:
         schedule = None if self._schedule is None else self._schedule.state_dict()
         state = {"step": step, "optimizer": numbers, "schedule": schedule}
         kept = {name: _state(value) for name, value in values.items() if value is not None}
-        return Snapshot(
+        return TakenSnapshot(
             step=step,
             pieces=pieces,
             notes=notes,

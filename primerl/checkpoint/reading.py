@@ -19,7 +19,7 @@ from primerl.checkpoint.pieces import FileRecord
 logger = logging.getLogger(__name__)
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class CheckpointManifest(msgspec.Struct, frozen=True):
     """What a checkpoint consists of."""
 
     format: int
@@ -128,7 +128,7 @@ def _read(path: Path, *, verify: bool) -> Saved:
     return Saved(folder=path, step=manifest.step, world_size=manifest.world_size, values=values)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> CheckpointManifest:
     """The manifest of a checkpoint; refuses one that is damaged, or of another step."""
     if path.is_symlink():
         raise ValueError("it is a symbolic link, expected a folder")
@@ -147,7 +147,7 @@ def read_manifest(path: Path) -> Manifest:
     if version != folders.FORMAT:
         raise ValueError(f"it has format {version}, expected {folders.FORMAT}")
     try:
-        manifest = msgspec.convert(content, type=Manifest)
+        manifest = msgspec.convert(content, type=CheckpointManifest)
     except ValueError as error:
         raise ValueError(f"{MANIFEST} cannot be read: {error}") from None
     if manifest.step != folders.step_of(path):
@@ -160,7 +160,7 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def read_state(path: Path, manifest: Manifest) -> State:
+def read_state(path: Path, manifest: CheckpointManifest) -> State:
     """What rank 0 saved beside tensors; refuses names of files that are not in the manifest."""
     file = member(path, STATE)
     try:

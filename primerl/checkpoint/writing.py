@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Snapshot:
+class TakenSnapshot:
     """What one rank writes."""
 
     step: int
@@ -74,7 +74,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def start(self, snapshot: Snapshot) -> None:
+    def start(self, snapshot: TakenSnapshot) -> None:
         """Write in a thread."""
         self._thread = threading.Thread(
             target=self._write_noting, args=[snapshot], name="primerl-checkpoint", daemon=True
@@ -97,7 +97,7 @@ class Writer:
         if self._thread is not None:
             self._thread.join(patience_s)
 
-    def write(self, snapshot: Snapshot) -> None:
+    def write(self, snapshot: TakenSnapshot) -> None:
         """Write this rank's files; with all ranks' on the disk, rank 0 commits the checkpoint."""
         began = time.perf_counter()
         target = self._folder / folders.folder_name(snapshot.step)
@@ -107,7 +107,7 @@ class Writer:
         on_every_rank(lambda: self._publish(partial, target, snapshot.step, written), self._group)
         logger.info("saved %s in %.1f s", target, time.perf_counter() - began)
 
-    def _write_noting(self, snapshot: Snapshot) -> None:
+    def _write_noting(self, snapshot: TakenSnapshot) -> None:
         self._error = RuntimeError("its thread ended with an error, whose traceback was printed")
         try:
             self.write(snapshot)
@@ -121,7 +121,7 @@ class Writer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
-    def _write_files(self, partial: Path, snapshot: Snapshot) -> dict[str, Any]:
+    def _write_files(self, partial: Path, snapshot: TakenSnapshot) -> dict[str, Any]:
         partial.mkdir(exist_ok=True)  # a file system of many hosts may not show it here yet
         name = folders.rank_file(self._rank)
         record = write_pieces(partial / name, snapshot.pieces, snapshot.notes)

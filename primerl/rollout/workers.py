@@ -14,7 +14,7 @@ from primerl._common.progress import report
 from primerl.rollout.collection.buffer import ON_STALE
 from primerl.rollout.collection.concurrency import AdaptiveConcurrency
 from primerl.rollout.collection.counters import default_limit
-from primerl.rollout.collection.plan import Plan
+from primerl.rollout.collection.plan import CollectionPlan
 from primerl.rollout.collection.staleness import check_schedule
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, Task
@@ -115,7 +115,7 @@ def worker(
     check_schedule(
         publish_every=publish_every, max_staleness=max_staleness, groups_per_step=groups_per_step
     )
-    plan = Plan(
+    plan = CollectionPlan(
         params=params,
         group_size=group_size,
         min_group=group_size if min_group is None else min_group,
@@ -185,7 +185,7 @@ def _check_parts(
         raise ValueError(f"start_timeout_s is {start_timeout_s}, expected a positive time")
 
 
-def _check(plan: Plan, engine: Engine, tasks: Any, isolation: str) -> None:
+def _check(plan: CollectionPlan, engine: Engine, tasks: Any, isolation: str) -> None:
     if isolation not in ("process", "thread"):
         raise ValueError(f"isolation={isolation!r}; expected 'process' or 'thread'")
     if plan.on_stale not in ON_STALE:
@@ -226,7 +226,7 @@ class Worker:
     ``take`` and ``evaluate`` are called from the trainer's thread and block, with a deadline.
     """
 
-    def __init__(self, engine: Engine, host: "InThread | InProcess", plan: Plan) -> None:
+    def __init__(self, engine: Engine, host: "InThread | InProcess", plan: CollectionPlan) -> None:
         self._engine = engine
         self._host = host
         self._plan = plan

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from primerl.sandbox.pool import SandboxPool
     from primerl.sandbox.repositories import TestReport, grade_repository
     from primerl.sandbox.results import Isolation, Limits, Result, Root
-    from primerl.sandbox.sessions import Session, Snapshot
+    from primerl.sandbox.sessions import SandboxSession, SandboxSnapshot
     from primerl.sandbox.tiers import probe
     from primerl.sandbox.verifiers_adapter import SandboxEnv, SandboxEnvConfig, verifiers_runtime
 
@@ -30,8 +30,8 @@ _LAZY = {
     "SandboxError": "errors",
     "SandboxPool": "pool",
     "SandboxUnavailable": "errors",
-    "Session": "sessions",
-    "Snapshot": "sessions",
+    "SandboxSession": "sessions",
+    "SandboxSnapshot": "sessions",
     "TestReport": "repositories",
     "Verdict": "grading",
     "grade": "grading",
@@ -53,8 +53,8 @@ __all__ = [
     "SandboxError",
     "SandboxPool",
     "SandboxUnavailable",
-    "Session",
-    "Snapshot",
+    "SandboxSession",
+    "SandboxSnapshot",
     "TestReport",
     "Verdict",
     "grade",

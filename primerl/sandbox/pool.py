@@ -11,7 +11,7 @@ from typing import Any, Self
 from primerl.sandbox import tiers
 from primerl.sandbox.errors import SandboxError
 from primerl.sandbox.results import Isolation, Limits, Result, Root
-from primerl.sandbox.sessions import Session, Snapshot
+from primerl.sandbox.sessions import SandboxSession, SandboxSnapshot
 from primerl.sandbox.tiers import host
 from primerl.sandbox.tiers.interface import Ability, Options, Order, Sandbox, asked
 
@@ -170,9 +170,9 @@ class SandboxPool:
         self,
         *,
         root: Root | None = None,
-        snapshot: Snapshot | None = None,
+        snapshot: SandboxSnapshot | None = None,
         lifetime_s: float = 3600.0,
-    ) -> AsyncIterator[Session]:
+    ) -> AsyncIterator[SandboxSession]:
         """A sandbox that stays for many commands, and ends with the block or after ``lifetime_s``.
 
         ``root`` is a root filesystem that ``prepare_root`` made; the session's changes are its own.
@@ -188,7 +188,7 @@ class SandboxPool:
             settings |= root.settings
         sandbox = await self._make(settings)
         try:
-            session = Session(self, sandbox, root=root)
+            session = SandboxSession(self, sandbox, root=root)
             if snapshot is not None:
                 await session.restore(snapshot)
             yield session
@@ -248,7 +248,7 @@ class SandboxPool:
         """Wait for one of the ``concurrency`` turns, in order of arrival.
 
         Whoever has one must not wait for a second one, which ``run`` and a session's calls do, but
-        not ``Session.execute_at_once``.
+        not ``SandboxSession.execute_at_once``.
 
         Raises:
             SandboxError: the pool isn't running.

@@ -20,14 +20,14 @@ _MOST_SNAPSHOT_BYTES = 1 << 30
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Snapshot:
+class SandboxSnapshot:
     """Files of a session, to go on from in others. What it holds is untrusted, and stays packed."""
 
     root: Root | None
     archive: bytes = attrs.field(repr=False)
 
 
-class Session:
+class SandboxSession:
     """One sandbox, made by ``SandboxPool.session``. Its calls are carried out one at a time.
 
     A command's background processes go on until the session ends; a command that exceeds its time
@@ -105,7 +105,7 @@ class Session:
         """
         self._checked(await self._do("write", {"path": path}, stdin=content), path)
 
-    async def snapshot(self, *paths: str, timeout_s: float = 60.0) -> Snapshot:
+    async def snapshot(self, *paths: str, timeout_s: float = 60.0) -> SandboxSnapshot:
         """A copy of the files under ``paths``: ``/sandbox`` and ``/tmp`` by default.
 
         Raises:
@@ -117,9 +117,9 @@ class Session:
         done = await self._do(
             "pack", {"paths": names}, output_bytes=_MOST_SNAPSHOT_BYTES, timeout_s=timeout_s
         )
-        return Snapshot(root=self._root, archive=self._checked(done, ", ".join(names)))
+        return SandboxSnapshot(root=self._root, archive=self._checked(done, ", ".join(names)))
 
-    async def restore(self, snapshot: Snapshot, *, timeout_s: float = 60.0) -> None:
+    async def restore(self, snapshot: SandboxSnapshot, *, timeout_s: float = 60.0) -> None:
         """Unpack a snapshot over the session's files.
 
         Raises:

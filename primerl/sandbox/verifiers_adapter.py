@@ -13,7 +13,7 @@ from primerl._common.optional import require
 from primerl.sandbox.errors import SandboxError, SandboxUnavailable
 from primerl.sandbox.pool import SandboxPool
 from primerl.sandbox.results import Limits, Root
-from primerl.sandbox.sessions import Session
+from primerl.sandbox.sessions import SandboxSession
 
 vf: Any = require("verifiers.v1", extra="verifiers")
 _configs: Any = require("pydantic_config", extra="verifiers")
@@ -36,7 +36,7 @@ class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known 
         self.config = _subprocess.SubprocessConfig()
         self.info = _subprocess.SubprocessRuntimeInfo(id=self.name)
         self._stack = contextlib.AsyncExitStack()
-        self._session: Session | None = None
+        self._session: SandboxSession | None = None
 
     async def start(self) -> None:
         """See verifiers' ``Runtime``."""
@@ -98,7 +98,7 @@ class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known 
         except (OSError, SandboxError) as error:
             raise vf.SandboxError(f"write {path!r}: {error}") from error
 
-    def _running(self) -> Session:
+    def _running(self) -> SandboxSession:
         if self._session is None:
             raise vf.SandboxError("the runtime is not started")
         return self._session

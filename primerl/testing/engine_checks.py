@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
+from primerl.rollout.engines.contract import BadCompletion, EngineLimits, check_completion
 from primerl.rollout.engines.protocol import Engine
 from primerl.types import LOGPROB_ROUNDING, Completion, SamplingParams
 
@@ -56,7 +56,9 @@ class Case:
         served = self.engine.version
         answer = await request
         try:
-            check_completion(answer, len(prompt), params, Limits.of(self.engine, oldest=served))
+            check_completion(
+                answer, len(prompt), params, EngineLimits.of(self.engine, oldest=served)
+            )
         except BadCompletion as error:
             self.broken.append(str(error))
         return answer

@@ -5,7 +5,7 @@ from primerl.weights.transports.disk import Disk
 from primerl.weights.transports.nccl import NCCL
 from primerl.weights.transports.receipts import Fetcher, Receipt
 from primerl.weights.transports.shared_memory import Receiver, SharedMemory
-from primerl.weights.verification.canary import Canary, Verdict
+from primerl.weights.verification.canary import Canary, CanaryVerdict
 from primerl.weights.verification.wiring import wiring_test
 from primerl.weights.verified_transport import VerifiedTransport, transport_to
 
@@ -18,7 +18,7 @@ __all__ = [
     "Receipt",
     "Receiver",
     "SharedMemory",
-    "Verdict",
+    "CanaryVerdict",
     "VerifiedTransport",
     "transport_to",
     "wiring_test",

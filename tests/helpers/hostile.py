@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from primerl.rollout.engines.contract import Limits
+from primerl.rollout.engines.contract import EngineLimits
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, Task
 from primerl.types import (
@@ -31,7 +31,7 @@ class Request:
     """A request, and the limits of a valid completion."""
 
     params: SamplingParams
-    limits: Limits
+    limits: EngineLimits
 
     @property
     def beyond_vocabulary(self) -> int:
@@ -91,7 +91,7 @@ class HostileEngine:
         if next(self._numbers) % self._every:
             return answer
         self.broken += 1
-        limits = Limits.of(self._engine, oldest=self._engine.version)
+        limits = EngineLimits.of(self._engine, oldest=self._engine.version)
         request = Request(params=params, limits=limits)
         return COMPLETION_FAULTS[self._fault](answer, request)
 
@@ -221,7 +221,7 @@ class HostileEnvironment:
         if next(self._numbers) % self._every:
             return rollout
         corrupt = SAMPLE_FAULTS[self._fault]
-        request = Request(params=params, limits=Limits.of(engine))
+        request = Request(params=params, limits=EngineLimits.of(engine))
         return attrs.evolve(rollout, samples=[corrupt(one, request) for one in rollout.samples])
 
 

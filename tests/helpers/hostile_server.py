@@ -16,7 +16,7 @@ import numpy as np
 from aiohttp import web
 from hostile import COMPLETION_FAULTS, Request
 
-from primerl.rollout.engines.contract import Limits
+from primerl.rollout.engines.contract import EngineLimits
 from primerl.serving import names
 from primerl.types import Completion, SamplingParams
 
@@ -150,7 +150,7 @@ class HostileServer:
             finish_reason="length" if end is None else "stop",
         )
         if corrupt is not None:
-            limits = Limits(
+            limits = EngineLimits(
                 context_length=self._context_length,
                 vocab_size=self._vocab_size,
                 oldest=version,

@@ -19,7 +19,7 @@ from waiting import until
 
 from primerl import rollout, serving, testing
 from primerl.rollout.conversations.calls import shared_tokens
-from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
+from primerl.rollout.engines.contract import BadCompletion, EngineLimits, check_completion
 from primerl.serving.server import readiness as vllm_readiness
 from primerl.types import LOGPROB_ROUNDING, Completion, Rollout, Sample, SamplingParams
 
@@ -172,7 +172,7 @@ def test_rounding_is_accepted():
     completion = Completion(
         token_ids=[1, 2], logprobs=[5e-6, -1], versions=[0, 0], finish_reason="length"
     )
-    limits = Limits(context_length=9, vocab_size=3, oldest=0, newest=0)
+    limits = EngineLimits(context_length=9, vocab_size=3, oldest=0, newest=0)
     params = SamplingParams(max_tokens=2)
 
     check_completion(completion, 7, params, limits)
@@ -440,9 +440,9 @@ def test_responses_of_tool_servers_are_bounded(fault):
 
 def test_a_tool_call_nested_too_deeply_is_an_error_of_the_policy():
     pytest.importorskip("verifiers")
-    from primerl.rollout.environments.verifiers_adapter.tools import Toolbox
+    from primerl.rollout.environments.verifiers_adapter.tools import ServedTools
 
-    toolbox = Toolbox([], {"look": (None, "look")}, timeout_s=1.0)
+    toolbox = ServedTools([], {"look": (None, "look")}, timeout_s=1.0)
     answer = asyncio.run(toolbox.call("look", "[" * 100_000))
     assert answer.startswith("error: the arguments are not JSON")
 

@@ -10,7 +10,7 @@ from typing import Any
 from primerl.rollout.collection.buffer import Buffer
 from primerl.rollout.collection.concurrency import follow_load
 from primerl.rollout.collection.groups import cancel_once, wait_until_ended
-from primerl.rollout.collection.plan import Plan, decode_state, encode_state
+from primerl.rollout.collection.plan import CollectionPlan, decode_state, encode_state
 from primerl.rollout.collection.playing import evaluate
 from primerl.rollout.collection.scheduler import GroupScheduler
 from primerl.rollout.collection.stalls import StallTimer, unfillable
@@ -45,7 +45,7 @@ class Collector:
         environment: Environment,
         tasks: TaskStream,
         keep: Sequence[Callable[[Group], bool]],
-        plan: Plan,
+        plan: CollectionPlan,
         state: bytes | None,
     ) -> None:
         self._channel = channel

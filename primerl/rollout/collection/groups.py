@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import attrs
 
 from primerl.rollout.collection.staleness import oldest_version
-from primerl.rollout.engines.contract import Limits, check_rollout, check_routes
+from primerl.rollout.engines.contract import EngineLimits, check_rollout, check_routes
 from primerl.rollout.engines.health import EngineFailed, EngineHealth, Retry
 from primerl.rollout.engines.observed import ObservedEngine
 from primerl.rollout.engines.protocol import Engine
@@ -106,7 +106,7 @@ async def play(
                     raise observed.bad  # the environment caught it: its rollout is not trusted
                 if observed.outage is not None:
                     raise observed.outage  # a limit of its own ended it, such as an agent's
-                check_rollout(rollout, params, Limits.of(engine))
+                check_rollout(rollout, params, EngineLimits.of(engine))
                 await check_routes(rollout, engine)
             except Exception as error:  # whatever an environment raises is data
                 mistake = isinstance(error, RewardError)

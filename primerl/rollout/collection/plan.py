@@ -13,7 +13,7 @@ STATE_FORMAT = 3
 
 
 @attrs.frozen(kw_only=True)
-class Plan:
+class CollectionPlan:
     """The settings of a worker; see ``primerl.rollout.worker`` for their meaning."""
 
     params: SamplingParams
@@ -31,7 +31,7 @@ class Plan:
     concurrency: AdaptiveConcurrency | None = None
 
 
-def encode_state(plan: Plan, parts: Mapping[str, Any]) -> bytes:
+def encode_state(plan: CollectionPlan, parts: Mapping[str, Any]) -> bytes:
     """The state of a worker that collects by ``plan``; its parts are builtins by name.
 
     Raises:
@@ -44,7 +44,7 @@ def encode_state(plan: Plan, parts: Mapping[str, Any]) -> bytes:
     return msgspec.msgpack.encode({"format": STATE_FORMAT, "plan": saved, **parts})
 
 
-def decode_state(content: bytes, plan: Plan) -> dict[str, Any]:
+def decode_state(content: bytes, plan: CollectionPlan) -> dict[str, Any]:
     """The parts of a state that ``encode_state`` encoded, for a worker that collects by ``plan``.
 
     Raises:
@@ -71,7 +71,7 @@ def decode_state(content: bytes, plan: Plan) -> dict[str, Any]:
     return state
 
 
-def _require_same_plan(saved: Mapping[str, Any], plan: Plan) -> None:
+def _require_same_plan(saved: Mapping[str, Any], plan: CollectionPlan) -> None:
     refused = {
         "group_size": "its finished groups have another size, and are compared with each other",
         "groups_per_step": "steps of another size can't continue its count",

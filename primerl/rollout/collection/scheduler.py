@@ -19,7 +19,7 @@ from primerl.rollout.collection.groups import (
     cancel_once,
     run_group,
 )
-from primerl.rollout.collection.plan import Plan
+from primerl.rollout.collection.plan import CollectionPlan
 from primerl.rollout.collection.verification import UNVERIFIED
 from primerl.rollout.engines.health import EngineFailed, EngineHealth
 from primerl.rollout.engines.protocol import Engine
@@ -43,7 +43,7 @@ class GroupScheduler:
         engine: Engine,
         health: EngineHealth,
         buffer: Buffer,
-        plan: Plan,
+        plan: CollectionPlan,
     ) -> None:
         self.error: Exception | None = None
         """What has stopped the run, if anything has."""

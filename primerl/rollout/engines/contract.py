@@ -33,7 +33,7 @@ class BadSample(ValueError):
 
 
 @attrs.frozen(kw_only=True)
-class Limits:
+class EngineLimits:
     """Limits of a valid completion.
 
     Args:
@@ -49,7 +49,7 @@ class Limits:
     newest: PolicyVersion
 
     @classmethod
-    def of(cls, engine: Engine, *, oldest: PolicyVersion = 0) -> "Limits":
+    def of(cls, engine: Engine, *, oldest: PolicyVersion = 0) -> "EngineLimits":
         """The current limits of ``engine``."""
         return cls(
             context_length=engine.context_length,
@@ -66,7 +66,7 @@ def newest_version(engine: Engine) -> PolicyVersion:
 
 
 def check_completion(
-    completion: Any, prompt_length: int, params: SamplingParams, limits: Limits
+    completion: Any, prompt_length: int, params: SamplingParams, limits: EngineLimits
 ) -> None:
     """Check a completion against its request.
 
@@ -88,7 +88,7 @@ def check_completion(
         raise BadCompletion(f"the engine's completion {fault}")
 
 
-def check_rollout(rollout: Rollout, params: SamplingParams, limits: Limits) -> None:
+def check_rollout(rollout: Rollout, params: SamplingParams, limits: EngineLimits) -> None:
     """Check what an environment returned, whether or not its engine made it.
 
     Raises:
@@ -176,7 +176,7 @@ def _logprob_fault(logprobs: np.ndarray) -> str | None:
     return f"has the logprob {worst}, expected finite logprobs of at most 0"
 
 
-def _version_fault(versions: np.ndarray, limits: Limits) -> str | None:
+def _version_fault(versions: np.ndarray, limits: EngineLimits) -> str | None:
     if (versions[1:] < versions[:-1]).any():
         return f"has versions that decrease: {np.unique(versions).tolist()}"
     if (first := int(versions[0])) < limits.oldest:
@@ -196,7 +196,7 @@ def _conversation_fault(conversation: Any) -> str | None:
     return None
 
 
-def _sample_fault(sample: Any, params: SamplingParams, limits: Limits) -> str | None:
+def _sample_fault(sample: Any, params: SamplingParams, limits: EngineLimits) -> str | None:
     if type(sample) is not Sample:
         return f"a {type(sample).__name__} among the samples of its rollout, expected types.Sample"
     if sample.temperature == 0 and params.temperature > 0:

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
+from primerl.rollout.engines.contract import BadCompletion, EngineLimits, check_completion
 from primerl.rollout.engines.health import (
     EngineFailed,
     EngineHealth,
@@ -75,7 +75,7 @@ class ObservedEngine:
             completion: Completion = await self._ask(
                 lambda: self._engine.generate(prompt_ids, params, session=session)
             )
-            limits = Limits.of(self._engine, oldest=served)
+            limits = EngineLimits.of(self._engine, oldest=served)
             check_completion(completion, len(prompt_ids), params, limits)
         except BadCompletion as error:
             self.bad = error

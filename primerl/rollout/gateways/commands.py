@@ -18,13 +18,13 @@ from primerl.rollout.conversations.messages import clipped
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Task, reward_of
 from primerl.rollout.gateways.server import Gateway, gateway
-from primerl.rollout.gateways.sessions import Session
+from primerl.rollout.gateways.sessions import GatewaySession
 from primerl.types import Rollout, SamplingParams
 
 KILL_S = 5.0
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
 
-Command = Callable[[Task, Session], Sequence[str]]
+Command = Callable[[Task, GatewaySession], Sequence[str]]
 CommandReward = Callable[[Task, "CommandRun"], float | Awaitable[float]]
 
 
@@ -37,7 +37,7 @@ class CommandRun:
     unless that was a runtime.
     """
 
-    session: Session
+    session: GatewaySession
     exit_code: int | None
     output: str
     folder: Path | None
@@ -182,7 +182,7 @@ class CommandAgent:
             await asyncio.to_thread(remove_folder, supervised)
 
 
-def _stop(session: Session, exit_code: int | None) -> str:
+def _stop(session: GatewaySession, exit_code: int | None) -> str:
     if exit_code is None:
         return "timeout"
     if session.outcomes["limited"] or session.outcomes["context"] or exit_code == 0:

@@ -18,7 +18,7 @@ from primerl.rollout.gateways.anthropic_messages import AnthropicMessages
 from primerl.rollout.gateways.apis import Api, BadRequest, Request
 from primerl.rollout.gateways.chat_completions import ChatCompletions
 from primerl.rollout.gateways.responses import Responses
-from primerl.rollout.gateways.sessions import Session
+from primerl.rollout.gateways.sessions import GatewaySession
 from primerl.rollout.renderers.loading import load_renderer
 from primerl.types import SamplingParams
 
@@ -81,7 +81,7 @@ class Gateway:
         self._engine = engine
         self._params = params
         self._keep_reasoning = keep_reasoning
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, GatewaySession] = {}
         self._runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> "Gateway":
@@ -112,7 +112,7 @@ class Gateway:
         engine: Engine | None = None,
         params: SamplingParams | None = None,
         limits: AgentLimits | None = None,
-    ) -> AsyncIterator[Session]:
+    ) -> AsyncIterator[GatewaySession]:
         """The base URL and key of one rollout, until the context is left.
 
         Raises:
@@ -128,7 +128,7 @@ class Gateway:
             session=secrets.token_hex(8),
             keep_reasoning=self._keep_reasoning,
         )
-        session = Session(history, limits or AgentLimits(), url=self.url)
+        session = GatewaySession(history, limits or AgentLimits(), url=self.url)
         self._sessions[session.name] = session
         try:
             yield session
@@ -136,7 +136,7 @@ class Gateway:
             await session.close()
             del self._sessions[session.name]
 
-    def _authorised(self, headers: Mapping[str, str]) -> tuple[Session, str] | None:
+    def _authorised(self, headers: Mapping[str, str]) -> tuple[GatewaySession, str] | None:
         """The rollout and agent whose key a request has."""
         bearer = headers.get("Authorization", "").removeprefix("Bearer ")
         name, _, secret = (headers.get("x-api-key") or bearer).partition(".")
@@ -186,7 +186,7 @@ class Gateway:
         self,
         http: web.Request,
         api: Api,
-        session: Session,
+        session: GatewaySession,
         request: Request,
         reply: Reply,
         digest: bytes,

@@ -25,7 +25,7 @@ OUTCOMES = (
 )
 
 
-class Session:
+class GatewaySession:
     """A rollout whose agents ask through a gateway; made by ``Gateway.open``.
 
     ``base_url`` and ``key`` are what an OpenAI client takes; ``anthropic_url`` is Anthropic's.

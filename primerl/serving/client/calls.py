@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from primerl.rollout.engines.contract import Limits, check_completion
+from primerl.rollout.engines.contract import EngineLimits, check_completion
 from primerl.serving.client.fleet import Fleet
 from primerl.serving.client.http import Unreachable
 from primerl.serving.client.replicas import Replica
@@ -122,7 +122,7 @@ async def probe(
         choice = answer.choices[0]
         versions = [one or 0 for one in fleet.versions(choice, replica.label)]
         completion = responses.make_completion(choice, versions)
-        limits = Limits(
+        limits = EngineLimits(
             context_length=len(token_ids) + max_new_tokens,
             vocab_size=None,
             oldest=0,

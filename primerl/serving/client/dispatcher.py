@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import attrs
 import numpy as np
 
-from primerl.rollout.engines.contract import BadCompletion, Limits, check_completion
+from primerl.rollout.engines.contract import BadCompletion, EngineLimits, check_completion
 from primerl.rollout.errors import summary
 from primerl.serving.client.calls import rpc_results
 from primerl.serving.client.fleet import Fleet
@@ -88,7 +88,7 @@ class Dispatcher:
             versions = await self._versions(choice, replica, label)
             completion = responses.make_completion(choice, versions)
             await self._learn_vocab_size(replica)
-            limits = Limits(
+            limits = EngineLimits(
                 context_length=self._fleet.context_length or len(prompt) + params.max_tokens,
                 vocab_size=self.vocab_size,
                 oldest=self._fleet.number(label) or 0,

@@ -22,7 +22,7 @@ Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 T = TypeVar("T")
 
 
-class Span(msgspec.Struct):
+class VersionSpan(msgspec.Struct):
     """Tokens ``start`` to ``end`` were sampled by the weights labelled ``version``."""
 
     version: str | None
@@ -50,7 +50,7 @@ class Choice(msgspec.Struct):
     token_ids: list[Int32]
     logprobs: Logprobs | None = None
     routed_experts: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
 class Usage(msgspec.Struct):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from primerl._common.checkpoint_tensors import Quantizer, checkpoint_layout, checkpoint_tensors
 from primerl._common.ranks import is_first_rank, on_first_rank_gathering
 from primerl._common.shared_folder import shared_memory
-from primerl.weights.transports.publications import DELTA, Manifest, manifest_path
+from primerl.weights.transports.publications import DELTA, PublicationManifest, manifest_path
 from primerl.weights.transports.publisher import Publisher
 from primerl.weights.transports.receipts import (
     Fetcher,
@@ -119,7 +119,7 @@ class Disk:
         publisher.retain(manifest, keep=publisher.snapshot)
         return attrs.evolve(receipt, replicas=replicas, fallback=fallback)
 
-    def _load(self, folder: Path, manifest: Manifest) -> dict[str, list[dict[str, Any]]]:
+    def _load(self, folder: Path, manifest: PublicationManifest) -> dict[str, list[dict[str, Any]]]:
         """Have every engine fetch a publication; its workers' receipts, compared with it."""
         version = manifest.version
         update = {"folder": str(folder.resolve()), "version": version}
@@ -132,7 +132,7 @@ class Disk:
         return replicas
 
 
-def _receipt(folder: Path, manifest: Manifest, seconds: dict[str, float]) -> Receipt:
+def _receipt(folder: Path, manifest: PublicationManifest, seconds: dict[str, float]) -> Receipt:
     return Receipt(
         version=manifest.version,
         kind=manifest.kind,

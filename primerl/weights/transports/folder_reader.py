@@ -20,7 +20,7 @@ from primerl.weights.transports.publications import (
     DELTA,
     FULL,
     SAME,
-    Manifest,
+    PublicationManifest,
     chain,
     check_file,
     describe,
@@ -45,7 +45,7 @@ class FolderReader:
         self._copy: HostCopy | None = None
         self._held: BinaryIO | None = None
 
-    def fetch(self, version: int) -> Manifest:
+    def fetch(self, version: int) -> PublicationManifest:
         """Bring a version to this host and check it.
 
         Raises:
@@ -61,7 +61,7 @@ class FolderReader:
         self._copy.bring_to(manifest)
         return manifest
 
-    def open(self, version: int) -> tuple[Manifest, dict[str, Tensor]]:
+    def open(self, version: int) -> tuple[PublicationManifest, dict[str, Tensor]]:
         """A fetched version and its tensors, which stay as they are until ``release``.
 
         Raises:
@@ -127,7 +127,7 @@ class HostCopy:
         self._tensors = self._place.path / "tensors.safetensors"
         self._reading: BinaryIO | None = None
 
-    def bring_to(self, manifest: Manifest) -> None:
+    def bring_to(self, manifest: PublicationManifest) -> None:
         """Update the copy to a version, by deltas where possible.
 
         Raises:
@@ -145,7 +145,7 @@ class HostCopy:
             self._verify(manifest)
             self._set_state(manifest.digest)
 
-    def _take(self, step: Manifest, path: Path) -> None:
+    def _take(self, step: PublicationManifest, path: Path) -> None:
         if step.kind == FULL:
             partial = self._tensors.with_suffix(".partial")
             shutil.copyfile(path, partial)
@@ -169,7 +169,7 @@ class HostCopy:
             else:
                 raise ValueError(f"{describe(path)} does not fit the version before it: {name}")
 
-    def _verify(self, manifest: Manifest) -> None:
+    def _verify(self, manifest: PublicationManifest) -> None:
         tensors = map_tensors(self._tensors)
         wrong = sorted(tensors.keys() ^ manifest.tensors.keys())
         wrong += [n for n, t in tensors.items() if digest_of(t) != manifest.tensors.get(n)]
@@ -179,7 +179,7 @@ class HostCopy:
                 "is not as it was published"
             )
 
-    def open(self, manifest: Manifest) -> dict[str, Tensor]:
+    def open(self, manifest: PublicationManifest) -> dict[str, Tensor]:
         """The tensors of a version, locked until ``release``."""
         self.release()
         self._reading = acquire(self._lock, exclusive=False, timeout_s=self._timeout_s)
@@ -203,7 +203,7 @@ class HostCopy:
         self._place.close()
 
     def _state(self) -> str | None:
-        """``Manifest.digest`` of what the copy holds; None if it is dirty or missing."""
+        """``PublicationManifest.digest`` of what the copy holds; None if it is dirty or missing."""
         try:
             digest = json.loads((self._place.path / "state.json").read_bytes())["digest"]
         except FileNotFoundError:

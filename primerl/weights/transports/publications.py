@@ -16,7 +16,7 @@ SAME = "same"
 
 
 @attrs.frozen(kw_only=True)
-class Manifest:
+class PublicationManifest:
     """Describes one publication; its JSON file is written last, which commits the publication."""
 
     version: int
@@ -50,7 +50,7 @@ def describe(path: Path) -> str:
     return f"{path.name} in {path.parent}"
 
 
-def read_manifest(folder: Path, version: int) -> Manifest:
+def read_manifest(folder: Path, version: int) -> PublicationManifest:
     """The manifest of a version.
 
     Raises:
@@ -63,7 +63,7 @@ def read_manifest(folder: Path, version: int) -> Manifest:
     try:
         read: dict[str, Any] = json.loads(path.read_bytes())
         tensors = {n: TensorDigest(d, tuple(s), x) for n, (d, s, x) in read["tensors"].items()}
-        manifest = Manifest(**{**read, "tensors": tensors})
+        manifest = PublicationManifest(**{**read, "tensors": tensors})
     except FileNotFoundError:
         raise ValueError(
             f"there is no publication of version {version}: {where} is missing"
@@ -81,7 +81,7 @@ def read_manifest(folder: Path, version: int) -> Manifest:
     return manifest
 
 
-def check_file(folder: Path, manifest: Manifest) -> Path:
+def check_file(folder: Path, manifest: PublicationManifest) -> Path:
     """The path of a publication's tensors, after comparing the file with the manifest.
 
     Tensors that come whole are not digested here, but where they are used.
@@ -101,7 +101,7 @@ def check_file(folder: Path, manifest: Manifest) -> Path:
     return path
 
 
-def chain(folder: Path, version: int, *, have: str | None = None) -> list[Manifest]:
+def chain(folder: Path, version: int, *, have: str | None = None) -> list[PublicationManifest]:
     """The publications that lead to a version, first to last.
 
     They begin after the tensors that the receiver has, or with a full publication.
@@ -109,13 +109,13 @@ def chain(folder: Path, version: int, *, have: str | None = None) -> list[Manife
     Args:
         folder: of the publications.
         version: to reach.
-        have: ``Manifest.digest`` of the tensors that the receiver has; None for nothing.
+        have: ``PublicationManifest.digest`` of the tensors that the receiver has; None for nothing.
 
     Raises:
         ValueError: a publication is missing or does not follow from its parent.
     """
     manifest = read_manifest(folder, version)
-    steps: list[Manifest] = []
+    steps: list[PublicationManifest] = []
     while manifest.digest != have:
         steps.insert(0, manifest)
         if manifest.kind == FULL or manifest.parent_digest == have:

@@ -22,7 +22,13 @@ from primerl._common.digests import (
 from primerl._common.files import whole_or_nothing
 from primerl._common.tensor_files import as_tensor, write_tensors
 from primerl.weights.transports import delta
-from primerl.weights.transports.publications import DELTA, FULL, SAME, Manifest, manifest_path
+from primerl.weights.transports.publications import (
+    DELTA,
+    FULL,
+    SAME,
+    PublicationManifest,
+    manifest_path,
+)
 
 _NAME = re.compile(rf"([0-9]{{8,}})\.(json|({FULL}|{DELTA})\.safetensors)")
 _PARTIAL = re.compile(rf"\.({_NAME.pattern})\.[0-9]+\.partial")
@@ -32,7 +38,7 @@ _PARTIAL = re.compile(rf"\.({_NAME.pattern})\.[0-9]+\.partial")
 class _Sent:
     """What the last publication held: the base of the next delta."""
 
-    manifest: Manifest
+    manifest: PublicationManifest
     layout: dict[str, TensorLayout]
     tensors: dict[str, np.ndarray]
 
@@ -81,7 +87,7 @@ class Publisher:
         version: int,
         layout: Mapping[str, TensorLayout],
         tensors: Iterable[tuple[str, Tensor]],
-    ) -> Manifest:
+    ) -> PublicationManifest:
         """Publish a version.
 
         Raises:
@@ -102,7 +108,7 @@ class Publisher:
         self.retain(manifest)
         return manifest
 
-    def retain(self, manifest: Manifest, *, keep: int | None = None) -> None:
+    def retain(self, manifest: PublicationManifest, *, keep: int | None = None) -> None:
         """Remove what is useless after the publication ``manifest``.
 
         That is what an interrupted writer left, later versions (of a run that was resumed from an
@@ -126,7 +132,7 @@ class Publisher:
                 else:
                     path.unlink(missing_ok=True)
 
-    def rewrite_whole(self) -> Manifest:
+    def rewrite_whole(self) -> PublicationManifest:
         """Publish the last version again, in full, from the copy that was kept for deltas.
 
         Raises:
@@ -160,7 +166,7 @@ class Publisher:
         version: int,
         layout: Mapping[str, TensorLayout],
         tensors: Iterable[tuple[str, Tensor]],
-    ) -> Manifest:
+    ) -> PublicationManifest:
         digests: dict[str, TensorDigest] = {}
 
         def noted() -> Iterator[tuple[str, Tensor]]:
@@ -181,7 +187,7 @@ class Publisher:
         layout: Mapping[str, TensorLayout],
         tensors: Iterable[tuple[str, Tensor]],
         sent: _Sent,
-    ) -> Manifest:
+    ) -> PublicationManifest:
         digests: dict[str, TensorDigest] = {}
         forms: dict[str, str] = {}
         wire: dict[str, Tensor] = {}
@@ -208,11 +214,11 @@ class Publisher:
         version: int,
         digests: dict[str, TensorDigest],
         *,
-        parent: Manifest | None = None,
+        parent: PublicationManifest | None = None,
         forms: dict[str, str] | None = None,
-    ) -> Manifest:
+    ) -> PublicationManifest:
         """Write the manifest of a file of tensors: now the version is published."""
-        manifest = Manifest(
+        manifest = PublicationManifest(
             version=version,
             kind=DELTA if parent else FULL,
             parent=parent.version if parent else None,

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 @attrs.frozen(kw_only=True)
-class Verdict:
+class CanaryVerdict:
     """Whether every replica computes with the weights of ``version``, and why not."""
 
     version: int
@@ -174,7 +174,7 @@ class Canary:
         """The largest root mean square difference that passes, in nats; None before a check."""
         return self._checks.tolerance
 
-    def check(self, version: int) -> Verdict:
+    def check(self, version: int) -> CanaryVerdict:
         """Compare every replica with the trainer, whose weights were published as ``version``.
 
         Raises:
@@ -189,7 +189,7 @@ class Canary:
         sampled = [(len(row["logprobs"]), row["temperature"]) for row in rows]
         expected = trainer_logprobs(self.model, [row["token_ids"] for row in rows], sampled=sampled)
         content = on_first_rank(lambda: self._verdict(version, rows, expected, compared))
-        verdict = msgspec.convert(content, Verdict)
+        verdict = msgspec.convert(content, CanaryVerdict)
         self._checks.tolerance = verdict.tolerance
         if is_first_rank() and not verdict.passed:
             log.error("%s", verdict.reason)
@@ -275,7 +275,7 @@ class Canary:
         bad = [one for one in found if not one.passed]
         reasons = "; ".join(f"{one.replica}: {one.reason}" for one in (bad or found))
         assert self._checks.tolerance is not None
-        verdict = Verdict(
+        verdict = CanaryVerdict(
             version=int(version),
             passed=not bad,
             reason=f"version {version} {'failed' if bad else 'passed'} the canary: {reasons}",

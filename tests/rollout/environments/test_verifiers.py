@@ -434,13 +434,13 @@ def test_tools_with_state_wrong_calls_and_deadlines(tokenizer):
 
 
 def test_a_tool_that_does_not_answer_is_given_up():
-    from primerl.rollout.environments.verifiers_adapter.tools import Toolbox
+    from primerl.rollout.environments.verifiers_adapter.tools import ServedTools
 
     class Silent:
         async def call_tool(self, name, arguments):
             await asyncio.sleep(600)
 
-    box = Toolbox([], {"wait": (Silent(), "wait")}, 0.05)
+    box = ServedTools([], {"wait": (Silent(), "wait")}, 0.05)
 
     assert asyncio.run(box.call("wait", "{}")) == "error: wait did not answer within 0.05 s"
     assert asyncio.run(box.call("wait", "[1]")).startswith("error: the arguments are not an object")

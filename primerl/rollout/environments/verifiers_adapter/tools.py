@@ -59,7 +59,7 @@ class _Bounded(_http.AsyncByteStream):  # type: ignore[misc]
 @contextlib.asynccontextmanager
 async def toolbox(
     urls: Mapping[str, str], http: Any, *, timeout_s: float
-) -> AsyncIterator["Toolbox"]:
+) -> AsyncIterator["ServedTools"]:
     """The tools of the servers at ``urls``, by their names, over ``connections``.
 
     Raises:
@@ -92,10 +92,10 @@ async def toolbox(
                         parameters=tool.input_schema,
                     )
                 )
-        yield Toolbox(described, tools, timeout_s)
+        yield ServedTools(described, tools, timeout_s)
 
 
-class Toolbox:
+class ServedTools:
     """Tools that the policy may call.
 
     ``owners`` has, for each name, the server's client and its own name for the tool.

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import attrs
 import numpy as np
-from attrs.validators import optional
+from attrs.validators import and_, deep_iterable, ge, min_len, optional
 
 from primerl import track
 
@@ -49,6 +49,8 @@ with track.interruptible():  # Ctrl-C ends it with one line
 
 from primerl.track import number
 from primerl.types import SamplingParams
+
+COUNTS = and_(min_len(1), deep_iterable(ge(1)))
 
 
 @attrs.frozen(kw_only=True)
@@ -110,7 +112,7 @@ class Args:
     #: the FP8 checkpoint that a server is started from
     server_model: str | None = None
     #: GPUs of a server, which share its experts: a run takes the first number, --dry-run compares
-    server_gpus: tuple[int, ...] = (1,)
+    server_gpus: tuple[int, ...] = attrs.field(default=(1,), validator=COUNTS)
     #: rollouts at a time on a GPU of a server that is started
     max_num_seqs: int = attrs.field(default=64, validator=number(at_least=1))
     #: the part of a GPU's memory that this server takes; vLLM's default is 0.9
@@ -122,7 +124,7 @@ class Args:
     #: for weights and expert routes, if ranks or servers run on several hosts
     shared_folder: str | None = None
     #: nodes that train: a run takes the first number, --dry-run compares
-    nodes: tuple[int, ...] = (1,)
+    nodes: tuple[int, ...] = attrs.field(default=(1,), validator=COUNTS)
     #: GPUs of a node that train; in a rehearsal, processes on the CPU
     gpus_per_node: int = attrs.field(default=2, validator=number(at_least=1))
     #: for --dry-run: bytes of a GPU's memory
@@ -404,8 +406,13 @@ def backward(
 def plan(args: Args) -> planning.Plan:
     """What would run where, and what it would take: the trainer's parts, on imagined ranks."""
     folder = args.model
-    if args.config is not None and args.model == SCALES[args.scale].model:
-        folder = str(Path(__file__).parent / "configs" / args.config)
+    preset = SCALES[args.scale]
+    others = args.model != preset.model and args.config == preset.config  # a model of its own
+    if args.config is not None and not others:
+        configs = Path(__file__).parent / "configs"
+        if not (configs / args.config).is_dir():
+            raise ValueError(f"--config is {args.config!r}; expected a folder of {configs}")
+        folder = str(configs / args.config)
     elif folder is None or folder.startswith("tiny:"):
         folder = model_folder(args)
 
@@ -444,7 +451,9 @@ def main(args: Args) -> None:
     sinks = [track.LiveView("GLM SWE", steps=args.steps)] if world.is_first else []
     parallel.configure_cpu()
     if world.is_first:
-        print(planning.differences(SCALES[args.scale], SCALES["glm5"], names=("here", "at glm5")))
+        run = {"steps": args.steps, "run_dir": args.run_dir, "resume": args.resume}
+        flagship = attrs.evolve(SCALES["glm5"], **run)
+        print(planning.differences(args, flagship, names=("here", "at glm5")))
     folder = model_folder(args)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     environment, train_tasks, eval_tasks = build_environment(args, tokenizer)

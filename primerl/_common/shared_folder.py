@@ -63,16 +63,17 @@ class SharedFolder:
         # With a sign that no host's name has: one may begin with another's.
         host = "" if within is None else f"{socket.gethostname()}@"
         prefix = f"primerl-{os.getuid()}-{host}"
+        places = {shared_memory(), Path(tempfile.gettempdir())} if within is None else {within}
+        for place in places:  # first, as what is left may be what takes the room
+            for other in place.glob(f"{prefix}*"):
+                if other.name != f"{prefix}{name}":
+                    _remove_if_unused(other)
         if within is not None:
-            place = within
+            self.path = within / f"{prefix}{name}"
         elif (shared_memory() / f"{prefix}{name}").exists():
-            place = shared_memory()  # what its users have written may be what takes the room
+            self.path = shared_memory() / f"{prefix}{name}"  # its users' files may take the room
         else:
-            place = shared_memory(room=room)
-        self.path = place / f"{prefix}{name}"
-        for other in place.glob(f"{prefix}*"):
-            if other != self.path:
-                _remove_if_unused(other)
+            self.path = shared_memory(room=room) / f"{prefix}{name}"
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)
             try:

@@ -32,6 +32,7 @@ from primerl.planning.ranks import imagined_ranks
 from primerl.planning.report import Plan, differences
 from primerl.planning.run import plan_run
 from primerl.planning.server import ServerPlan, plan_server
+from primerl.planning.sizes import ModelSize, model_size
 from primerl.planning.traffic import Traffic, plan_traffic
 from primerl.planning.trainer import (
     RankMemory,
@@ -42,6 +43,7 @@ from primerl.planning.trainer import (
 )
 
 __all__ = [
+    "ModelSize",
     "Plan",
     "RankMemory",
     "Refusal",
@@ -51,6 +53,7 @@ __all__ = [
     "TrainerPlan",
     "differences",
     "imagined_ranks",
+    "model_size",
     "plan_run",
     "plan_server",
     "plan_traffic",

@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 
 from primerl._common.optional import require
-from primerl.flops import Parameters
 from primerl.planning.pairs import Refusal
 from primerl.planning.server import ServerPlan
+from primerl.planning.sizes import ModelSize
 from primerl.planning.traffic import Traffic
 from primerl.planning.trainer import TrainerPlan
 
@@ -19,7 +19,7 @@ from primerl.planning.trainer import TrainerPlan
 class Plan:
     """What a run would take, where, and what of it is impossible."""
 
-    model: Parameters
+    model: ModelSize
     trainers: tuple[TrainerPlan, ...] = attrs.field(default=(), converter=tuple)
     servers: dict[str, ServerPlan] = attrs.field(factory=dict)
     """By a name for each."""

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
-from primerl import flops, fp8
+from primerl import fp8
+from primerl._common.expert_modules import expert_modules
 from primerl.planning.pairs import refused_pairs
 from primerl.planning.report import Plan
 from primerl.planning.server import plan_server
+from primerl.planning.sizes import model_size
 from primerl.planning.traffic import plan_traffic
 from primerl.planning.trainer import Prepare, TrainerLayout, plan_trainers
 
@@ -41,14 +43,21 @@ def plan_run(
         form: of the FP8 checkpoint that is served; None: servers hold bfloat16.
 
     Raises:
-        ValueError: the model's config does not say what its keys and values are.
+        ValueError: there is no layout or no server, a server has no GPU, the model's config does
+            not say what its keys and values are, or the model can't be in FP8 of this form.
     """
+    layouts = list(layouts)
+    if not layouts or not servers or min(servers) < 1:
+        raise ValueError(
+            f"there are {len(layouts)} layouts, and servers of {[*servers]} GPUs; expected at "
+            "least one of each, of at least one GPU"
+        )
     trainers = plan_trainers(build, prepare, layouts, tokens=tokens, gpu_bytes=gpu_bytes)
     model = build()
     quantizers: dict[str, fp8.CheckpointQuantizer | None] = {}
     if form is not None:
         fp8.convert_linears(model, form=form)
-        experts = fp8.GroupedMatmul(form=form)
+        experts = fp8.GroupedMatmul(form=form) if expert_modules(model) else None
         quantizers["FP8"] = fp8.CheckpointQuantizer(model, experts=experts, dtype=torch.bfloat16)
     quantizers["bf16"] = None
     plans = {
@@ -67,7 +76,7 @@ def plan_run(
     }
     published = next(iter(plans.values())).published
     return Plan(
-        model=flops.parameters(model.config),
+        model=model_size(model),
         trainers=trainers,  # type: ignore[arg-type]  # mypy does not infer what tuple converts
         servers=plans,
         traffic=plan_traffic(model, step_tokens=step_tokens, published=published),

@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 import torch
+from attrs.validators import ge
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -27,8 +28,8 @@ Prepare = Callable[[Any, parallel.Mesh], Optimizer]
 class TrainerLayout:
     """How a trainer's ranks are arranged; the sizes are those of ``parallel.mesh``."""
 
-    nodes: int
-    gpus_per_node: int = 8
+    nodes: int = attrs.field(validator=ge(1))
+    gpus_per_node: int = attrs.field(default=8, validator=ge(1))
     replicate: int = 1
     ep: int = 1
     cp: int = 1

@@ -176,9 +176,10 @@ def _typed(keys: Any) -> set[tuple[str, Any]]:
 
 
 def _encoded_type(key: Any) -> Any:
-    if isinstance(key, tuple | frozenset):
-        return (type(key).__name__, sorted(repr(_encoded_type(item)) for item in key))
-    return type(key).__name__
+    items = [_encoded_type(item) for item in key] if isinstance(key, tuple | frozenset) else []
+    if isinstance(key, frozenset):
+        items.sort(key=repr)
+    return (type(key).__name__, items)
 
 
 def _refuse_argument(value: Any) -> Any:

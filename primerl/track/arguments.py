@@ -66,7 +66,17 @@ def command_line(
     if default is None:
         args = tyro.cli(kind, description=description)
     else:
-        args = tyro.cli(kind, description=description, default=default)
+        # A mapping that is not empty would be, for tyro, a flag for each of its keys.
+        fields: Any = default
+        mappings = {
+            field.name: getattr(fields, field.name)
+            for field in attrs.fields(kind)  # type: ignore[arg-type]
+            if isinstance(getattr(fields, field.name), dict)
+        }
+        empty = attrs.evolve(fields, **{name: {} for name in mappings})
+        args = tyro.cli(kind, description=description, default=empty)
+        kept = {name: value for name, value in mappings.items() if _value(name, words) is None}
+        args = attrs.evolve(args, **kept)
     if resumed is not None and hasattr(args, "steps"):
         require_unfinished(Path(resumed), args.steps)
     _require_extras(args, extras)
@@ -136,7 +146,7 @@ def _value(field: str, words: list[str]) -> str | None:
     remaining = iter(words)
     for word in remaining:
         name, given, value = word.partition("=")
-        if name == _flag(field):
+        if name.replace("_", "-") == _flag(field):
             found = value if given else next(remaining, "")
     return found
 

@@ -10,7 +10,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primerl import flops, fp8, models, optim, parallel, planning
+from primerl import fp8, models, optim, parallel, planning
 from primerl.planning.server import kv_bytes
 from primerl.testing.families import tiny_family
 
@@ -53,6 +53,11 @@ def layout(ranks, **sizes):
 
 def test_sizes_are_those_computed_by_hand():
     """Four ranks, two of which hold two experts each: every size is a multiple of what divides."""
+    size = planning.model_size(small())
+    assert size.total == SMALL_PARAMETERS
+    assert size.experts == 2 * 4 * 3 * 8 * 16
+    assert size.active == size.total - 32 * 16 - size.experts // 2
+
     (rank,) = plan(layout(4, ep=2)).ranks
     assert rank.parameters == SMALL_PARAMETERS // 4 * 4 + INVERSE_FREQUENCIES
     assert rank.gradients == SMALL_PARAMETERS // 4 * 4
@@ -97,7 +102,7 @@ def test_parts_cover_the_model_and_shrink_with_ranks(ranks, ep):
 )
 def test_impossible_layouts_are_refused_by_the_constraint(asked, changed, why):
     found = plan(asked, **changed)
-    whole = planning.Plan(model=flops.parameters(small().config), trainers=[found])
+    whole = planning.Plan(model=planning.model_size(small()), trainers=[found])
 
     assert len(whole.impossible) == 1
     with pytest.raises(ValueError, match=why):
@@ -159,7 +164,7 @@ def test_a_plan_is_a_value_json_and_text():
         planning.plan_traffic(small(), step_tokens=1, published=1, changed=2)
 
     whole = planning.Plan(
-        model=flops.parameters(small().config),
+        model=planning.model_size(small()),
         trainers=[plan(layout(4, ep=2)), plan(layout(6, ep=3))],
         traffic=traffic,
         refused_pairs=[planning.Refusal(("a", "b"), "because [of] c")],
@@ -179,7 +184,7 @@ def glm5(root):
 
 def test_glm5_has_its_published_sizes(glm5):
     model = models.empty_model(glm5)
-    size = flops.parameters(model.config)
+    size = planning.model_size(model)
     assert round(size.total / GB, 1) == 743.9
     assert round(size.active / GB, 1) == 40.8
 

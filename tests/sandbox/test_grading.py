@@ -140,6 +140,7 @@ def test_values_of_all_types_come_out():
         (float("nan"), 1.0),
         ([1, 2], [1]),
         ({(1,): 1}, {(1.0,): 1}),
+        ({(1, True)}, {(True, 1)}),
     ],
 )
 def test_values_that_differ(left, right):

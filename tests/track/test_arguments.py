@@ -67,6 +67,15 @@ def test_a_flag_picks_a_preset_that_other_flags_override(given, words):
     assert given("--size", "small", *words, presets={"size": SIZES}) == large  # as the last says
 
 
+def test_a_mapping_that_is_given_replaces_that_of_a_preset_or_of_the_resumed_run(given, folder):
+    presets = {"size": {"small": attrs.evolve(SIZES["large"], size="small", vllm={"b": "2"})}}
+
+    assert given("--size", "small", "--vllm", "a", "True", presets=presets).vllm == {"a": True}
+    assert given("--size", "small", presets=presets).vllm == {"b": "2"}
+    assert given("--resume", folder, "--vllm", "c", "3").vllm == {"c": "3"}
+    assert given("--resume", folder).vllm == BEGUN.vllm
+
+
 @pytest.mark.parametrize("words", [["--size", "medium"], ["--size"]])
 def test_a_preset_that_there_is_not_is_refused_as_any_value(given, words, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -33,6 +33,8 @@ from primerl.weights.transports.publications import (
 _NAME = re.compile(rf"([0-9]{{8,}})\.(json|({FULL}|{DELTA})\.safetensors)")
 _PARTIAL = re.compile(rf"\.({_NAME.pattern})\.[0-9]+\.partial")
 
+SPARE = ".spare"
+
 
 @attrs.define
 class _Sent:
@@ -73,7 +75,7 @@ class Publisher:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._deltas = encoding == DELTA
-        self._spare = folder / ".spare" if in_memory and not self._deltas else None
+        self._spare = folder / SPARE if in_memory and not self._deltas else None
         self._snapshot_every = snapshot_every
         self._since_snapshot = 0
         self._sent: _Sent | None = None
@@ -115,6 +117,8 @@ class Publisher:
         earlier one), and those before version ``keep``, if given. In memory, the last of their
         files of tensors is kept aside, for the next publication to write over.
         """
+        if self._spare is None:  # of an earlier publisher
+            (self.folder / SPARE).unlink(missing_ok=True)
         for partial in self.folder.glob(".*.partial"):
             if _PARTIAL.fullmatch(partial.name):
                 partial.unlink(missing_ok=True)

@@ -1,6 +1,5 @@
 """Publishing to engines on the trainer's host, through memory."""
 
-import itertools
 import time
 import uuid
 import weakref
@@ -11,7 +10,11 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from primerl._common.checkpoint_tensors import Quantizer
+from primerl._common.checkpoint_tensors import (
+    Quantizer,
+    distinct_tensors,
+    wire_dtypes,
+)
 from primerl._common.ranks import (
     is_first_rank,
     on_first_rank,
@@ -85,10 +88,10 @@ class SharedMemory:
         self._timeout_s = timeout_s
         folder = None
         if servers:
-            stored = itertools.chain(model.parameters(), model.buffers())
-            size = sum(tensor.numel() * tensor.element_size() for tensor in stored)
-            # Servers read a version until they have the next.
-            place = SharedFolder(f"publications-{uuid.uuid4().hex}", room=2 * size)
+            size = _sent_bytes(model, dtype, quantize)
+            # Servers read a version until they have the next. Of deltas, they keep a copy as well.
+            versions = 4 if encoding == "delta" else 2
+            place = SharedFolder(f"publications-{uuid.uuid4().hex}", room=versions * size)
             weakref.finalize(self, place.close)
             folder = place.path
         self._disk: Disk | None = None  # rank 0 may have no servers; the others help to gather
@@ -141,3 +144,13 @@ class SharedMemory:
 
         on_first_rank_gathering(work, gathered)
         return seconds
+
+
+def _sent_bytes(model: nn.Module, dtype: torch.dtype | None, quantize: Quantizer | None) -> int:
+    """About the bytes of a version, of which quantized ones have a scale for 16 bytes or more."""
+    dtypes = wire_dtypes(model, dtype, quantize)
+    quantized = set() if quantize is None else quantize.parameters
+    return sum(
+        tensor.numel() * 5 // 4 if name in quantized else tensor.numel() * dtypes[name].itemsize
+        for name, tensor in distinct_tensors(model).items()
+    )

@@ -11,6 +11,7 @@ import torch
 from publishing import same_bits
 from safetensors.torch import load_file
 
+from primerl._common import shared_folder
 from primerl._common.checkpoint_tensors import TensorLayout
 from primerl._common.shared_folder import SharedFolder, acquire, shared_memory
 from primerl._common.tensor_files import map_tensors, write_tensors
@@ -197,6 +198,33 @@ def test_receivers_of_a_host_share_one_copy_and_the_last_removes_it(deltas, read
     assert place.exists()
     other.close()
     assert not place.exists()
+
+
+def test_what_a_killed_process_leaves_is_removed_before_room_is_looked_for(
+    tmp_path_factory, monkeypatch
+):
+    memory, disk = tmp_path_factory.mktemp("memory"), tmp_path_factory.mktemp("disk")
+    monkeypatch.setattr(shared_folder, "_DEV_SHM", memory)
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+
+    def usage(_):
+        held = sum(path.stat().st_size for path in memory.rglob("*") if path.is_file())
+        return shutil._ntuple_diskusage(1000, held, 1000 - held)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    killed = SharedFolder("killed", room=800)
+    (killed.path / "file").write_bytes(bytes(800))
+    on_disk = SharedFolder("large", room=2000)
+    assert (killed.path.parent, on_disk.path.parent) == (memory, disk)
+    os.close(killed._users)
+    os.close(on_disk._users)
+
+    after = SharedFolder("after", room=800)
+
+    assert after.path.parent == memory
+    assert not killed.path.exists()
+    assert not on_disk.path.exists()
+    after.close()
 
 
 def _use_and_die(folder):

@@ -474,11 +474,11 @@ def test_a_bridge_adds_what_the_template_would(tokenizer):
     reply = tokenizer.encode("Hi.", add_special_tokens=False)
     whole = renderer.render([*chat, *new], add_generation_prompt=True).token_ids
 
-    ended = renderer.bridge_to_next_turn(prompt, [*reply, tokenizer.eos_token_id], new)
-    cut = renderer.bridge_to_next_turn(prompt, reply, new)
+    ended = [*reply, tokenizer.eos_token_id]
 
-    assert ended.token_ids == cut.token_ids == whole
-    assert renderer.bridge_to_next_turn(prompt, reply, chat) is None
+    assert [*prompt, *ended, *renderer.tokens_after(ended, new)] == whole
+    assert [*prompt, *reply, *renderer.tokens_after(reply, new)] == whole
+    assert renderer.tokens_after(reply, chat) is None
 
 
 TEMPLATES = {
@@ -508,7 +508,7 @@ def test_a_bridge_follows_templates_of_other_kinds(smollm2_folder, name):
         reply = [*tokenizer.encode(f"Reply {turn}."), tokenizer.eos_token_id]
         chat.append({"role": "assistant", "content": f"Reply {turn}."})
         chat.append({"role": "user", "content": f"Question {turn}?"})
-        tokens = renderer.bridge_to_next_turn(tokens, reply, chat[-1:]).token_ids
+        tokens = [*tokens, *reply, *renderer.tokens_after(reply, chat[-1:])]
 
     whole = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(tokens) == whole

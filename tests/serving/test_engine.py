@@ -988,9 +988,9 @@ def choice(**fields):
 def test_spans_become_versions():
     labels = Labels("abc")
     spans = [responses.VersionSpan("abc-1", 0, 1), responses.VersionSpan("abc-3", 1, 3)]
-    assert responses.span_versions(choice(weight_versions=spans), labels.number) == [1, 3, 3]
+    assert responses.token_versions(choice(weight_versions=spans), labels.number) == [1, 3, 3]
     spans[0].version = "default"
-    assert responses.span_versions(choice(weight_versions=spans), labels.number) == [None, 3, 3]
+    assert responses.token_versions(choice(weight_versions=spans), labels.number) == [None, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -1008,7 +1008,7 @@ def test_spans_become_versions():
 def test_spans_that_do_not_cover_the_tokens(spans):
     made = None if spans is None else [responses.VersionSpan(*span) for span in spans]
     with pytest.raises(rollout.BadCompletion, match="weight_versions"):
-        responses.span_versions(choice(weight_versions=made), Labels("a").number)
+        responses.token_versions(choice(weight_versions=made), Labels("a").number)
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,8 @@ class Buffer:
         if oldest_version(group) is None:
             self.drop("empty")
             return False
-        if self.has_rejected_tokens(group):
+        sampled = self.verification.versions_of(group)
+        if self.verification.any_rejected(sampled):
             self.drop(UNVERIFIED, tokens=len(group.versions))
             return False
         for name, keeps in zip(self.filters, self._keep, strict=True):
@@ -157,7 +158,7 @@ class Buffer:
                 self.refusals.add(name, group)
                 return False
         self.refusals.clear()
-        self._store(group)
+        self._store(group, sampled)
         return True
 
     def drop(self, reason: str, *, tokens: int = 0) -> None:
@@ -276,17 +277,17 @@ class Buffer:
         self._reserved.clear()
         self.verification.restore(state["verification"])
         for content in state["groups"]:
-            self._store(decode_group(content))
+            group = decode_group(content)
+            self._store(group, self.verification.versions_of(group))
         self.started = self.trained + self.dropped.total() + self.buffered
 
     def _provisional(self, finished: _Finished) -> set[PolicyVersion]:
         return self.verification.provisional(finished.versions)
 
-    def _store(self, group: Group, versions: frozenset[PolicyVersion] | None = None) -> None:
+    def _store(self, group: Group, versions: frozenset[PolicyVersion]) -> None:
         oldest = oldest_version(group)
         assert oldest is not None
-        sampled = self.verification.versions_of(group) if versions is None else versions
-        bisect.insort(self._finished, _Finished(oldest, group, sampled), key=_BY_AGE)
+        bisect.insort(self._finished, _Finished(oldest, group, versions), key=_BY_AGE)
 
     def _expire(self, oldest: PolicyVersion) -> None:
         """Drop or mask groups with tokens of versions before ``oldest``."""

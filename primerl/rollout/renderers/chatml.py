@@ -66,7 +66,7 @@ class ChatMLRenderer(TemplateRenderer):
 
     def agrees(self, new_messages: Sequence[Message]) -> bool:
         """Whether the template renders ``new_messages`` after a reply as this renderer does."""
-        between = self._between(new_messages, None, begins="")
+        between = self._shown_between(new_messages, None, begins="")
         return between is not None and (
             between.extends and between.text == f"{END}\n{self._turn(new_messages)}"
         )

@@ -18,7 +18,7 @@ def load_renderer(tokenizer: Any, chosen: Any = None) -> Any:
         return None
     if chosen is None:
         return _known(tokenizer) or chatml_renderer(tokenizer) or TemplateRenderer(tokenizer)
-    if hasattr(chosen, "bridge_to_next_turn"):
+    if hasattr(chosen, "render"):
         return chosen
     return require("renderers", extra="verifiers").create_renderer(tokenizer, chosen)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import attrs
 
-from primerl.rollout.renderers.between_turns import Between, between_turns, without_closing
 from primerl.rollout.renderers.tool_calls import Parsed, parse_tool_calls
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
+_PLACEHOLDER = "reply-7c1e9b04d2"
 _CACHED_TEXTS = 512  # rollouts of a task share their prompt
 _CACHED_CHARACTERS = 20_000  # longer texts rarely occur twice
 _THOUGHTS = ("<think>\nthought\n</think>\n\n", "\n<think>thought</think>\n", "thought</think>\n")
@@ -30,6 +30,16 @@ class Rendered:
     """A prompt's tokens."""
 
     token_ids: list[int]
+
+
+@attrs.frozen
+class Between:
+    """A template's ``text`` after a reply, up to the next; ``closing`` is how it ends a reply."""
+
+    text: str
+    closing: str
+    extends: bool
+    """Whether the template renders what comes before the reply as it did when it was sampled."""
 
 
 class TemplateRenderer:
@@ -72,20 +82,6 @@ class TemplateRenderer:
             return Rendered(self._encode(_concatenated(messages), special=True))
         return Rendered(self._encode(self._text(messages, tools, add_generation_prompt)))
 
-    def bridge_to_next_turn(
-        self,
-        previous_prompt_ids: list[int],
-        previous_completion_ids: list[int],
-        new_messages: Sequence[Message],
-        *,
-        tools: Tools | None = None,
-    ) -> Rendered | None:
-        """The conversation so far and ``new_messages``; None where ``tokens_after`` is."""
-        between = self.tokens_after(previous_completion_ids, new_messages, tools=tools)
-        if between is None:
-            return None
-        return Rendered(previous_prompt_ids + previous_completion_ids + between)
-
     def tokens_after(
         self, reply_ids: list[int], new_messages: Sequence[Message], *, tools: Tools | None = None
     ) -> list[int] | None:
@@ -100,7 +96,7 @@ class TemplateRenderer:
             return self._encode(_concatenated(new_messages))
         thought = "</think>" in self._template and "</think>" in self._decode(reply_ids)
         for begins in _THOUGHTS if thought else ("",):
-            between = self._between(new_messages, tools, begins=begins)
+            between = self._shown_between(new_messages, tools, begins=begins)
             if between is not None and between.extends:
                 break
         else:
@@ -117,22 +113,9 @@ class TemplateRenderer:
         """
         if self._template is None:
             return self._encode(_concatenated(new_messages))
-        between = between_turns(
-            lambda messages, reply_next: self._text(messages, None, reply_next),
-            opening,
-            new_messages,
-        )
-        return self._without_closing(between, last)
+        return self._without_closing(self._between(opening, new_messages), last)
 
-    def _without_closing(self, between: Between, last: int) -> list[int]:
-        return without_closing(
-            self._encode(between.text),
-            last,
-            closing=self._encode(between.closing),
-            stop_token_ids=self._stops,
-        )
-
-    def _between(
+    def _shown_between(
         self, new_messages: Sequence[Message], tools: Tools | None, begins: str
     ) -> Between | None:
         """What the template has between turns, shown by a conversation that stands for any."""
@@ -140,14 +123,47 @@ class TemplateRenderer:
 
         opening = [{"role": "user", "content": "-"}]
         try:
-            return between_turns(
-                lambda messages, reply_next: self._text(messages, tools, reply_next),
-                opening,
-                new_messages,
-                begins=begins,
-            )
+            return self._between(opening, new_messages, tools, begins=begins)
         except (jinja2.TemplateError, TypeError, ValueError):
             return None  # such as a template that wants a call before a tool's result
+
+    def _between(
+        self,
+        opening: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Tools | None = None,
+        *,
+        begins: str = "",
+    ) -> Between:
+        """What the template has between the reply to ``opening`` and that to ``new_messages``.
+
+        ``begins`` is how the reply begins, such as with reasoning that a template may leave out
+        later.
+        """
+        said = begins + _PLACEHOLDER
+        replied = [*opening, {"role": "assistant", "content": said}]
+        prompt = self._text(opening, tools, reply_next=True)
+        longer = self._text([*replied, *new_messages], tools, reply_next=True)
+        closed = self._text(replied, tools, reply_next=False)
+        return Between(
+            text=_after_placeholder(longer),
+            closing=_after_placeholder(closed),
+            extends=longer.startswith(prompt + said),
+        )
+
+    def _without_closing(self, between: Between, last: int) -> list[int]:
+        """The tokens after a reply whose last one is ``last``, without repeating what ended it.
+
+        Templates may have tokens before the stop token (Cohere2's ``<|END_RESPONSE|>``): where the
+        policy has stopped, they are not added either. Some end a reply by what opens the next
+        message.
+        """
+        token_ids = self._encode(between.text)
+        if last not in self._stops:
+            return token_ids
+        closing = self._encode(between.closing)
+        ending = closing if last in closing else token_ids[:1]
+        return token_ids[ending.index(last) + 1 :] if last in ending else token_ids
 
     def parse_response(
         self,
@@ -195,6 +211,10 @@ class TemplateRenderer:
                     self._tokens.pop(next(iter(self._tokens)))  # the oldest
                 self._tokens[text, special] = tokens
         return tokens
+
+
+def _after_placeholder(text: str) -> str:
+    return text[text.rindex(_PLACEHOLDER) + len(_PLACEHOLDER) :]
 
 
 def _concatenated(messages: Sequence[Message]) -> str:

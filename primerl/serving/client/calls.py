@@ -120,7 +120,8 @@ async def probe(
             max_bytes=responses.most_bytes(max_new_tokens),
         )
         choice = answer.choices[0]
-        versions = [one or 0 for one in fleet.versions(choice, replica.label)]
+        known = responses.token_versions(choice, fleet.number, adapter=how["adapter"])
+        versions = [one or 0 for one in known]
         completion = responses.make_completion(choice, versions)
         limits = EngineLimits(
             context_length=len(token_ids) + max_new_tokens,

@@ -85,7 +85,7 @@ class Dispatcher:
             choice = (await self._attempt(replica, body, max_bytes, expected)).choices[0]
             if choice.finish_reason in _UNFINISHED:
                 raise _Retry(f"{replica.url} ended a request with {choice.finish_reason!r}")
-            versions = await self._versions(choice, replica, label)
+            versions = await self._versions(choice, replica, adapter)
             completion = responses.make_completion(choice, versions)
             await self._learn_vocab_size(replica)
             limits = EngineLimits(
@@ -205,7 +205,7 @@ class Dispatcher:
             raise _Retry(str(error), free=True, wait=False) from error
 
     async def _versions(
-        self, choice: responses.Choice, replica: Replica, label: str | None
+        self, choice: responses.Choice, replica: Replica, adapter: str | None
     ) -> list[PolicyVersion]:
         """The version of each token.
 
@@ -213,7 +213,7 @@ class Dispatcher:
             BadCompletion: the response does not give one for each token.
             _Retry: the server sampled with weights that are not this run's.
         """
-        known = self._fleet.versions(choice, label)
+        known = responses.token_versions(choice, self._fleet.number, adapter=adapter)
         versions = [one for one in known if one is not None]
         if len(versions) < len(known):
             raise _Retry(f"{replica.url} sampled with weights that are not this run's")

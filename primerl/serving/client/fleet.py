@@ -128,12 +128,6 @@ class Fleet:
             return version
         return None
 
-    def versions(self, choice: responses.Choice, label: str | None) -> list[PolicyVersion | None]:
-        """The version of each token; all that was sampled under an adapter has its ``label``."""
-        if self.labels.adapter is not None:
-            return [self.number(label)] * len(choice.token_ids)
-        return responses.span_versions(choice, self.number)
-
     async def confirm(self, replica: Replica, version: PolicyVersion) -> None:
         """Ask a server for its version when a response has a newer one than any known."""
         async with self._confirming:  # the first of many responses asks

@@ -155,20 +155,27 @@ def read_response(
     return response
 
 
-def span_versions(
-    choice: Choice, number: Callable[[str | None], PolicyVersion | None]
+def token_versions(
+    choice: Choice,
+    number: Callable[[str | None], PolicyVersion | None],
+    *,
+    adapter: str | None = None,
 ) -> list[PolicyVersion | None]:
     """The version of each token, None for weights that are not a version of this run.
 
     Args:
         choice: a completion.
         number: label -> version.
+        adapter: the label of the adapter that sampled all tokens; without one, the server's spans
+            name the weights.
 
     Raises:
         BadCompletion: the spans do not cover each token once, in order.
     """
-    versions: list[PolicyVersion | None] = []
     count = len(choice.token_ids)
+    if adapter is not None:
+        return [number(adapter)] * count
+    versions: list[PolicyVersion | None] = []
     for span in choice.weight_versions or []:
         if span.start != len(versions) or not span.start <= span.end <= count:
             raise BadCompletion(

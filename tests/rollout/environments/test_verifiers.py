@@ -19,10 +19,8 @@ import pytest
 
 pytest.importorskip("verifiers")
 from primerl import rollout, testing
-from primerl.rollout.environments.verifiers_adapter.trace_samples import (
-    SampledLogprobs,
-    trace_samples,
-)
+from primerl.rollout.conversations.calls import stitch
+from primerl.rollout.environments.verifiers_adapter.trace_calls import SampledLogprobs, trace_calls
 from primerl.rollout.renderers.template import TemplateRenderer
 from primerl.types import NOT_SAMPLED, Completion, SamplingParams
 
@@ -122,6 +120,10 @@ def node(parent, tokens, reply=None, version=0, routes=()):
     )
 
 
+def samples_of(nodes, temperature=1.0):
+    return stitch(trace_calls(SimpleNamespace(nodes=nodes)), temperature=temperature)
+
+
 def test_a_reply_that_branches_share_is_trained_once():
     nodes = [
         node(None, [1, 2]),
@@ -130,7 +132,7 @@ def test_a_reply_that_branches_share_is_trained_once():
         node(1, [8], [9], version=9),
     ]
 
-    one, two = trace_samples(SimpleNamespace(nodes=nodes), temperature=0.5)
+    one, two = samples_of(nodes, temperature=0.5)
 
     assert one.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert one.loss_mask.tolist() == [False, False, False, True, True, False, True]
@@ -151,7 +153,7 @@ def test_a_branch_has_the_routes_of_all_replies_on_its_path():
         node(0, [3], [5], routes=["e"]),
     ]
 
-    samples = trace_samples(SimpleNamespace(nodes=nodes), temperature=0.5)
+    samples = samples_of(nodes)
 
     assert [one.routes for one in samples] == [("a", "b", "c"), ("a", "b", "d"), ("e",)]
 
@@ -159,7 +161,7 @@ def test_a_branch_has_the_routes_of_all_replies_on_its_path():
 def test_what_follows_the_last_reply_is_no_sample_and_in_none():
     nodes = [node(None, [1]), node(0, [2], [3]), node(1, [4]), node(1, [5])]
 
-    (sample,) = trace_samples(SimpleNamespace(nodes=nodes), temperature=1.0)
+    (sample,) = samples_of(nodes)
 
     assert sample.token_ids.tolist() == [1, 2, 3]
 
@@ -169,7 +171,7 @@ def test_changed_tokens_are_refused():
     changed.token_ids = [2, 4]
 
     with pytest.raises(ValueError, match="does not end with the tokens that were sampled"):
-        trace_samples(SimpleNamespace(nodes=[node(None, [1]), changed]), temperature=1.0)
+        samples_of([node(None, [1]), changed])
 
 
 @pytest.mark.thorough
@@ -474,11 +476,11 @@ def test_a_bridge_adds_what_the_template_would(tokenizer):
     reply = tokenizer.encode("Hi.", add_special_tokens=False)
     whole = renderer.render([*chat, *new], add_generation_prompt=True).token_ids
 
-    ended = renderer.bridge_to_next_turn(prompt, [*reply, tokenizer.eos_token_id], new)
-    cut = renderer.bridge_to_next_turn(prompt, reply, new)
+    ended = [*reply, tokenizer.eos_token_id]
 
-    assert ended.token_ids == cut.token_ids == whole
-    assert renderer.bridge_to_next_turn(prompt, reply, chat) is None
+    assert [*prompt, *ended, *renderer.tokens_after(ended, new)] == whole
+    assert [*prompt, *reply, *renderer.tokens_after(reply, new)] == whole
+    assert renderer.tokens_after(reply, chat) is None
 
 
 TEMPLATES = {
@@ -508,7 +510,7 @@ def test_a_bridge_follows_templates_of_other_kinds(smollm2_folder, name):
         reply = [*tokenizer.encode(f"Reply {turn}."), tokenizer.eos_token_id]
         chat.append({"role": "assistant", "content": f"Reply {turn}."})
         chat.append({"role": "user", "content": f"Question {turn}?"})
-        tokens = renderer.bridge_to_next_turn(tokens, reply, chat[-1:]).token_ids
+        tokens = [*tokens, *reply, *renderer.tokens_after(reply, chat[-1:])]
 
     whole = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(tokens) == whole

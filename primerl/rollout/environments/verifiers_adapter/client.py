@@ -11,7 +11,7 @@ from primerl.rollout.conversations.history import History
 from primerl.rollout.conversations.messages import Message
 from primerl.rollout.engines.chat_endpoint import PromptTooLong
 from primerl.rollout.engines.protocol import Engine
-from primerl.rollout.environments.verifiers_adapter.trace_samples import SampledLogprobs
+from primerl.rollout.environments.verifiers_adapter.trace_calls import SampledLogprobs
 from primerl.types import SamplingParams
 
 vf: Any = require("verifiers.v1", extra="verifiers")

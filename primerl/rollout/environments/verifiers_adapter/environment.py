@@ -8,15 +8,12 @@ from typing import Any
 
 import attrs
 
+from primerl.rollout.conversations.calls import Call, stitch
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Task
 from primerl.rollout.environments.verifiers_adapter.loading import load
 from primerl.rollout.environments.verifiers_adapter.running_environment import RunningEnvironment
-from primerl.rollout.environments.verifiers_adapter.trace_samples import (
-    branch,
-    last_reply,
-    trace_samples,
-)
+from primerl.rollout.environments.verifiers_adapter.trace_calls import trace_calls
 from primerl.rollout.errors import EnvironmentFailed
 from primerl.rollout.renderers.loading import load_renderer
 from primerl.types import Rollout, SamplingParams
@@ -255,41 +252,40 @@ def _rebuild(environment: Any, task: Task) -> Any:
 def _rollout(trace: Any, params: SamplingParams) -> Rollout:
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-    samples = trace_samples(trace, temperature=params.temperature)
-    usage = _usage_without_tokens(trace)
-    if not samples and not usage:
+    calls = trace_calls(trace)
+    usage = {} if calls else _usage(trace)
+    if not calls and not usage:
         raise ValueError(
             f"the policy sampled no token (stop: {trace.stop_condition}); is the prompt too long?"
         )
     return Rollout(
-        samples=samples,
+        samples=stitch(calls, temperature=params.temperature),
         reward=trace.reward,
         metrics={"turns": float(trace.num_turns), **usage, **scores, **metrics},
-        stop=_stop(trace),
+        stop=_stop(trace, calls),
         agent=trace.agent.name,
         episode_id=trace.id,
     )
 
 
-def _stop(trace: Any) -> str:
+def _stop(trace: Any, calls: list[Call]) -> str:
     """Why the episode ended: how its last reply did, unless the environment says more."""
     if trace.stop_condition not in (None, "agent_completed", "user_closed"):
         return str(trace.stop_condition)
-    reply = last_reply(trace)
-    if reply is not None:
-        return "context" if reply.filled_context else reply.completion.finish_reason
+    if calls:
+        return calls[-1].stop
     cut = bool(trace.calls) and trace.calls[-1].finish_reason == "length"
     return "length" if cut else "stop"
 
 
-def _usage_without_tokens(trace: Any) -> dict[str, float]:
+def _usage(trace: Any) -> dict[str, float]:
     """The token counts of an endpoint that takes messages; of others, there are the samples."""
-    calls = [call.usage for call in trace.calls if call.usage is not None]
-    if not calls or last_reply(trace) is not None:
+    usages = [call.usage for call in trace.calls if call.usage is not None]
+    if not usages:
         return {}
     return {
-        "prompt_tokens": float(sum(usage.prompt_tokens for usage in calls)),
-        "completion_tokens": float(sum(usage.completion_tokens for usage in calls)),
+        "prompt_tokens": float(sum(usage.prompt_tokens for usage in usages)),
+        "completion_tokens": float(sum(usage.completion_tokens for usage in usages)),
     }
 
 
@@ -297,8 +293,8 @@ def _conversation(trace: Any) -> dict[str, Any]:
     """The last branch of the trace, as ``primerl.data`` reads conversations."""
     from primerl.rollout.environments.verifiers_adapter.client import wire_message, wire_tool
 
-    nodes = [trace.nodes[index] for index in branch(trace.nodes, len(trace.nodes) - 1)]
-    conversation: dict[str, Any] = {"messages": [wire_message(node.message) for node in nodes]}
-    if nodes[0].tools:
-        conversation["tools"] = [wire_tool(tool) for tool in nodes[0].tools]
+    branch = trace.branches[-1]
+    conversation: dict[str, Any] = {"messages": [wire_message(one) for one in branch.messages]}
+    if branch.tools:
+        conversation["tools"] = [wire_tool(tool) for tool in branch.tools]
     return conversation

@@ -16,7 +16,7 @@ from primerl.rollout.environments.verifiers_adapter.client import (
     ModelReply,
     wire_message,
 )
-from primerl.rollout.environments.verifiers_adapter.trace_samples import SampledLogprobs
+from primerl.rollout.environments.verifiers_adapter.trace_calls import SampledLogprobs
 
 vf: Any = require("verifiers.v1", extra="verifiers")
 _graph: Any = require("verifiers.v1.graph", extra="verifiers")

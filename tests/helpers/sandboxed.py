@@ -27,7 +27,7 @@ def reason_against() -> str:
 
 
 def needed() -> None:
-    """Skip the test module, with the reason, where no sandbox can be made."""
+    """Skip the test, or the test module, with the reason, where no sandbox can be made."""
     if reason := reason_against():
         pytest.skip(f"no sandboxes here: {reason}", allow_module_level=True)
 

@@ -12,6 +12,7 @@ import torch
 from descendants import descendants
 from forked_ranks import forked_ranks
 from glm_swe_trainer import load, step
+from sandboxed import needed
 from waiting import until
 
 from primerl import parallel, testing
@@ -68,6 +69,7 @@ def steps_logged(folder):
 
 
 def test_the_rehearsal_survives_its_sandboxes_and_is_resumed_when_a_rank_dies(root, tmp_path):
+    needed()
     folder = tmp_path / "run"
     output = folder.with_suffix(".output")
     few = ["--eval-tasks", 2, "--eval-every", 0, "--save-every", 1, "--run-dir", folder]

@@ -5,12 +5,15 @@ import os
 import subprocess
 import sys
 
+from sandboxed import needed
+
 from primerl import testing
 
 TIMEOUT_S = 600.0
 
 
 def test_the_flagship_recipe_trains_on_what_vllm_samples(root, tmp_path):
+    needed()
     model = testing.tiny_chat_model(
         tmp_path / "model",
         "glm4_moe",

@@ -299,14 +299,14 @@ def test_publishing_and_evaluating_at_once_is_of_the_published_version():
 
 def test_the_death_of_a_worker_whose_fork_lives_on_is_noticed():
     async def forks(task, engine, params):
-        multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,)).start()
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,)).start()
         os.kill(os.getpid(), signal.SIGKILL)
 
     began = time.monotonic()
     with make_worker(environment=forks) as rollouts:
         with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
             rollouts.take(version=0)
-    assert time.monotonic() - began < ENDS_S
+    assert time.monotonic() - began < 100  # not when the fork ends
 
 
 def test_errors_arrive_with_their_cause_and_the_workers_traceback():

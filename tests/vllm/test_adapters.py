@@ -242,7 +242,7 @@ def test_requests_in_flight_end_with_the_version_that_they_began_with(policy):
     tokens, old = prompt(3), copy.deepcopy(policy.model)
 
     async def sample_while_publishing():
-        long = asyncio.create_task(policy.engine.generate(tokens, P(max_tokens=150)))
+        long = asyncio.create_task(policy.engine.generate(tokens, P(max_tokens=600)))
         while not policy.engine.replicas()[0]["in_flight"]:
             await asyncio.sleep(0.01)
         for version in (1, 2):

@@ -153,7 +153,7 @@ def test_a_trainer_that_dies_between_start_and_finish(trainer, disk):
 
 def test_a_flipped_bit_in_a_delta_and_a_truncated_file(trainer, disk, tmp_path, monkeypatch):
     trainer.publish(disk)
-    load = disk._transport._load
+    load = disk._load
     damaged = []
 
     def flip(path):
@@ -167,7 +167,7 @@ def test_a_flipped_bit_in_a_delta_and_a_truncated_file(trainer, disk, tmp_path, 
         flip(path) if manifest.kind == "delta" else os.truncate(path, 1000)
         return load(folder, manifest)
 
-    monkeypatch.setattr(disk._transport, "_load", damaging)
+    monkeypatch.setattr(disk, "_load", damaging)
     with pytest.raises(RuntimeError, match=r"full.safetensors in .*is truncated: 1000 bytes"):
         trainer.publish(disk)
     assert damaged == ["delta", "full"], "the delta was sent again whole, and that was cut off"

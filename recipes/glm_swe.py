@@ -50,6 +50,7 @@ with track.interruptible():  # Ctrl-C ends it with one line
 from primerl.track import number
 from primerl.types import SamplingParams
 
+# at least one number, each of at least 1
 COUNTS = and_(min_len(1), deep_iterable(ge(1)))
 
 
@@ -407,8 +408,8 @@ def plan(args: Args) -> planning.Plan:
     """What would run where, and what it would take: the trainer's parts, on imagined ranks."""
     folder = args.model
     preset = SCALES[args.scale]
-    others = args.model != preset.model and args.config == preset.config  # a model of its own
-    if args.config is not None and not others:
+    of_another_model = args.model != preset.model and args.config == preset.config
+    if args.config is not None and not of_another_model:
         configs = Path(__file__).parent / "configs"
         if not (configs / args.config).is_dir():
             raise ValueError(f"--config is {args.config!r}; expected a folder of {configs}")
@@ -451,8 +452,9 @@ def main(args: Args) -> None:
     sinks = [track.LiveView("GLM SWE", steps=args.steps)] if world.is_first else []
     parallel.configure_cpu()
     if world.is_first:
-        run = {"steps": args.steps, "run_dir": args.run_dir, "resume": args.resume}
-        flagship = attrs.evolve(SCALES["glm5"], **run)
+        flagship = attrs.evolve(
+            SCALES["glm5"], steps=args.steps, run_dir=args.run_dir, resume=args.resume
+        )
         print(planning.differences(args, flagship, names=("here", "at glm5")))
     folder = model_folder(args)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

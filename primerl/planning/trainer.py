@@ -272,7 +272,7 @@ def _optimizer_bytes(optimizer: Optimizer) -> tuple[int, int]:
         one.grad = torch.empty_like(one)
         optimizer.step()
         one.grad = None
-        for state in optimizer.state.pop(one).values():
+        for state in optimizer.state.pop(one, {}).values():  # plain SGD has none
             if isinstance(state, Tensor):
                 size = len(parameters) * _bytes(state)
                 away = on_host or local_part(state).device != local_part(one).device

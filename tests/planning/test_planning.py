@@ -10,7 +10,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primerl import fp8, models, optim, parallel, planning
+from primerl import fp8, models, optim, parallel, planning, testing
 from primerl.planning.server import kv_bytes
 from primerl.testing.families import tiny_family
 
@@ -49,6 +49,35 @@ def plan(layout, **changed):
 
 def layout(ranks, **sizes):
     return planning.TrainerLayout(nodes=1, gpus_per_node=ranks, **sizes)
+
+
+def plan_of(family, **changed):
+    arguments = {
+        "layouts": [planning.TrainerLayout(nodes=1, gpus_per_node=1)],
+        "servers": [1],
+        "tokens": 64,
+        "step_tokens": 1024,
+        "gpu_bytes": 10**9,
+        "max_num_seqs": 2,
+    }
+    return planning.plan_run(
+        lambda: testing.tiny_model(family).to("meta"),
+        lambda model, mesh: torch.optim.SGD(model.parameters(), lr=0.1),
+        **arguments | changed,
+    )
+
+
+def test_a_run_is_planned_in_fp8_and_bf16_also_where_there_are_no_experts():
+    plan = plan_of("llama", form=fp8.Format.of_blocks(16))
+    assert list(plan.servers) == ["FP8, ep=1", "bf16, ep=1"]
+    assert plan.refusal is None
+    assert "memory" in plan_of("llama", gpu_bytes=1).refusal
+
+
+@pytest.mark.parametrize("changed", [{"servers": []}, {"servers": [0]}, {"layouts": []}])
+def test_a_run_without_servers_or_trainers_is_an_error(changed):
+    with pytest.raises(ValueError, match="expected at least one of each"):
+        plan_of("llama", **changed)
 
 
 def test_sizes_are_those_computed_by_hand():

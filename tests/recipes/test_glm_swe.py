@@ -44,6 +44,12 @@ def test_its_trainer_on_two_ranks_makes_the_step_of_one_process(root, recipe, tm
     assert theirs.keys() == weights.keys()
 
 
+@pytest.mark.parametrize("changed", [{"nodes": ()}, {"nodes": (1, 0)}, {"server_gpus": (0,)}])
+def test_numbers_of_nodes_and_gpus_are_at_least_one(recipe, changed):
+    with pytest.raises(ValueError, match=r"nodes|server_gpus|>= 1"):
+        recipe.Args(**changed)
+
+
 def test_a_server_of_another_checkpoint_than_the_trainers_is_refused(recipe, tmp_path):
     folder = testing.tiny_chat_model(tmp_path / "model", "glm4_moe")
     engine = recipe.open_engine(recipe.SCALES["glm5"], str(folder))

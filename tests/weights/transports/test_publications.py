@@ -187,6 +187,15 @@ def test_a_late_joiner_and_one_that_missed_versions(deltas, reader):
     assert same_bits(read(reader, 4), tensors_of(4))
 
 
+def test_the_file_kept_aside_by_an_earlier_publisher_is_removed(tmp_path):
+    publisher = Publisher(tmp_path, in_memory=True)
+    for version in (1, 2):
+        publisher.retain(publish(publisher, version), keep=version)
+    assert (tmp_path / ".spare").exists()
+    publish(Publisher(tmp_path, encoding="delta"), 3)
+    assert not (tmp_path / ".spare").exists()
+
+
 def test_receivers_of_a_host_share_one_copy_and_the_last_removes_it(deltas, reader):
     other = FolderReader(deltas.folder, timeout_s=2.0)
     read(reader, 3)

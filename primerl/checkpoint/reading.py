@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True):
-    """What a checkpoint consists of."""
+    """The contents of a checkpoint."""
 
     format: int
     step: int

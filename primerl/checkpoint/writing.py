@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @attrs.frozen(kw_only=True, eq=False)
 class TakenSnapshot:
-    """What one rank writes."""
+    """The part of a checkpoint that one rank writes."""
 
     step: int
     pieces: list[Piece]

@@ -35,7 +35,7 @@ def native_dtype() -> Literal["bfloat16", "float32"]:
 def configure_cpu() -> None:
     """Divide the cores among trainer and engine, and keep memory that was freed.
 
-    Call it first, on a CPU: with CUDA, it does nothing. What it settles is reported as progress,
+    Call it first, on a CPU: with CUDA, it does nothing. The result is reported as progress,
     which ``track.LiveView`` prints.
 
     - Threads: this process keeps a thread for each core; those that it starts from now on, such as
@@ -60,7 +60,7 @@ def configure_cpu() -> None:
 
 
 def freeze_gc() -> None:
-    """Exempt all objects that there are from garbage collection, until the process ends.
+    """Exempt all live objects from garbage collection, until the process ends (``gc.freeze``).
 
     Call it once, before the loop. A full collection stops all threads, those of a sampler in this
     process, too: 0.3 s, in most steps of the demo, for what torch and transformers import alone.

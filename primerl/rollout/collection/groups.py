@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @attrs.define(eq=False)
 class Progress:
-    """What is known of a group in flight, and what has failed in it so far."""
+    """The state of a group in flight, and the failures in it so far."""
 
     oldest: dict[int, PolicyVersion] = attrs.Factory(dict)
     """For each rollout that has sampled: the oldest version that it may have sampled with."""

@@ -20,7 +20,7 @@ class OwnNamespace:
         return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
     def kill(self) -> None:
-        """Kill those that there are."""
+        """Kill all processes."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
 
@@ -40,7 +40,7 @@ class Descendants:
         return descendants(self._first)
 
     def kill(self) -> None:
-        """Kill those that there are.
+        """Kill all processes.
 
         They may start none before any is killed, or new ones could escape.
         """
